@@ -1,0 +1,40 @@
+// Which backend serves a call, and why the others do not. The one place that decides.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "params.h"
+
+namespace flash_attn {
+
+enum class Backend : uint8_t { kSm80, kCuda, kAten };  // best first
+inline constexpr Backend kBackends[] = {Backend::kSm80, Backend::kCuda, Backend::kAten};
+
+enum class Op : uint8_t { kAttention, kDecode };  // kAttention: forward and backward
+
+// All that the choice depends on.
+struct CallShape {
+  Op op;
+  bool on_cuda;
+  int compute_capability;  // 10 · major + minor; 0 off CUDA
+  DType dtype;
+  int64_t head_dim, head_dim_v;
+  bool bias, alibi, softcap, dropout, sink, return_probs, paged;
+};
+
+std::string_view name(Backend backend);
+// Throws std::invalid_argument that lists the names.
+Backend backend_from_name(std::string_view name);
+
+// Every reason why `backend` cannot serve the call; empty: it can.
+std::vector<std::string> why_not(Backend backend, const CallShape& call);
+
+// The first backend that serves the call; the one named, if any, or std::invalid_argument with its reasons.
+Backend choose_backend(const CallShape& call, std::optional<std::string_view> forced);
+
+std::string join(const std::vector<std::string>& parts, std::string_view separator);
+
+}  // namespace flash_attn

@@ -1,0 +1,32 @@
+// The table of contents of the compiled kernels: one function a kernel family, params in, launched on the stream.
+// Each throws std::runtime_error when the launch fails. None synchronises.
+#pragma once
+
+#include "params.h"
+
+namespace flash_attn {
+
+namespace cuda {
+// What the launches need to know of a device; read once a device, then cached.
+struct DeviceInfo {
+  int compute_capability;  // 10 · major + minor
+  int num_sms;
+  int smem_optin_bytes;  // the most shared memory a block can ask for
+};
+const DeviceInfo& device_info(int device);
+
+// How many pieces to cut the keys into so that the grid fills the device. Any head dim up to 256.
+int decode_num_splits(const DecodeParams& params, const DeviceInfo& device);
+void run_decode(const DecodeParams& params, const DeviceInfo& device, Stream stream);
+}  // namespace cuda
+
+namespace sm80 {
+// Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
+void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// Floats that BwdParams::dq_accum must hold, and its rows a head.
+int64_t bwd_dq_accum_rows(const BwdParams& params);
+int bwd_dq_accum_cols(const BwdParams& params);
+}  // namespace sm80
+
+}  // namespace flash_attn

@@ -1,0 +1,22 @@
+// A build without nvcc: core/backend.cpp never chooses these, so reaching one is a bug that should say so.
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace flash_attn {
+namespace {
+[[noreturn]] void not_built() { throw std::runtime_error("flash_attn: this build has no CUDA kernels"); }
+}  // namespace
+
+const cuda::DeviceInfo& cuda::device_info(int) {
+  static constexpr DeviceInfo kNone = {};
+  return kNone;
+}
+int cuda::decode_num_splits(const DecodeParams&, const DeviceInfo&) { not_built(); }
+void cuda::run_decode(const DecodeParams&, const DeviceInfo&, Stream) { not_built(); }
+void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+int64_t sm80::bwd_dq_accum_rows(const BwdParams&) { not_built(); }
+int sm80::bwd_dq_accum_cols(const BwdParams&) { not_built(); }
+
+}  // namespace flash_attn
