@@ -1,0 +1,134 @@
+// The arguments of the ops as structs with named fields. The fields stand in the order of the schemas
+// (bindings/library.cpp), so that an argument list and a struct turn into each other by unpacking: no function but the
+// dispatcher's ever sees the long list.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "flash_attn.h"
+
+namespace flash_attn {
+
+using OptTensor = std::optional<at::Tensor>;
+using OptName = std::optional<std::string_view>;  // a backend's name, or none: the best that serves the call
+
+struct AttnArgs {
+  at::Tensor q, k, v;
+  OptTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table;
+  OptTensor attn_bias, alibi_slopes, learnable_sink, rng_state;
+  c10::SymInt max_seqlen_q, max_seqlen_k;
+  double dropout_p;
+  std::optional<double> softmax_scale;  // none: head_dim^-0.5
+  bool causal;
+  c10::SymInt window_left, window_right;
+  bool top_left;
+  double softcap;
+  bool deterministic;
+
+  auto tie() {
+    return std::tie(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, attn_bias,
+                    alibi_slopes, learnable_sink, rng_state, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                    causal, window_left, window_right, top_left, softcap, deterministic);
+  }
+  bool is_varlen() const { return cu_seqlens_q.has_value(); }
+};
+
+struct FwdArgs {
+  AttnArgs attn;
+  bool return_probs;
+  OptName backend;
+
+  auto tie() { return std::tuple_cat(attn.tie(), std::tie(return_probs, backend)); }
+};
+using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_lse, S_dmask
+
+struct BwdArgs {
+  at::Tensor dout;
+  OptTensor dlse;
+  at::Tensor out, softmax_lse;
+  AttnArgs attn;
+  std::array<bool, 5> grad_mask;  // q, k, v, attn_bias, learnable_sink
+  OptName backend;
+
+  auto tie() {
+    return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(), std::tie(grad_mask, backend));
+  }
+};
+using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv, dbias, dsink
+
+struct DecodeArgs {
+  at::Tensor q, k_cache, v_cache;
+  OptTensor cache_seqlens, block_table, alibi_slopes, learnable_sink;
+  std::optional<double> softmax_scale;
+  bool causal;
+  c10::SymInt window_left, window_right;
+  double softcap;
+  int64_t num_splits;  // 0: chosen
+  OptName backend;
+
+  auto tie() {
+    return std::tie(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, learnable_sink, softmax_scale,
+                    causal, window_left, window_right, softcap, num_splits, backend);
+  }
+};
+using DecodeResult = std::tuple<at::Tensor, at::Tensor>;  // out, softmax_lse
+
+// How a field travels as an argument of a dispatcher function: tensors by reference, the rest by value.
+template <class Field>
+struct ArgumentOf {
+  using type = Field;
+};
+template <>
+struct ArgumentOf<at::Tensor> {
+  using type = const at::Tensor&;
+};
+template <>
+struct ArgumentOf<OptTensor> {
+  using type = const OptTensor&;
+};
+
+// Unpacked<R, Args>: the long list of Args as a function type, and the two ways across.
+template <class R, class Args, class Fields = decltype(std::declval<Args&>().tie())>
+struct Unpacked;
+template <class R, class Args, class... Field>
+struct Unpacked<R, Args, std::tuple<Field&...>> {
+  using Signature = R(typename ArgumentOf<Field>::type...);
+
+  // kFunction(Args) as the function with the long list that the dispatcher registers.
+  template <auto kFunction>
+  static R from_list(typename ArgumentOf<Field>::type... field) {
+    return kFunction(Args{std::move(field)...});
+  }
+};
+using Fwd = Unpacked<FwdResult, FwdArgs>;
+using Bwd = Unpacked<BwdResult, BwdArgs>;
+using Decode = Unpacked<DecodeResult, DecodeArgs>;
+
+// The ops, called through the dispatcher (typed handles; autograd, autocast and tracing see them).
+FLASH_ATTN_API FwdResult call_fwd(FwdArgs args);
+FLASH_ATTN_API BwdResult call_bwd(BwdArgs args);
+FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
+FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
+
+// The backend that serves a call, and every other one with its reasons why not.
+using Explanation = std::tuple<std::string, std::map<std::string, std::vector<std::string>>>;
+FLASH_ATTN_API Explanation explain_fwd(const FwdArgs& args);
+FLASH_ATTN_API Explanation explain_decode(const DecodeArgs& args);
+FLASH_ATTN_API std::vector<std::string> backend_names();
+
+// The ops' bodies, below autograd: check → device guard → allocate → fill params → launch on the current stream.
+FwdResult fwd(const FwdArgs& args);
+BwdResult bwd(const BwdArgs& args);
+DecodeResult decode(const DecodeArgs& args);
+at::Tensor rng_state(const at::Tensor& like);
+
+}  // namespace flash_attn

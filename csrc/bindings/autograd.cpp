@@ -1,0 +1,121 @@
+// The gradient formula: forward saves its inputs, out and LSE; backward is one call of the op bwd.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "args.h"
+
+namespace flash_attn {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Takes AttnArgs apart into tensors (saved as variables) and plain values, and puts them together again.
+struct SavedArgs {
+  variable_list tensors;
+  std::vector<c10::IValue> values;
+
+  void put(const Tensor& tensor) { tensors.push_back(tensor); }
+  void put(const OptTensor& tensor) { tensors.push_back(tensor.value_or(Tensor())); }
+  template <class Value>
+  void put(const Value& plain) {
+    values.emplace_back(plain);
+  }
+};
+
+class Restore {
+ public:
+  Restore(variable_list::const_iterator tensor, c10::ArrayRef<c10::IValue> values)
+      : tensor_(tensor), value_(values.begin()) {}
+  void get(Tensor& tensor) { tensor = *tensor_++; }
+  void get(OptTensor& tensor) {
+    if (tensor_->defined()) tensor = *tensor_;
+    ++tensor_;
+  }
+  void get(c10::SymInt& number) { number = (value_++)->toSymInt(); }
+  void get(std::optional<double>& number) { number = (value_++)->toOptional<double>(); }
+  template <class Value>
+  void get(Value& plain) {
+    plain = (value_++)->to<Value>();
+  }
+
+ private:
+  variable_list::const_iterator tensor_;
+  const c10::IValue* value_;
+};
+
+class Attention : public torch::autograd::Function<Attention> {
+ public:
+  // The differentiable inputs come as arguments of their own, so that autograd sees them; `args` holds them too.
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/, const Tensor& /*v*/,
+                               const OptTensor& /*attn_bias*/, const OptTensor& /*learnable_sink*/, FwdArgs args) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, softmax_lse, probs] = call_fwd(args);
+
+    SavedArgs saved;
+    saved.put(out);
+    saved.put(softmax_lse);
+    std::apply([&](const auto&... field) { (saved.put(field), ...); }, args.attn.tie());
+    saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend)) : c10::IValue());
+    ctx->save_for_backward(std::move(saved.tensors));
+    ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
+    ctx->mark_non_differentiable({probs});
+    ctx->set_materialize_grads(false);
+    return {out, softmax_lse, probs};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list tensors = ctx->get_saved_variables();
+    const auto values = ctx->saved_data["values"].toTuple();
+    const auto& elements = values->elements();
+    BwdArgs args;
+    args.out = tensors[0];
+    args.softmax_lse = tensors[1];
+    Restore restore(tensors.begin() + 2, elements);
+    std::apply([&](auto&... field) { (restore.get(field), ...); }, args.attn.tie());
+    const c10::IValue& backend = elements[elements.size() - 1];
+    if (!backend.isNone()) args.backend = backend.toStringView();
+
+    args.dout = grads[0].defined() ? grads[0] : at::zeros_like(args.out);
+    if (grads[1].defined()) args.dlse = grads[1];
+    // Autograd numbers only the inputs that are there.
+    const std::array<bool, 5> present = {true, true, true, args.attn.attn_bias.has_value(),
+                                         args.attn.learnable_sink.has_value()};
+    size_t edge = 0;
+    for (size_t i = 0; i < present.size(); ++i) args.grad_mask[i] = present[i] && ctx->needs_input_grad(edge++);
+    const auto grad_mask = args.grad_mask;
+    auto [dq, dk, dv, dbias, dsink] = call_bwd(std::move(args));
+    const auto if_wanted = [&](int which, const Tensor& gradient) { return grad_mask[which] ? gradient : Tensor(); };
+    return {if_wanted(0, dq), if_wanted(1, dk), if_wanted(2, dv), if_wanted(3, dbias), if_wanted(4, dsink), Tensor()};
+  }
+};
+
+FwdResult fwd_autograd(const FwdArgs& args) {
+  const AttnArgs& attn = args.attn;
+  const auto wants_grad = [](const OptTensor& input) { return input && input->requires_grad(); };
+  if (!at::GradMode::is_enabled() ||
+      !(attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() || wants_grad(attn.attn_bias) ||
+        wants_grad(attn.learnable_sink))) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_fwd(args);
+  }
+  const variable_list results =
+      Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args);
+  return {results[0], results[1], results[2]};
+}
+
+}  // namespace
+}  // namespace flash_attn
+
+TORCH_LIBRARY_IMPL(flash_attn, Autograd, library) {
+  using namespace flash_attn;
+  library.impl("fwd", TORCH_FN(&Fwd::from_list<&fwd_autograd>));
+  // No formula: differentiating through these (twice, or through decode) raises in the backward pass.
+  library.impl("bwd", torch::autograd::autogradNotImplementedFallback());
+  library.impl("decode", torch::autograd::autogradNotImplementedFallback());
+}

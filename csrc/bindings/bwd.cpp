@@ -1,0 +1,80 @@
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "checks.h"
+#include "to_params.h"
+
+namespace flash_attn {
+namespace {
+
+// dx in the shape that the caller's x had before padding.
+at::Tensor unpadded(const at::Tensor& dx, int64_t head_dim) {
+  return dx.size(-1) == head_dim ? dx : dx.narrow(-1, 0, head_dim).contiguous();
+}
+
+BwdResult bwd_sm80(const BwdArgs& args) {
+  const int64_t head_dim = args.attn.q.size(-1), head_dim_v = args.attn.v.size(-1);
+  AttnArgs attn = args.attn;
+  attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
+  attn = readable(std::move(attn));
+  const at::Tensor dout = readable(args.dout), out = readable(args.out);
+  const at::Tensor lse = args.softmax_lse.contiguous();
+  const OptTensor dlse = contiguous(args.dlse);
+
+  const auto contiguous_like = [](const at::Tensor& tensor) {
+    return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
+  };
+  at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k), dv = contiguous_like(attn.v);
+  if (attn.q.numel() == 0 || attn.k.numel() == 0) {
+    for (at::Tensor* gradient : {&dq, &dk, &dv}) gradient->zero_();
+  } else {
+    BwdParams params;
+    fill_params(params, attn);
+    params.out = out.const_data_ptr();
+    params.dout = dout.const_data_ptr();
+    params.out_strides = strides_of(out);
+    params.dout_strides = strides_of(dout);
+    params.lse = lse.const_data_ptr<float>();
+    params.dlse = dlse ? dlse->const_data_ptr<float>() : nullptr;
+    params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
+    params.lse_head_stride = lse.stride(-2);
+    params.dq = dq.data_ptr();
+    params.dk = dk.data_ptr();
+    params.dv = dv.data_ptr();
+    params.dq_strides = strides_of(dq);
+    params.dk_strides = strides_of(dk);
+    params.dv_strides = strides_of(dv);
+    params.deterministic = attn.deterministic || at::globalContext().deterministicAlgorithms();
+    const at::Tensor delta = at::empty_like(lse);
+    params.delta = delta.data_ptr<float>();
+    at::Tensor dq_accum;
+    params.dq_accum = nullptr;
+    params.dq_accum_rows = 0;
+    if (!params.deterministic) {
+      params.dq_accum_rows = sm80::bwd_dq_accum_rows(params);
+      dq_accum = at::empty({params.heads_q, params.dq_accum_rows, sm80::bwd_dq_accum_cols(params)}, lse.options());
+      params.dq_accum = dq_accum.data_ptr<float>();
+    }
+    sm80::run_bwd(params, device_info_of(attn.q), stream_of(attn.q));
+  }
+  const at::Tensor none = at::empty({0}, attn.q.options());
+  const auto wanted = [&](int which, const at::Tensor& gradient, int64_t size) {
+    return args.grad_mask[which] ? unpadded(gradient, size) : none;
+  };
+  return {wanted(0, dq, head_dim), wanted(1, dk, head_dim), wanted(2, dv, head_dim_v), none, none};
+}
+
+}  // namespace
+
+BwdResult bwd(const BwdArgs& args) {
+  check(args);
+  const c10::DeviceGuard guard(args.attn.q.device());
+  if (select_backend(call_shape(args), args.backend) == Backend::kSm80) return bwd_sm80(args);
+  aten::Grads grads =
+      aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out, args.softmax_lse, args.grad_mask);
+  return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};
+}
+
+}  // namespace flash_attn

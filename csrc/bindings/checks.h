@@ -1,0 +1,19 @@
+// Every input check of the ops. A message says the argument, what was expected and what came.
+#pragma once
+
+#include "args.h"
+
+namespace flash_attn {
+
+// Shapes, dtypes, devices and scalar ranges; symbolic sizes are compared, not read, so the meta kernels run it too.
+void check(const AttnArgs& args);
+void check(const BwdArgs& args);
+void check(const DecodeArgs& args);
+
+// head_dim^-0.5 unless the caller chose.
+double resolved_scale(std::optional<double> softmax_scale, int64_t head_dim);
+
+// A plain number; only under a meta kernel can it be symbolic.
+inline int64_t value(const c10::SymInt& number) { return number.guard_int(__FILE__, __LINE__); }
+
+}  // namespace flash_attn

@@ -1,0 +1,74 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <limits>
+
+#include "checks.h"
+#include "to_params.h"
+
+namespace flash_attn {
+namespace {
+
+DecodeResult decode_cuda(const DecodeArgs& args) {
+  const at::Tensor q = readable(args.q), k = readable(args.k_cache), v = readable(args.v_cache);
+  const OptTensor cache_seqlens = contiguous(args.cache_seqlens);
+  at::Tensor out = at::empty(q.sizes(), q.options());
+  const auto fp32 = q.options().dtype(at::kFloat);
+  at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, fp32);
+  if (q.numel() == 0 || k.numel() == 0) {
+    return {out.zero_(), lse.fill_(-std::numeric_limits<float>::infinity())};
+  }
+  DecodeParams params = {
+      .q = q.const_data_ptr(),
+      .k_cache = k.const_data_ptr(),
+      .v_cache = v.const_data_ptr(),
+      .q_strides = strides_of(q),
+      .k_strides = strides_of(k),
+      .v_strides = strides_of(v),
+      .dtype = dtype_of(q),
+      .batch = static_cast<int>(q.size(0)),
+      .heads_q = static_cast<int>(q.size(2)),
+      .heads_kv = static_cast<int>(k.size(2)),
+      .head_dim = static_cast<int>(q.size(3)),
+      .seqlen_q = static_cast<int>(q.size(1)),
+      .capacity = static_cast<int>(k.size(1)),
+      .cache_seqlens = cache_seqlens ? cache_seqlens->const_data_ptr<int32_t>() : nullptr,
+      .softmax_scale = static_cast<float>(resolved_scale(args.softmax_scale, q.size(3))),
+      .window_left = window_to_params(args.window_left),
+      .window_right = args.causal ? 0 : window_to_params(args.window_right),
+      .num_splits = static_cast<int>(args.num_splits),
+      .partial_o = nullptr,
+      .partial_lse = nullptr,
+      .out = out.data_ptr(),
+      .out_strides = strides_of(out),
+      .lse = lse.data_ptr<float>(),
+  };
+  const cuda::DeviceInfo& device = device_info_of(q);
+  if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
+  at::Tensor partial_o, partial_lse;  // a workspace a call: streams and graphs run side by side
+  if (params.num_splits > 1) {
+    partial_o = at::empty({params.num_splits, q.size(0), q.size(2), q.size(1), q.size(3)}, fp32);
+    partial_lse = at::empty({params.num_splits, q.size(0), q.size(2), q.size(1)}, fp32);
+    params.partial_o = partial_o.data_ptr<float>();
+    params.partial_lse = partial_lse.data_ptr<float>();
+  }
+  cuda::run_decode(params, device, stream_of(q));
+  return {out, lse};
+}
+
+}  // namespace
+
+DecodeResult decode(const DecodeArgs& args) {
+  check(args);
+  const c10::DeviceGuard guard(args.q.device());
+  if (select_backend(call_shape(args), args.backend) == Backend::kCuda) return decode_cuda(args);
+  return aten::decode(to_aten(args));
+}
+
+// Two draws from torch's generator of the device: reproducible by manual_seed, and advanced by a replayed CUDA graph.
+at::Tensor rng_state(const at::Tensor& like) {
+  return at::randint(std::numeric_limits<int64_t>::max(), {2}, like.options().dtype(at::kLong));
+}
+
+}  // namespace flash_attn

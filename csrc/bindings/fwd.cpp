@@ -1,0 +1,52 @@
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <limits>
+
+#include "checks.h"
+#include "to_params.h"
+
+namespace flash_attn {
+namespace {
+
+FwdResult fwd_sm80(AttnArgs attn) {
+  const int64_t head_dim_v = attn.v.size(-1);
+  attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
+  attn = readable(std::move(attn));
+  const at::Tensor& q = attn.q;
+
+  auto out_sizes = q.sizes().vec();
+  out_sizes.back() = attn.v.size(-1);
+  at::Tensor out = at::empty(out_sizes, q.options());
+  const auto lse_options = q.options().dtype(at::kFloat);
+  at::Tensor lse = attn.is_varlen() ? at::empty({q.size(1), q.size(0)}, lse_options)
+                                    : at::empty({q.size(0), q.size(2), q.size(1)}, lse_options);
+  if (q.numel() == 0 || attn.k.numel() == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<float>::infinity());
+  } else {
+    FwdParams params;
+    fill_params(params, attn);
+    params.out = out.data_ptr();
+    params.out_strides = strides_of(out);
+    params.lse = lse.data_ptr<float>();
+    params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
+    params.lse_head_stride = lse.stride(-2);
+    sm80::run_fwd(params, device_info_of(q), stream_of(q));
+  }
+  if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
+  return {out, lse, at::empty({0}, q.options())};
+}
+
+}  // namespace
+
+FwdResult fwd(const FwdArgs& args) {
+  check(args.attn);
+  const c10::DeviceGuard guard(args.attn.q.device());
+  switch (select_backend(call_shape(args), args.backend)) {
+    case Backend::kSm80: return fwd_sm80(args.attn);
+    default: return aten::fwd(to_aten(args.attn), args.return_probs);
+  }
+}
+
+}  // namespace flash_attn

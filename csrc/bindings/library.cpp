@@ -1,0 +1,82 @@
+// The ops' schemas: every argument of every feature from the first version on, so that none ever changes its meaning.
+// The fields of bindings/args.h stand in the same order. Upstream's own op names (_flash_attn_forward, …) stay free.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "args.h"
+
+namespace flash_attn {
+namespace {
+
+template <class Unpacked>
+using SignatureOf = typename Unpacked::Signature;
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Calls the op with the fields of `args` as its arguments.
+template <class Handle, class Args>
+auto call(const Handle& op, Args& args) {
+  return std::apply([&](auto&... field) { return op.call(field...); }, args.tie());
+}
+
+}  // namespace
+
+FwdResult call_fwd(FwdArgs args) {
+  static const auto op = find_op<SignatureOf<Fwd>>("flash_attn::fwd");
+  return call(op, args);
+}
+
+BwdResult call_bwd(BwdArgs args) {
+  static const auto op = find_op<SignatureOf<Bwd>>("flash_attn::bwd");
+  return call(op, args);
+}
+
+DecodeResult call_decode(DecodeArgs args) {
+  static const auto op = find_op<SignatureOf<Decode>>("flash_attn::decode");
+  return call(op, args);
+}
+
+at::Tensor call_rng_state(const at::Tensor& like) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&)>("flash_attn::rng_state");
+  return op.call(like);
+}
+
+}  // namespace flash_attn
+
+TORCH_LIBRARY(flash_attn, library) {
+  const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
+  library.def(
+      "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+      "Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? attn_bias, Tensor? alibi_slopes, "
+      "Tensor? learnable_sink, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, "
+      "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, bool top_left, float softcap, "
+      "bool deterministic, bool return_probs, str? backend) -> (Tensor out, Tensor softmax_lse, Tensor S_dmask)",
+      pure);
+  library.def(
+      "bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor softmax_lse, Tensor q, Tensor k, Tensor v, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, "
+      "Tensor? block_table, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? rng_state, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float? softmax_scale, bool causal, "
+      "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, bool[5] grad_mask, "
+      "str? backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+      pure);
+  library.def(
+      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? block_table, "
+      "Tensor? alibi_slopes, Tensor? learnable_sink, float? softmax_scale, bool causal, SymInt window_left, "
+      "SymInt window_right, float softcap, int num_splits, str? backend) -> (Tensor out, Tensor softmax_lse)",
+      pure);
+  library.def("rng_state(Tensor like) -> Tensor",
+              {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+}
+
+// One body for every device: core/backend.cpp decides what runs.
+TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, library) {
+  using namespace flash_attn;
+  library.impl("fwd", TORCH_FN(&Fwd::from_list<&fwd>));
+  library.impl("bwd", TORCH_FN(&Bwd::from_list<&bwd>));
+  library.impl("decode", TORCH_FN(&Decode::from_list<&decode>));
+  library.impl("rng_state", TORCH_FN(&rng_state));
+}

@@ -1,0 +1,72 @@
+// Shapes, dtypes and strides of the results, for tracing and export. Sizes stay symbolic (sym_size, empty_symint): a
+// kernel that reads size() is compiled again for every length.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.h"
+
+namespace flash_attn {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+
+Tensor empty(std::vector<SymInt> sizes, const Tensor& like, at::ScalarType dtype) {
+  return at::empty_symint(sizes, like.options().dtype(dtype));
+}
+
+Tensor empty_like(const Tensor& tensor) {
+  return empty(tensor.sym_sizes().vec(), tensor, tensor.scalar_type());
+}
+
+at::ScalarType lse_dtype(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+FwdResult fwd_meta(const FwdArgs& args) {
+  const AttnArgs& attn = args.attn;
+  check(attn);
+  const Tensor& q = attn.q;
+  auto out_sizes = q.sym_sizes().vec();
+  out_sizes.back() = attn.v.sym_size(-1);
+  const auto lse_sizes = attn.is_varlen() ? std::vector<SymInt>{q.sym_size(1), q.sym_size(0)}
+                                          : std::vector<SymInt>{q.sym_size(0), q.sym_size(2), q.sym_size(1)};
+  std::vector<SymInt> probs_sizes = {0};
+  if (args.return_probs) {
+    const SymInt batch = attn.is_varlen() ? attn.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+    probs_sizes = {batch, q.sym_size(-2), attn.is_varlen() ? attn.max_seqlen_q : q.sym_size(1),
+                   attn.is_varlen() ? attn.max_seqlen_k : attn.k.sym_size(1)};
+  }
+  return {empty(out_sizes, q, q.scalar_type()), empty(lse_sizes, q, lse_dtype(q)),
+          empty(probs_sizes, q, q.scalar_type())};
+}
+
+BwdResult bwd_meta(const BwdArgs& args) {
+  check(args);
+  const Tensor none = empty({0}, args.attn.q, args.attn.q.scalar_type());
+  const auto wanted = [&](int which, const OptTensor& input) {
+    return args.grad_mask[which] && input ? empty_like(*input) : none;
+  };
+  return {wanted(0, args.attn.q), wanted(1, args.attn.k), wanted(2, args.attn.v), wanted(3, args.attn.attn_bias),
+          wanted(4, args.attn.learnable_sink)};
+}
+
+DecodeResult decode_meta(const DecodeArgs& args) {
+  check(args);
+  const Tensor& q = args.q;
+  auto out_sizes = q.sym_sizes().vec();
+  out_sizes.back() = args.v_cache.sym_size(-1);
+  return {empty(out_sizes, q, q.scalar_type()),
+          empty({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q, lse_dtype(q))};
+}
+
+Tensor rng_state_meta(const Tensor& like) { return empty({2}, like, at::kLong); }
+
+}  // namespace
+}  // namespace flash_attn
+
+TORCH_LIBRARY_IMPL(flash_attn, Meta, library) {
+  using namespace flash_attn;
+  library.impl("fwd", TORCH_FN(&Fwd::from_list<&fwd_meta>));
+  library.impl("bwd", TORCH_FN(&Bwd::from_list<&bwd_meta>));
+  library.impl("decode", TORCH_FN(&Decode::from_list<&decode_meta>));
+  library.impl("rng_state", TORCH_FN(&rng_state_meta));
+}

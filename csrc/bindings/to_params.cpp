@@ -1,0 +1,200 @@
+#include "to_params.h"
+
+#include <ATen/ops/constant_pad_nd.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+
+#include "checks.h"
+
+namespace flash_attn {
+namespace {
+
+constexpr int64_t kAlignBytes = 16;
+
+CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
+  const bool on_cuda = q.is_cuda();
+  return {.op = op,
+          .on_cuda = on_cuda,
+          .compute_capability = on_cuda ? device_info_of(q).compute_capability : 0,
+          .dtype = dtype_of(q),
+          .head_dim = q.size(-1),
+          .head_dim_v = v.size(-1),
+          .bias = false,
+          .alibi = false,
+          .softcap = false,
+          .dropout = false,
+          .sink = false,
+          .return_probs = false,
+          .paged = false};
+}
+
+CallShape call_shape_of(const AttnArgs& args, bool return_probs) {
+  CallShape call = call_shape_of(Op::kAttention, args.q, args.v);
+  call.bias = args.attn_bias.has_value();
+  call.alibi = args.alibi_slopes.has_value();
+  call.softcap = args.softcap > 0;
+  call.dropout = args.dropout_p > 0;
+  call.sink = args.learnable_sink.has_value();
+  call.return_probs = return_probs;
+  return call;
+}
+
+void warn_once(const std::string& reasons) {
+  static std::mutex mutex;
+  static std::set<std::string> seen;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (seen.insert(reasons).second) {
+    TORCH_WARN("flash_attn: this call runs on the backend aten, exact but slower than a kernel: ", reasons);
+  }
+}
+
+}  // namespace
+
+CallShape call_shape(const FwdArgs& args) { return call_shape_of(args.attn, args.return_probs); }
+CallShape call_shape(const BwdArgs& args) { return call_shape_of(args.attn, false); }
+CallShape call_shape(const DecodeArgs& args) {
+  CallShape call = call_shape_of(Op::kDecode, args.q, args.v_cache);
+  call.alibi = args.alibi_slopes.has_value();
+  call.softcap = args.softcap > 0;
+  call.sink = args.learnable_sink.has_value();
+  call.paged = args.block_table.has_value();
+  return call;
+}
+
+Backend select_backend(const CallShape& call, OptName forced) {
+  Backend backend = Backend::kAten;
+  try {
+    backend = choose_backend(call, forced);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK(false, error.what());
+  }
+  if (backend == Backend::kAten && call.on_cuda && !forced) {
+    warn_once(join(why_not(call.op == Op::kDecode ? Backend::kCuda : Backend::kSm80, call), "; "));
+  }
+  return backend;
+}
+
+aten::Args to_aten(const AttnArgs& args) {
+  return {.q = args.q,
+          .k = args.k,
+          .v = args.v,
+          .cu_seqlens_q = args.cu_seqlens_q,
+          .cu_seqlens_k = args.cu_seqlens_k,
+          .seqused_q = args.seqused_q,
+          .seqused_k = args.seqused_k,
+          .leftpad_k = args.leftpad_k,
+          .attn_bias = args.attn_bias,
+          .alibi_slopes = args.alibi_slopes,
+          .learnable_sink = args.learnable_sink,
+          .rng_state = args.rng_state,
+          .max_seqlen_q = args.is_varlen() ? value(args.max_seqlen_q) : args.q.size(1),
+          .max_seqlen_k = args.is_varlen() ? value(args.max_seqlen_k) : args.k.size(1),
+          .dropout_p = args.dropout_p,
+          .softmax_scale = resolved_scale(args.softmax_scale, args.q.size(-1)),
+          .window_left = value(args.window_left),
+          .window_right = args.causal ? 0 : value(args.window_right),
+          .top_left = args.top_left,
+          .softcap = args.softcap};
+}
+
+aten::DecodeArgs to_aten(const DecodeArgs& args) {
+  return {.q = args.q,
+          .k_cache = args.k_cache,
+          .v_cache = args.v_cache,
+          .cache_seqlens = args.cache_seqlens,
+          .block_table = args.block_table,
+          .alibi_slopes = args.alibi_slopes,
+          .learnable_sink = args.learnable_sink,
+          .softmax_scale = resolved_scale(args.softmax_scale, args.q.size(-1)),
+          .window_left = value(args.window_left),
+          .window_right = args.causal ? 0 : value(args.window_right),
+          .softcap = args.softcap,
+          .num_splits = args.num_splits};
+}
+
+at::Tensor readable(const at::Tensor& tensor) {
+  if (const int64_t missing = -tensor.size(-1) & 7; missing != 0) return at::constant_pad_nd(tensor, {0, missing});
+  const int64_t align = kAlignBytes / tensor.element_size();
+  bool in_place = tensor.stride(-1) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes == 0;
+  for (int64_t d = 0; in_place && d + 1 < tensor.dim(); ++d) {
+    in_place = tensor.size(d) <= 1 || tensor.stride(d) % align == 0;
+  }
+  return in_place ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+OptTensor contiguous(const OptTensor& tensor) { return tensor ? OptTensor(tensor->contiguous()) : tensor; }
+
+Strides strides_of(const at::Tensor& tensor) {
+  const auto stride = [&](int64_t d) { return tensor.size(d) == 1 ? 0 : tensor.stride(d); };
+  if (tensor.dim() == 3) return {.batch = 0, .row = stride(0), .head = stride(1)};
+  return {.batch = stride(0), .row = stride(1), .head = stride(2)};
+}
+
+AttnArgs readable(AttnArgs args) {
+  args.q = readable(args.q);
+  args.k = readable(args.k);
+  args.v = readable(args.v);
+  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k}) {
+    *vector = contiguous(*vector);
+  }
+  return args;
+}
+
+void fill_params(AttnParams& params, const AttnArgs& args) {
+  const bool varlen = args.is_varlen();
+  const auto pointer = [](const OptTensor& tensor) {
+    return tensor ? tensor->const_data_ptr<int32_t>() : nullptr;
+  };
+  params = {.q = args.q.const_data_ptr(),
+            .k = args.k.const_data_ptr(),
+            .v = args.v.const_data_ptr(),
+            .q_strides = strides_of(args.q),
+            .k_strides = strides_of(args.k),
+            .v_strides = strides_of(args.v),
+            .dtype = dtype_of(args.q),
+            .batch = static_cast<int>(varlen ? args.cu_seqlens_q->size(0) - 1 : args.q.size(0)),
+            .heads_q = static_cast<int>(args.q.size(-2)),
+            .heads_kv = static_cast<int>(args.k.size(-2)),
+            .head_dim = static_cast<int>(args.q.size(-1)),
+            .head_dim_v = static_cast<int>(args.v.size(-1)),
+            .seqlen_q = static_cast<int>(varlen ? value(args.max_seqlen_q) : args.q.size(1)),
+            .seqlen_k = static_cast<int>(varlen ? value(args.max_seqlen_k) : args.k.size(1)),
+            .total_q = varlen ? args.q.size(0) : args.q.size(0) * args.q.size(1),
+            .total_k = varlen ? args.k.size(0) : args.k.size(0) * args.k.size(1),
+            .cu_seqlens_q = pointer(args.cu_seqlens_q),
+            .cu_seqlens_k = pointer(args.cu_seqlens_k),
+            .seqused_q = pointer(args.seqused_q),
+            .seqused_k = pointer(args.seqused_k),
+            .leftpad_k = pointer(args.leftpad_k),
+            .softmax_scale = static_cast<float>(*args.softmax_scale),
+            .window_left = window_to_params(args.window_left),
+            .window_right = args.causal ? 0 : window_to_params(args.window_right),
+            .top_left = args.top_left};
+}
+
+DType dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf: return DType::kFp16;
+    case at::kBFloat16: return DType::kBf16;
+    case at::kFloat: return DType::kFp32;
+    default: return DType::kFp64;
+  }
+}
+
+int window_to_params(const c10::SymInt& window) {
+  return static_cast<int>(std::min<int64_t>(value(window), int64_t{1} << 30));
+}
+
+const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor) { return cuda::device_info(tensor.get_device()); }
+
+Stream stream_of(const at::Tensor& tensor) {
+  const c10::impl::VirtualGuardImpl device_type(tensor.device().type());
+  return static_cast<Stream>(device_type.getStream(tensor.device()).native_handle());
+}
+
+}  // namespace flash_attn
