@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Sets everything up on a fresh machine, then runs one job: python3 dev.py demo | test | lint | build.
+
+Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc where the machine has
+none (no GPU is needed to compile). Run again, it reuses what is there: pip is skipped while the requirements stand,
+and the build is incremental. FLASH_ATTN_CUDA=0 builds for the CPU only; FLASH_ATTN_CUDA_ARCHS=90-real for one GPU.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+BUILD_TOOLS = ["setuptools>=64", "wheel", "cmake>=3.28", "ninja"]
+TEST_TOOLS = ["pytest", "hypothesis", "einops", "numpy", "expecttest", "tqdm", "matplotlib"]
+LINT_TOOLS = ["ruff", "clang-format"]
+
+
+def say(text: str) -> None:
+    print(f"\033[1m== {text}\033[0m" if sys.stdout.isatty() else f"== {text}", flush=True)
+
+
+def run(*command: object, **options: object) -> None:
+    """Runs a command in the checkout; its failure is this program's, without a traceback."""
+    environment = {**os.environ, "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, **options)
+    if result.returncode:
+        sys.exit(result.returncode)
+
+
+def ask(code: str) -> str:
+    """What the environment's Python prints, or nothing if it fails."""
+    result = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def pip_install(what: str, *requirements: str) -> None:
+    """Installs requirements unless this very list was installed before (stamp files in .venv)."""
+    key = hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:16]
+    constraints = Path(os.environ.get("PIP_CONSTRAINT", os.devnull)).read_bytes()
+    stamp = VENV / f"flash-attn-{key}-{hashlib.sha256(constraints).hexdigest()[:8]}.stamp"
+    if stamp.exists():
+        return
+    say(f"Installing {what}")
+    run(PYTHON, "-m", "pip", "install", "--progress-bar", "on", "--disable-pip-version-check", *requirements)
+    stamp.touch()
+
+
+def set_up() -> None:
+    """.venv with torch, the build's tools and, where it makes sense, nvcc."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        sys.exit("flash_attn: a C++20 compiler is needed: install g++ (Debian, Ubuntu: apt-get install g++)")
+    if not PYTHON.exists():
+        say("Creating .venv")
+        try:
+            run(sys.executable, "-m", "venv", VENV, stderr=subprocess.DEVNULL)
+        except SystemExit:
+            sys.exit(
+                "flash_attn: this Python cannot create virtual environments: install its venv module "
+                "(Debian, Ubuntu: apt-get install python3-venv)"
+            )
+    pip_install("torch (the largest part: about 5 GB with CUDA's libraries)", "torch>=2.11")
+    pip_install("build and test tools", *BUILD_TOOLS, *TEST_TOOLS)
+    wants_cuda = os.environ.get("FLASH_ATTN_CUDA") != "0"
+    cuda = ask("import torch; print(torch.version.cuda or '')") if wants_cuda else ""
+    has_nvcc = shutil.which("nvcc") or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
+    if cuda and not has_nvcc:
+        pip_install(f"nvcc {cuda}", f"cuda-toolkit[nvcc,cccl,cudart]=={cuda}.*")
+
+
+def build() -> None:
+    """An editable install: the first one takes minutes, later ones only what changed."""
+    start = time.time()
+    say("Building flash_attn (minutes the first time)")
+    if not (VENV / "flash-attn-editable.stamp").exists():
+        run(PYTHON, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps", "-e", ".")
+        (VENV / "flash-attn-editable.stamp").touch()
+    else:
+        run(PYTHON, "setup.py", "-q", "build_ext", "--inplace")
+    say(f"Built in {time.time() - start:.0f} s")
+
+
+def demo(extra: list[str]) -> None:
+    run(PYTHON, "-m", "flash_attn", "demo", *extra)
+
+
+def test(extra: list[str]) -> None:
+    """Python tests, then the C++ program against the installed CMake package."""
+    run(PYTHON, "-m", "pytest", *extra)
+    say("C++: building and testing csrc/example against the installed package")
+    example = ROOT / "build" / "example"
+    run(
+        *("cmake", "-G", "Ninja", "-S", ROOT / "csrc" / "example", "-B", example),
+        *(f"-DCMAKE_PREFIX_PATH={ROOT / 'flash_attn'}", f"-DPython_EXECUTABLE={PYTHON}"),
+    )
+    run("cmake", "--build", example)
+    run("ctest", "--test-dir", example, "--output-on-failure")
+
+
+def lint(extra: list[str]) -> None:
+    """Formatting of C++, CUDA and Python."""
+    pip_install("formatters", *LINT_TOOLS)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    sources = [f for f in listed.stdout.split() if f.endswith((".h", ".cpp", ".cu", ".cuh"))]
+    fix = "--fix" in extra
+    run(VENV / "bin" / "clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
+    run(VENV / "bin" / "ruff", "format", *([] if fix else ["--check"]), ".")
+    run(VENV / "bin" / "ruff", "check", *(["--fix"] if fix else []), ".")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("job", choices=["demo", "test", "lint", "build"])
+    arguments, extra = parser.parse_known_args()
+    set_up()
+    if arguments.job != "lint":
+        build()
+    jobs = {"demo": demo, "test": test, "lint": lint, "build": lambda extra: None}
+    jobs[arguments.job](extra)
+
+
+if __name__ == "__main__":
+    main()
