@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Sets everything up on a fresh machine, then runs one job: python3 dev.py demo | test | lint | build.
+"""Sets everything up on a fresh machine, then runs one job.
 
-Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc where the machine has
-none (no GPU is needed to compile). Run again, it reuses what is there: pip is skipped while the requirements stand,
-and the build is incremental. FLASH_ATTN_CUDA=0 builds for the CPU only; FLASH_ATTN_CUDA_ARCHS=90-real for one GPU.
+    python3 dev.py demo | test | lint | build
+
+Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
+where the machine has none (no GPU is needed to compile). Run again, it reuses what is there: pip is
+skipped while the requirements stand, and the build is incremental. FLASH_ATTN_CUDA=0 builds for the
+CPU only; FLASH_ATTN_CUDA_ARCHS=90-real for one GPU.
 """
 
 import argparse
@@ -49,28 +52,43 @@ def pip_install(what: str, *requirements: str) -> None:
     if stamp.exists():
         return
     say(f"Installing {what}")
-    run(PYTHON, "-m", "pip", "install", "--progress-bar", "on", "--disable-pip-version-check", *requirements)
+    run(
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--progress-bar",
+        "on",
+        "--disable-pip-version-check",
+        *requirements,
+    )
     stamp.touch()
 
 
 def set_up() -> None:
     """.venv with torch, the build's tools and, where it makes sense, nvcc."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
-        sys.exit("flash_attn: a C++20 compiler is needed: install g++ (Debian, Ubuntu: apt-get install g++)")
+        sys.exit(
+            "flash_attn: a C++20 compiler is needed: install g++ "
+            "(Debian, Ubuntu: apt-get install g++)"
+        )
     if not PYTHON.exists():
         say("Creating .venv")
         try:
             run(sys.executable, "-m", "venv", VENV, stderr=subprocess.DEVNULL)
         except SystemExit:
             sys.exit(
-                "flash_attn: this Python cannot create virtual environments: install its venv module "
+                "flash_attn: this Python has no module venv: install it "
                 "(Debian, Ubuntu: apt-get install python3-venv)"
             )
     pip_install("torch (the largest part: about 5 GB with CUDA's libraries)", "torch>=2.11")
     pip_install("build and test tools", *BUILD_TOOLS, *TEST_TOOLS)
     wants_cuda = os.environ.get("FLASH_ATTN_CUDA") != "0"
     cuda = ask("import torch; print(torch.version.cuda or '')") if wants_cuda else ""
-    has_nvcc = shutil.which("nvcc") or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
+    has_nvcc = (
+        shutil.which("nvcc")
+        or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
+    )
     if cuda and not has_nvcc:
         pip_install(f"nvcc {cuda}", f"cuda-toolkit[nvcc,cccl,cudart]=={cuda}.*")
 
@@ -107,7 +125,9 @@ def test(extra: list[str]) -> None:
 def lint(extra: list[str]) -> None:
     """Formatting of C++, CUDA and Python."""
     pip_install("formatters", *LINT_TOOLS)
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     sources = [f for f in listed.stdout.split() if f.endswith((".h", ".cpp", ".cu", ".cuh"))]
     fix = "--fix" in extra
     run(VENV / "bin" / "clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
@@ -116,7 +136,9 @@ def lint(extra: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("job", choices=["demo", "test", "lint", "build"])
     arguments, extra = parser.parse_known_args()
     set_up()

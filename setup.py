@@ -1,4 +1,4 @@
-"""Builds the C++ and CUDA part with CMake (CMakeLists.txt is the one build) into the Python package."""
+"""Builds the C++ and CUDA part with CMake, the one build, into the Python package."""
 
 import os
 import subprocess
@@ -12,17 +12,19 @@ ROOT = Path(__file__).resolve().parent
 
 
 class CMakeBuild(build_ext):
-    """Configures once, builds incrementally in build/, installs beside the package's Python files."""
+    """Builds incrementally in build/, installs beside the package's Python files."""
 
     def run(self) -> None:
         try:
             import torch  # noqa: F401
         except ImportError:
             sys.exit(
-                "flash_attn: torch is not installed in this Python. Install it first (pip install torch), then build "
-                "against it: pip install --no-build-isolation ."
+                "flash_attn: torch is not installed in this Python. Install it first "
+                "(pip install torch), then build against it: pip install --no-build-isolation ."
             )
-        package = ROOT / "flash_attn" if self.inplace else Path(self.build_lib, "flash_attn").resolve()
+        package = (
+            ROOT / "flash_attn" if self.inplace else Path(self.build_lib, "flash_attn").resolve()
+        )
         build = ROOT / "build"
         configure = [
             *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build)),

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compiler launcher for nvcc: fails (or warns) on register spills and serialized wgmma.
 
-ptxas only mentions both, as information, and exits 0 even with every -Werror; so its verbose output is read here.
-Usage: check_ptxas.py --strict 0|1 -- nvcc ... -Xptxas=-v. The report stays beside the object file, as <object>.ptxas.
+ptxas only mentions both, as information, and exits 0 even with every -Werror; so its verbose
+output is read here. Usage: check_ptxas.py --strict 0|1 -- nvcc ... -Xptxas=-v. The report stays
+beside the object file, as <object>.ptxas.
 """
 
 import re
@@ -32,7 +33,9 @@ def main() -> int:
     strict, command = sys.argv[2] == "1", sys.argv[4:]
     result = subprocess.run(command, capture_output=True, text=True)
     report = result.stdout + result.stderr
-    sys.stderr.write("".join(f"{line}\n" for line in report.splitlines() if not REPORT_LINE.search(line)))
+    sys.stderr.write(
+        "".join(f"{line}\n" for line in report.splitlines() if not REPORT_LINE.search(line))
+    )
     if "-o" in command:
         with open(command[command.index("-o") + 1] + ".ptxas", "w") as file:
             file.write(report)

@@ -1,4 +1,5 @@
-// The tiled online-softmax algorithm in ATen operations: any device, any dtype, any head dim, every score term.
+// The tiled online-softmax algorithm in ATen operations: any device, any dtype, any head dim, every
+// score term.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +10,20 @@
 
 namespace flash_attn::aten {
 
-// A checked call: shapes and dtypes agree (bindings/checks.h), softmax_scale is resolved, causal is in window_right.
+// A checked call: shapes and dtypes agree (bindings/checks.h), softmax_scale is resolved, causal is
+// in window_right.
 struct Args {
-  at::Tensor q, k, v;  // dense (batch, seqlen, heads, d) or varlen (total, heads, d), any strides, one dtype
+  at::Tensor q, k,
+      v;  // dense (batch, seqlen, heads, d) or varlen (total, heads, d), any strides, one dtype
   std::optional<at::Tensor> cu_seqlens_q, cu_seqlens_k;  // int32 (batch + 1): varlen
   std::optional<at::Tensor> seqused_q, seqused_k;        // int32 (batch)
   std::optional<at::Tensor> leftpad_k;                   // int32 (batch)
-  std::optional<at::Tensor> attn_bias;  // broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k); bool: keep
-  std::optional<at::Tensor> alibi_slopes;   // fp32 (heads_q) or (batch, heads_q)
-  std::optional<at::Tensor> learnable_sink; // (heads_q), any float dtype
-  std::optional<at::Tensor> rng_state;      // int64 (2): seed, offset; needed when dropout_p > 0
-  int64_t max_seqlen_q, max_seqlen_k;       // dense: the lengths; varlen: the caller's maxima
+  std::optional<at::Tensor>
+      attn_bias;  // broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k); bool: keep
+  std::optional<at::Tensor> alibi_slopes;    // fp32 (heads_q) or (batch, heads_q)
+  std::optional<at::Tensor> learnable_sink;  // (heads_q), any float dtype
+  std::optional<at::Tensor> rng_state;       // int64 (2): seed, offset; needed when dropout_p > 0
+  int64_t max_seqlen_q, max_seqlen_k;        // dense: the lengths; varlen: the caller's maxima
   double dropout_p = 0.0;
   double softmax_scale = 1.0;
   int64_t window_left = -1, window_right = -1;  // -1: no limit
@@ -27,23 +31,26 @@ struct Args {
   double softcap = 0.0;
 };
 
-// out like q with v's head dim; lse (batch, heads_q, seqlen_q) or (heads_q, total_q), fp64 for fp64 inputs, else fp32;
-// S_dmask (batch, heads_q, max_seqlen_q, max_seqlen_k) when return_probs, else empty: the normalised probabilities,
-// negated where dropout drops them.
+// out like q with v's head dim; lse (batch, heads_q, seqlen_q) or (heads_q, total_q), fp64 for fp64
+// inputs, else fp32; S_dmask (batch, heads_q, max_seqlen_q, max_seqlen_k) when return_probs, else
+// empty: the normalised probabilities, negated where dropout drops them.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd(const Args& args, bool return_probs);
 
 struct Grads {
   at::Tensor dq, dk, dv, dbias, dsink;  // those that grad_mask leaves out are empty (0,) tensors
 };
-// dlse: the gradient that flows into lse, if any. grad_mask: which of q, k, v, attn_bias, learnable_sink need one.
-Grads bwd(const Args& args, const at::Tensor& dout, const std::optional<at::Tensor>& dlse, const at::Tensor& out,
-          const at::Tensor& lse, std::array<bool, 5> grad_mask);
+// dlse: the gradient that flows into lse, if any. grad_mask: which of q, k, v, attn_bias,
+// learnable_sink need one.
+Grads bwd(const Args& args, const at::Tensor& dout, const std::optional<at::Tensor>& dlse,
+          const at::Tensor& out, const at::Tensor& lse, std::array<bool, 5> grad_mask);
 
 struct DecodeArgs {
-  at::Tensor q;                 // (batch, seqlen_q, heads_q, d): the newest tokens
-  at::Tensor k_cache, v_cache;  // (batch, capacity, heads_kv, d), or paged (num_pages, page_size, heads_kv, d)
-  std::optional<at::Tensor> cache_seqlens;  // int32 (batch), the new tokens included; none: capacity
-  std::optional<at::Tensor> block_table;    // int32 (batch, max_pages): paged
+  at::Tensor q;  // (batch, seqlen_q, heads_q, d): the newest tokens
+  at::Tensor k_cache,
+      v_cache;  // (batch, capacity, heads_kv, d), or paged (num_pages, page_size, heads_kv, d)
+  std::optional<at::Tensor>
+      cache_seqlens;                      // int32 (batch), the new tokens included; none: capacity
+  std::optional<at::Tensor> block_table;  // int32 (batch, max_pages): paged
   std::optional<at::Tensor> alibi_slopes, learnable_sink;
   double softmax_scale = 1.0;
   int64_t window_left = -1, window_right = -1;

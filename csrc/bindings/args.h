@@ -1,6 +1,6 @@
-// The arguments of the ops as structs with named fields. The fields stand in the order of the schemas
-// (bindings/library.cpp), so that an argument list and a struct turn into each other by unpacking: no function but the
-// dispatcher's ever sees the long list.
+// The arguments of the ops as structs with named fields. The fields stand in the order of the
+// schemas (bindings/library.cpp), so that an argument list and a struct turn into each other by
+// unpacking: no function but the dispatcher's ever sees the long list.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,8 @@
 namespace flash_attn {
 
 using OptTensor = std::optional<at::Tensor>;
-using OptName = std::optional<std::string_view>;  // a backend's name, or none: the best that serves the call
+using OptName =
+    std::optional<std::string_view>;  // a backend's name, or none: the best that serves the call
 
 struct AttnArgs {
   at::Tensor q, k, v;
@@ -35,9 +36,10 @@ struct AttnArgs {
   bool deterministic;
 
   auto tie() {
-    return std::tie(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, attn_bias,
-                    alibi_slopes, learnable_sink, rng_state, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-                    causal, window_left, window_right, top_left, softcap, deterministic);
+    return std::tie(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,
+                    block_table, attn_bias, alibi_slopes, learnable_sink, rng_state, max_seqlen_q,
+                    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right,
+                    top_left, softcap, deterministic);
   }
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
 };
@@ -60,10 +62,12 @@ struct BwdArgs {
   OptName backend;
 
   auto tie() {
-    return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(), std::tie(grad_mask, backend));
+    return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(),
+                          std::tie(grad_mask, backend));
   }
 };
-using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv, dbias, dsink
+using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                             at::Tensor>;  // dq, dk, dv, dbias, dsink
 
 struct DecodeArgs {
   at::Tensor q, k_cache, v_cache;
@@ -76,13 +80,14 @@ struct DecodeArgs {
   OptName backend;
 
   auto tie() {
-    return std::tie(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, learnable_sink, softmax_scale,
-                    causal, window_left, window_right, softcap, num_splits, backend);
+    return std::tie(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, learnable_sink,
+                    softmax_scale, causal, window_left, window_right, softcap, num_splits, backend);
   }
 };
 using DecodeResult = std::tuple<at::Tensor, at::Tensor>;  // out, softmax_lse
 
-// How a field travels as an argument of a dispatcher function: tensors by reference, the rest by value.
+// How a field travels as an argument of a dispatcher function: tensors by reference, the rest by
+// value.
 template <class Field>
 struct ArgumentOf {
   using type = Field;
@@ -125,7 +130,8 @@ FLASH_ATTN_API Explanation explain_fwd(const FwdArgs& args);
 FLASH_ATTN_API Explanation explain_decode(const DecodeArgs& args);
 FLASH_ATTN_API std::vector<std::string> backend_names();
 
-// The ops' bodies, below autograd: check → device guard → allocate → fill params → launch on the current stream.
+// The ops' bodies, below autograd: check → device guard → allocate → fill params → launch on the
+// current stream.
 FwdResult fwd(const FwdArgs& args);
 BwdResult bwd(const BwdArgs& args);
 DecodeResult decode(const DecodeArgs& args);

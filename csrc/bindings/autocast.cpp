@@ -1,4 +1,5 @@
-// Under torch.autocast q, k, v and a floating bias are cast to the autocast dtype, as scaled_dot_product_attention does.
+// Under torch.autocast q, k, v and a floating bias are cast to the autocast dtype, as
+// scaled_dot_product_attention does.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -11,7 +12,9 @@ template <at::DeviceType kDevice, c10::DispatchKey kKey>
 FwdResult fwd_autocast(const FwdArgs& outer) {
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(kKey);
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const at::Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
+  const auto cast = [&](const at::Tensor& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, kDevice);
+  };
   FwdArgs args = outer;
   args.attn.q = cast(args.attn.q);
   args.attn.k = cast(args.attn.k);
@@ -34,12 +37,18 @@ DecodeResult decode_autocast(const DecodeArgs& outer) {
 
 TORCH_LIBRARY_IMPL(flash_attn, AutocastCPU, library) {
   using namespace flash_attn;
-  library.impl("fwd", TORCH_FN((&Fwd::from_list<&fwd_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>>)));
-  library.impl("decode", TORCH_FN((&Decode::from_list<&decode_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>>)));
+  library.impl("fwd",
+               TORCH_FN((&Fwd::from_list<&fwd_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>>)));
+  library.impl(
+      "decode",
+      TORCH_FN((&Decode::from_list<&decode_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>>)));
 }
 
 TORCH_LIBRARY_IMPL(flash_attn, AutocastCUDA, library) {
   using namespace flash_attn;
-  library.impl("fwd", TORCH_FN((&Fwd::from_list<&fwd_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>>)));
-  library.impl("decode", TORCH_FN((&Decode::from_list<&decode_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>>)));
+  library.impl(
+      "fwd", TORCH_FN((&Fwd::from_list<&fwd_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>>)));
+  library.impl(
+      "decode",
+      TORCH_FN((&Decode::from_list<&decode_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>>)));
 }

@@ -15,7 +15,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Takes AttnArgs apart into tensors (saved as variables) and plain values, and puts them together again.
+// Takes AttnArgs apart into tensors (saved as variables) and plain values, and puts them together
+// again.
 struct SavedArgs {
   variable_list tensors;
   std::vector<c10::IValue> values;
@@ -51,9 +52,11 @@ class Restore {
 
 class Attention : public torch::autograd::Function<Attention> {
  public:
-  // The differentiable inputs come as arguments of their own, so that autograd sees them; `args` holds them too.
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/, const Tensor& /*v*/,
-                               const OptTensor& /*attn_bias*/, const OptTensor& /*learnable_sink*/, FwdArgs args) {
+  // The differentiable inputs come as arguments of their own, so that autograd sees them; `args`
+  // holds them too.
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/,
+                               const Tensor& /*v*/, const OptTensor& /*attn_bias*/,
+                               const OptTensor& /*learnable_sink*/, FwdArgs args) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, softmax_lse, probs] = call_fwd(args);
 
@@ -61,7 +64,8 @@ class Attention : public torch::autograd::Function<Attention> {
     saved.put(out);
     saved.put(softmax_lse);
     std::apply([&](const auto&... field) { (saved.put(field), ...); }, args.attn.tie());
-    saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend)) : c10::IValue());
+    saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend))
+                                           : c10::IValue());
     ctx->save_for_backward(std::move(saved.tensors));
     ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
     ctx->mark_non_differentiable({probs});
@@ -87,11 +91,15 @@ class Attention : public torch::autograd::Function<Attention> {
     const std::array<bool, 5> present = {true, true, true, args.attn.attn_bias.has_value(),
                                          args.attn.learnable_sink.has_value()};
     size_t edge = 0;
-    for (size_t i = 0; i < present.size(); ++i) args.grad_mask[i] = present[i] && ctx->needs_input_grad(edge++);
+    for (size_t i = 0; i < present.size(); ++i)
+      args.grad_mask[i] = present[i] && ctx->needs_input_grad(edge++);
     const auto grad_mask = args.grad_mask;
     auto [dq, dk, dv, dbias, dsink] = call_bwd(std::move(args));
-    const auto if_wanted = [&](int which, const Tensor& gradient) { return grad_mask[which] ? gradient : Tensor(); };
-    return {if_wanted(0, dq), if_wanted(1, dk), if_wanted(2, dv), if_wanted(3, dbias), if_wanted(4, dsink), Tensor()};
+    const auto if_wanted = [&](int which, const Tensor& gradient) {
+      return grad_mask[which] ? gradient : Tensor();
+    };
+    return {if_wanted(0, dq),    if_wanted(1, dk),    if_wanted(2, dv),
+            if_wanted(3, dbias), if_wanted(4, dsink), Tensor()};
   }
 };
 
@@ -99,8 +107,8 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
   const auto wants_grad = [](const OptTensor& input) { return input && input->requires_grad(); };
   if (!at::GradMode::is_enabled() ||
-      !(attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() || wants_grad(attn.attn_bias) ||
-        wants_grad(attn.learnable_sink))) {
+      !(attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() ||
+        wants_grad(attn.attn_bias) || wants_grad(attn.learnable_sink))) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_fwd(args);
   }
@@ -115,7 +123,8 @@ FwdResult fwd_autograd(const FwdArgs& args) {
 TORCH_LIBRARY_IMPL(flash_attn, Autograd, library) {
   using namespace flash_attn;
   library.impl("fwd", TORCH_FN(&Fwd::from_list<&fwd_autograd>));
-  // No formula: differentiating through these (twice, or through decode) raises in the backward pass.
+  // No formula: differentiating through these (twice, or through decode) raises in the backward
+  // pass.
   library.impl("bwd", torch::autograd::autogradNotImplementedFallback());
   library.impl("decode", torch::autograd::autogradNotImplementedFallback());
 }

@@ -26,7 +26,8 @@ BwdResult bwd_sm80(const BwdArgs& args) {
   const auto contiguous_like = [](const at::Tensor& tensor) {
     return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
   };
-  at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k), dv = contiguous_like(attn.v);
+  at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k),
+             dv = contiguous_like(attn.v);
   if (attn.q.numel() == 0 || attn.k.numel() == 0) {
     for (at::Tensor* gradient : {&dq, &dk, &dv}) gradient->zero_();
   } else {
@@ -54,7 +55,8 @@ BwdResult bwd_sm80(const BwdArgs& args) {
     params.dq_accum_rows = 0;
     if (!params.deterministic) {
       params.dq_accum_rows = sm80::bwd_dq_accum_rows(params);
-      dq_accum = at::empty({params.heads_q, params.dq_accum_rows, sm80::bwd_dq_accum_cols(params)}, lse.options());
+      dq_accum = at::empty({params.heads_q, params.dq_accum_rows, sm80::bwd_dq_accum_cols(params)},
+                           lse.options());
       params.dq_accum = dq_accum.data_ptr<float>();
     }
     sm80::run_bwd(params, device_info_of(attn.q), stream_of(attn.q));
@@ -72,8 +74,8 @@ BwdResult bwd(const BwdArgs& args) {
   check(args);
   const c10::DeviceGuard guard(args.attn.q.device());
   if (select_backend(call_shape(args), args.backend) == Backend::kSm80) return bwd_sm80(args);
-  aten::Grads grads =
-      aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out, args.softmax_lse, args.grad_mask);
+  aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,
+                                args.softmax_lse, args.grad_mask);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};
 }
 

@@ -14,67 +14,75 @@ using c10::SymInt;
 void check_like(const char* name, const Tensor& tensor, const Tensor& q) {
   TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), "flash_attn: ", name,
               ": expected a dense strided tensor, got layout ", tensor.layout());
-  TORCH_CHECK(tensor.device() == q.device(), "flash_attn: ", name, ": expected device ", q.device(), " as q has, got ",
-              tensor.device());
+  TORCH_CHECK(tensor.device() == q.device(), "flash_attn: ", name, ": expected device ", q.device(),
+              " as q has, got ", tensor.device());
 }
 
 void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims, const char* shape) {
   const auto check_one = [&](const char* name, const Tensor& tensor) {
     check_like(name, tensor, q);
-    TORCH_CHECK(tensor.dim() == dims, "flash_attn: ", name, ": must have shape ", shape, ", got ", tensor.dim(),
-                " dimensions");
-    TORCH_CHECK(tensor.scalar_type() == q.scalar_type(), "flash_attn: ", name, ": expected dtype ", q.scalar_type(),
-                " as q has, got ", tensor.scalar_type());
-    TORCH_CHECK(tensor.sym_size(-1) > 0, "flash_attn: ", name, ": expected a head_dim of at least 1, got 0");
+    TORCH_CHECK(tensor.dim() == dims, "flash_attn: ", name, ": must have shape ", shape, ", got ",
+                tensor.dim(), " dimensions");
+    TORCH_CHECK(tensor.scalar_type() == q.scalar_type(), "flash_attn: ", name, ": expected dtype ",
+                q.scalar_type(), " as q has, got ", tensor.scalar_type());
+    TORCH_CHECK(tensor.sym_size(-1) > 0, "flash_attn: ", name,
+                ": expected a head_dim of at least 1, got 0");
   };
   check_one("q", q);
   check_one("k", k);
   check_one("v", v);
   const auto dtype = q.scalar_type();
-  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-              "flash_attn: q: expected dtype float16, bfloat16, float32 or float64 (GPU kernels only support fp16 and "
-              "bf16 data type), got ",
-              dtype);
+  TORCH_CHECK(
+      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
+      "flash_attn: q: expected dtype float16, bfloat16, float32 or float64 (GPU kernels only "
+      "support fp16 and "
+      "bf16 data type), got ",
+      dtype);
   TORCH_CHECK(k.sym_size(-1) == q.sym_size(-1), "flash_attn: k: expected head_dim ", q.sym_size(-1),
               " as q has, got ", k.sym_size(-1));
   const SymInt heads_q = q.sym_size(-2), heads_kv = k.sym_size(-2);
-  TORCH_CHECK(v.sym_size(-2) == heads_kv, "flash_attn: v: expected ", heads_kv, " heads as k has, got ",
-              v.sym_size(-2));
-  TORCH_CHECK(heads_kv > 0 && heads_q % heads_kv == 0,
-              "flash_attn: k: number of heads in key/value must divide number of heads in query, got ", heads_kv,
-              " and ", heads_q);
+  TORCH_CHECK(v.sym_size(-2) == heads_kv, "flash_attn: v: expected ", heads_kv,
+              " heads as k has, got ", v.sym_size(-2));
+  TORCH_CHECK(
+      heads_kv > 0 && heads_q % heads_kv == 0,
+      "flash_attn: k: number of heads in key/value must divide number of heads in query, got ",
+      heads_kv, " and ", heads_q);
 }
 
-void check_int32_vector(const char* name, const OptTensor& tensor, const SymInt& size, const Tensor& q) {
+void check_int32_vector(const char* name, const OptTensor& tensor, const SymInt& size,
+                        const Tensor& q) {
   if (!tensor) return;
-  TORCH_CHECK(tensor->scalar_type() == at::kInt, "flash_attn: ", name, ": expected dtype int32, got ",
-              tensor->scalar_type(), " (convert with .int())");
+  TORCH_CHECK(tensor->scalar_type() == at::kInt, "flash_attn: ", name,
+              ": expected dtype int32, got ", tensor->scalar_type(), " (convert with .int())");
   check_like(name, *tensor, q);
-  TORCH_CHECK(tensor->dim() == 1 && tensor->sym_size(0) == size, "flash_attn: ", name, ": must have shape (", size,
-              "), got ", tensor->sym_sizes());
+  TORCH_CHECK(tensor->dim() == 1 && tensor->sym_size(0) == size, "flash_attn: ", name,
+              ": must have shape (", size, "), got ", tensor->sym_sizes());
 }
 
 void check_alibi(const OptTensor& slopes, const SymInt& batch, const Tensor& q) {
   if (!slopes) return;
   check_like("alibi_slopes", *slopes, q);
-  TORCH_CHECK(slopes->scalar_type() == at::kFloat, "flash_attn: alibi_slopes: expected dtype float32, got ",
-              slopes->scalar_type());
+  TORCH_CHECK(slopes->scalar_type() == at::kFloat,
+              "flash_attn: alibi_slopes: expected dtype float32, got ", slopes->scalar_type());
   const SymInt heads = q.sym_size(-2);
   const bool per_head = slopes->dim() == 1 && slopes->sym_size(0) == heads;
-  const bool per_batch = slopes->dim() == 2 && slopes->sym_size(0) == batch && slopes->sym_size(1) == heads;
-  TORCH_CHECK(per_head || per_batch, "flash_attn: alibi_slopes: must have shape (", heads, ") or (", batch, ", ",
-              heads, "), got ", slopes->sym_sizes());
-  TORCH_CHECK_NOT_IMPLEMENTED(!slopes->requires_grad(),
-                              "flash_attn: alibi_slopes: has no gradient, expected requires_grad=False, got True");
+  const bool per_batch =
+      slopes->dim() == 2 && slopes->sym_size(0) == batch && slopes->sym_size(1) == heads;
+  TORCH_CHECK(per_head || per_batch, "flash_attn: alibi_slopes: must have shape (", heads, ") or (",
+              batch, ", ", heads, "), got ", slopes->sym_sizes());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !slopes->requires_grad(),
+      "flash_attn: alibi_slopes: has no gradient, expected requires_grad=False, got True");
 }
 
 void check_sink(const OptTensor& sink, const Tensor& q) {
   if (!sink) return;
   check_like("learnable_sink", *sink, q);
-  TORCH_CHECK(sink->is_floating_point(), "flash_attn: learnable_sink: expected a floating dtype, got ",
-              sink->scalar_type());
-  TORCH_CHECK(sink->dim() == 1 && sink->sym_size(0) == q.sym_size(-2), "flash_attn: learnable_sink: must have shape (",
-              q.sym_size(-2), "), got ", sink->sym_sizes());
+  TORCH_CHECK(sink->is_floating_point(),
+              "flash_attn: learnable_sink: expected a floating dtype, got ", sink->scalar_type());
+  TORCH_CHECK(sink->dim() == 1 && sink->sym_size(0) == q.sym_size(-2),
+              "flash_attn: learnable_sink: must have shape (", q.sym_size(-2), "), got ",
+              sink->sym_sizes());
 }
 
 void check_bias(const AttnArgs& args, const SymInt& batch) {
@@ -83,62 +91,73 @@ void check_bias(const AttnArgs& args, const SymInt& batch) {
   check_like("attn_bias", bias, args.q);
   TORCH_CHECK(bias.is_floating_point() || bias.scalar_type() == at::kBool,
               "flash_attn: attn_bias: expected a floating dtype or bool, got ", bias.scalar_type());
-  const std::array<SymInt, 4> full = {batch, args.q.sym_size(-2), args.max_seqlen_q, args.max_seqlen_k};
+  const std::array<SymInt, 4> full = {batch, args.q.sym_size(-2), args.max_seqlen_q,
+                                      args.max_seqlen_k};
   bool broadcasts = bias.dim() <= 4;
   for (int64_t d = 1; broadcasts && d <= bias.dim(); ++d) {
     broadcasts = bias.sym_size(-d) == 1 || bias.sym_size(-d) == full[4 - d];
   }
-  TORCH_CHECK(broadcasts, "flash_attn: attn_bias: expected a shape that broadcasts to (", full[0], ", ", full[1],
-              ", ", full[2], ", ", full[3], "), got ", bias.sym_sizes());
+  TORCH_CHECK(broadcasts, "flash_attn: attn_bias: expected a shape that broadcasts to (", full[0],
+              ", ", full[1], ", ", full[2], ", ", full[3], "), got ", bias.sym_sizes());
 }
 
 void check_scale(std::optional<double> softmax_scale) {
   TORCH_CHECK(!softmax_scale || (std::isfinite(*softmax_scale) && *softmax_scale > 0),
-              "flash_attn: softmax_scale: expected a finite number above 0, got ", softmax_scale.value_or(0));
+              "flash_attn: softmax_scale: expected a finite number above 0, got ",
+              softmax_scale.value_or(0));
 }
 
 void check_softcap(double softcap) {
   TORCH_CHECK(std::isfinite(softcap) && softcap >= 0,
-              "flash_attn: softcap: expected a finite number of at least 0 (0: off), got ", softcap);
+              "flash_attn: softcap: expected a finite number of at least 0 (0: off), got ",
+              softcap);
 }
 
 void check_window(const SymInt& left, const SymInt& right) {
-  TORCH_CHECK(left >= -1 && right >= -1, "flash_attn: window_size: expected numbers of at least -1 (-1: no limit), got (",
+  TORCH_CHECK(left >= -1 && right >= -1,
+              "flash_attn: window_size: expected numbers of at least -1 (-1: no limit), got (",
               left, ", ", right, ")");
 }
 
 void check_dropout(const AttnArgs& args) {
-  TORCH_CHECK(args.dropout_p >= 0 && args.dropout_p < 1, "flash_attn: dropout_p: expected a number in [0, 1), got ",
-              args.dropout_p);
+  TORCH_CHECK(args.dropout_p >= 0 && args.dropout_p < 1,
+              "flash_attn: dropout_p: expected a number in [0, 1), got ", args.dropout_p);
   if (args.dropout_p == 0) return;
-  TORCH_CHECK(args.rng_state, "flash_attn: rng_state: expected a tensor as dropout_p is above 0, got none");
+  TORCH_CHECK(args.rng_state,
+              "flash_attn: rng_state: expected a tensor as dropout_p is above 0, got none");
   check_like("rng_state", *args.rng_state, args.q);
   TORCH_CHECK(args.rng_state->scalar_type() == at::kLong && args.rng_state->dim() == 1 &&
                   args.rng_state->sym_size(0) == 2,
-              "flash_attn: rng_state: must have shape (2) and dtype int64, got ", args.rng_state->sym_sizes(), " and ",
-              args.rng_state->scalar_type());
+              "flash_attn: rng_state: must have shape (2) and dtype int64, got ",
+              args.rng_state->sym_sizes(), " and ", args.rng_state->scalar_type());
 }
 
 SymInt check_lengths(const AttnArgs& args) {
   const auto& [q, k, v] = std::tie(args.q, args.k, args.v);
   if (!args.is_varlen()) {
-    TORCH_CHECK(!args.cu_seqlens_k, "flash_attn: cu_seqlens_q: expected with cu_seqlens_k, got none");
+    TORCH_CHECK(!args.cu_seqlens_k,
+                "flash_attn: cu_seqlens_q: expected with cu_seqlens_k, got none");
     const SymInt batch = q.sym_size(0);
-    TORCH_CHECK(k.sym_size(0) == batch, "flash_attn: k: expected batch ", batch, " as q has, got ", k.sym_size(0));
-    TORCH_CHECK(v.sym_size(0) == batch, "flash_attn: v: expected batch ", batch, " as q has, got ", v.sym_size(0));
-    TORCH_CHECK(v.sym_size(1) == k.sym_size(1), "flash_attn: v: expected seqlen ", k.sym_size(1), " as k has, got ",
-                v.sym_size(1));
+    TORCH_CHECK(k.sym_size(0) == batch, "flash_attn: k: expected batch ", batch, " as q has, got ",
+                k.sym_size(0));
+    TORCH_CHECK(v.sym_size(0) == batch, "flash_attn: v: expected batch ", batch, " as q has, got ",
+                v.sym_size(0));
+    TORCH_CHECK(v.sym_size(1) == k.sym_size(1), "flash_attn: v: expected seqlen ", k.sym_size(1),
+                " as k has, got ", v.sym_size(1));
     return batch;
   }
   TORCH_CHECK(args.cu_seqlens_k, "flash_attn: cu_seqlens_k: expected with cu_seqlens_q, got none");
-  TORCH_CHECK(v.sym_size(0) == k.sym_size(0), "flash_attn: v: expected ", k.sym_size(0), " tokens as k has, got ",
-              v.sym_size(0));
+  TORCH_CHECK(v.sym_size(0) == k.sym_size(0), "flash_attn: v: expected ", k.sym_size(0),
+              " tokens as k has, got ", v.sym_size(0));
   TORCH_CHECK(args.cu_seqlens_q->dim() == 1 && args.cu_seqlens_q->sym_size(0) >= 1,
-              "flash_attn: cu_seqlens_q: must have shape (batch + 1), got ", args.cu_seqlens_q->sym_sizes());
+              "flash_attn: cu_seqlens_q: must have shape (batch + 1), got ",
+              args.cu_seqlens_q->sym_sizes());
   check_int32_vector("cu_seqlens_q", args.cu_seqlens_q, args.cu_seqlens_q->sym_size(0), q);
   check_int32_vector("cu_seqlens_k", args.cu_seqlens_k, args.cu_seqlens_q->sym_size(0), q);
-  TORCH_CHECK(args.max_seqlen_q >= 0, "flash_attn: max_seqlen_q: expected at least 0, got ", args.max_seqlen_q);
-  TORCH_CHECK(args.max_seqlen_k >= 0, "flash_attn: max_seqlen_k: expected at least 0, got ", args.max_seqlen_k);
+  TORCH_CHECK(args.max_seqlen_q >= 0, "flash_attn: max_seqlen_q: expected at least 0, got ",
+              args.max_seqlen_q);
+  TORCH_CHECK(args.max_seqlen_k >= 0, "flash_attn: max_seqlen_k: expected at least 0, got ",
+              args.max_seqlen_k);
   return args.cu_seqlens_q->sym_size(0) - 1;
 }
 
@@ -154,9 +173,10 @@ void check(const AttnArgs& args) {
   check_int32_vector("seqused_q", args.seqused_q, batch, args.q);
   check_int32_vector("seqused_k", args.seqused_k, batch, args.q);
   check_int32_vector("leftpad_k", args.leftpad_k, batch, args.q);
-  TORCH_CHECK_NOT_IMPLEMENTED(!args.block_table,
-                              "flash_attn: block_table: expected None (paged keys are served by flash_decode_func and "
-                              "flash_attn_with_kvcache), got a tensor");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !args.block_table,
+      "flash_attn: block_table: expected None (paged keys are served by flash_decode_func and "
+      "flash_attn_with_kvcache), got a tensor");
   check_bias(args, batch);
   check_alibi(args.alibi_slopes, batch, args.q);
   check_sink(args.learnable_sink, args.q);
@@ -173,9 +193,11 @@ void check(const BwdArgs& args) {
     check_like(name, tensor, q);
     bool matches = tensor.dim() == q.dim() && tensor.scalar_type() == q.scalar_type() &&
                    tensor.sym_size(-1) == args.attn.v.sym_size(-1);
-    for (int64_t d = 0; matches && d + 1 < q.dim(); ++d) matches = tensor.sym_size(d) == q.sym_size(d);
-    TORCH_CHECK(matches, "flash_attn: ", name, ": expected the shape of q with head_dim ", args.attn.v.sym_size(-1),
-                " and dtype ", q.scalar_type(), ", got ", tensor.sym_sizes(), " and ", tensor.scalar_type());
+    for (int64_t d = 0; matches && d + 1 < q.dim(); ++d)
+      matches = tensor.sym_size(d) == q.sym_size(d);
+    TORCH_CHECK(matches, "flash_attn: ", name, ": expected the shape of q with head_dim ",
+                args.attn.v.sym_size(-1), " and dtype ", q.scalar_type(), ", got ",
+                tensor.sym_sizes(), " and ", tensor.scalar_type());
   };
   check_out_like("dout", args.dout);
   check_out_like("out", args.out);
@@ -185,12 +207,14 @@ void check(const BwdArgs& args) {
     const bool matches = varlen ? tensor.dim() == 2 && tensor.sym_size(0) == q.sym_size(1) &&
                                       tensor.sym_size(1) == q.sym_size(0)
                                 : tensor.dim() == 3 && tensor.sym_size(0) == q.sym_size(0) &&
-                                      tensor.sym_size(1) == q.sym_size(2) && tensor.sym_size(2) == q.sym_size(1);
+                                      tensor.sym_size(1) == q.sym_size(2) &&
+                                      tensor.sym_size(2) == q.sym_size(1);
     TORCH_CHECK(matches, "flash_attn: ", name, ": must have shape ",
-                varlen ? "(heads, total_q)" : "(batch, heads, seqlen_q)", ", got ", tensor.sym_sizes());
+                varlen ? "(heads, total_q)" : "(batch, heads, seqlen_q)", ", got ",
+                tensor.sym_sizes());
     const auto dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    TORCH_CHECK(tensor.scalar_type() == dtype, "flash_attn: ", name, ": expected dtype ", dtype, ", got ",
-                tensor.scalar_type());
+    TORCH_CHECK(tensor.scalar_type() == dtype, "flash_attn: ", name, ": expected dtype ", dtype,
+                ", got ", tensor.scalar_type());
   };
   check_lse_like("softmax_lse", args.softmax_lse);
   if (args.dlse) check_lse_like("dlse", *args.dlse);
@@ -201,20 +225,22 @@ void check(const DecodeArgs& args) {
   const SymInt batch = args.q.sym_size(0);
   TORCH_CHECK(args.v_cache.sym_size(0) == args.k_cache.sym_size(0) &&
                   args.v_cache.sym_size(1) == args.k_cache.sym_size(1),
-              "flash_attn: v_cache: expected batch and capacity ", args.k_cache.sym_size(0), " and ",
-              args.k_cache.sym_size(1), " as k_cache has, got ", args.v_cache.sym_size(0), " and ",
-              args.v_cache.sym_size(1));
+              "flash_attn: v_cache: expected batch and capacity ", args.k_cache.sym_size(0),
+              " and ", args.k_cache.sym_size(1), " as k_cache has, got ", args.v_cache.sym_size(0),
+              " and ", args.v_cache.sym_size(1));
   if (args.block_table) {
     const Tensor& table = *args.block_table;
     check_like("block_table", table, args.q);
-    TORCH_CHECK(table.scalar_type() == at::kInt, "flash_attn: block_table: expected dtype int32, got ",
-                table.scalar_type());
-    TORCH_CHECK(table.dim() == 2 && table.sym_size(0) == batch, "flash_attn: block_table: must have shape (", batch,
-                ", max_pages), got ", table.sym_sizes());
-    TORCH_CHECK(args.cache_seqlens, "flash_attn: cache_seqlens: expected with block_table, got none");
+    TORCH_CHECK(table.scalar_type() == at::kInt,
+                "flash_attn: block_table: expected dtype int32, got ", table.scalar_type());
+    TORCH_CHECK(table.dim() == 2 && table.sym_size(0) == batch,
+                "flash_attn: block_table: must have shape (", batch, ", max_pages), got ",
+                table.sym_sizes());
+    TORCH_CHECK(args.cache_seqlens,
+                "flash_attn: cache_seqlens: expected with block_table, got none");
   } else {
-    TORCH_CHECK(args.k_cache.sym_size(0) == batch, "flash_attn: k_cache: expected batch ", batch, " as q has, got ",
-                args.k_cache.sym_size(0));
+    TORCH_CHECK(args.k_cache.sym_size(0) == batch, "flash_attn: k_cache: expected batch ", batch,
+                " as q has, got ", args.k_cache.sym_size(0));
   }
   check_int32_vector("cache_seqlens", args.cache_seqlens, batch, args.q);
   check_alibi(args.alibi_slopes, batch, args.q);

@@ -5,7 +5,8 @@
 
 namespace flash_attn {
 
-// Shapes, dtypes, devices and scalar ranges; symbolic sizes are compared, not read, so the meta kernels run it too.
+// Shapes, dtypes, devices and scalar ranges; symbolic sizes are compared, not read, so the meta
+// kernels run it too.
 void check(const AttnArgs& args);
 void check(const BwdArgs& args);
 void check(const DecodeArgs& args);

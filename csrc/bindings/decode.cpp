@@ -66,7 +66,8 @@ DecodeResult decode(const DecodeArgs& args) {
   return aten::decode(to_aten(args));
 }
 
-// Two draws from torch's generator of the device: reproducible by manual_seed, and advanced by a replayed CUDA graph.
+// Two draws from torch's generator of the device: reproducible by manual_seed, and advanced by a
+// replayed CUDA graph.
 at::Tensor rng_state(const at::Tensor& like) {
   return at::randint(std::numeric_limits<int64_t>::max(), {2}, like.options().dtype(at::kLong));
 }

@@ -7,9 +7,10 @@ namespace {
 
 using at::Tensor;
 
-std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& cu_seqlens_q,
-                                     const OptTensor& cu_seqlens_k, c10::SymInt max_seqlen_q,
-                                     c10::SymInt max_seqlen_k, const AttentionOptions& options) {
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const OptTensor& cu_seqlens_q, const OptTensor& cu_seqlens_k,
+                                     c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k,
+                                     const AttentionOptions& options) {
   OptTensor rng_state;
   if (options.dropout_p > 0) rng_state = call_rng_state(q);
   FwdArgs args = {.attn = {.q = q,
@@ -45,19 +46,22 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 
 std::tuple<Tensor, Tensor> flash_attn_func(const Tensor& q, const Tensor& k, const Tensor& v,
                                            const AttentionOptions& options) {
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "flash_attn: q, k: must have shape (batch, seqlen, heads, head_dim), got ",
-              q.sizes(), " and ", k.sizes());
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4,
+              "flash_attn: q, k: must have shape (batch, seqlen, heads, head_dim), got ", q.sizes(),
+              " and ", k.sizes());
   return attention(q, k, v, std::nullopt, std::nullopt, q.sym_size(1), k.sym_size(1), options);
 }
 
 std::tuple<Tensor, Tensor> flash_attn_varlen_func(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                  int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                                  const Tensor& cu_seqlens_q,
+                                                  const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+                                                  int64_t max_seqlen_k,
                                                   const AttentionOptions& options) {
   return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options);
 }
 
-std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_cache,
+                                             const Tensor& v_cache,
                                              const std::optional<Tensor>& cache_seqlens,
                                              const DecodeOptions& options) {
   return call_decode({.q = q,

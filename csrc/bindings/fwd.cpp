@@ -44,8 +44,10 @@ FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   switch (select_backend(call_shape(args), args.backend)) {
-    case Backend::kSm80: return fwd_sm80(args.attn);
-    default: return aten::fwd(to_aten(args.attn), args.return_probs);
+    case Backend::kSm80:
+      return fwd_sm80(args.attn);
+    default:
+      return aten::fwd(to_aten(args.attn), args.return_probs);
   }
 }
 

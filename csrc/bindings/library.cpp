@@ -1,5 +1,6 @@
-// The ops' schemas: every argument of every feature from the first version on, so that none ever changes its meaning.
-// The fields of bindings/args.h stand in the same order. Upstream's own op names (_flash_attn_forward, …) stay free.
+// The ops' schemas: every argument of every feature from the first version on, so that none ever
+// changes its meaning. The fields of bindings/args.h stand in the same order. Upstream's own op
+// names (_flash_attn_forward, …) stay free.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -49,24 +50,37 @@ at::Tensor call_rng_state(const at::Tensor& like) {
 TORCH_LIBRARY(flash_attn, library) {
   const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
   library.def(
-      "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
-      "Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? attn_bias, Tensor? alibi_slopes, "
-      "Tensor? learnable_sink, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, "
-      "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, bool top_left, float softcap, "
-      "bool deterministic, bool return_probs, str? backend) -> (Tensor out, Tensor softmax_lse, Tensor S_dmask)",
+      "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
+      "seqused_q, "
+      "Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? attn_bias, Tensor? "
+      "alibi_slopes, "
+      "Tensor? learnable_sink, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float "
+      "dropout_p, "
+      "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, bool top_left, "
+      "float softcap, "
+      "bool deterministic, bool return_probs, str? backend) -> (Tensor out, Tensor softmax_lse, "
+      "Tensor S_dmask)",
       pure);
   library.def(
-      "bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor softmax_lse, Tensor q, Tensor k, Tensor v, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, "
-      "Tensor? block_table, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? rng_state, "
-      "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float? softmax_scale, bool causal, "
-      "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, bool[5] grad_mask, "
+      "bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor softmax_lse, Tensor q, Tensor k, Tensor "
+      "v, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? "
+      "leftpad_k, "
+      "Tensor? block_table, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? learnable_sink, "
+      "Tensor? rng_state, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float? softmax_scale, bool "
+      "causal, "
+      "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, "
+      "bool[5] grad_mask, "
       "str? backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
       pure);
   library.def(
-      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? block_table, "
-      "Tensor? alibi_slopes, Tensor? learnable_sink, float? softmax_scale, bool causal, SymInt window_left, "
-      "SymInt window_right, float softcap, int num_splits, str? backend) -> (Tensor out, Tensor softmax_lse)",
+      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? "
+      "block_table, "
+      "Tensor? alibi_slopes, Tensor? learnable_sink, float? softmax_scale, bool causal, SymInt "
+      "window_left, "
+      "SymInt window_right, float softcap, int num_splits, str? backend) -> (Tensor out, Tensor "
+      "softmax_lse)",
       pure);
   library.def("rng_state(Tensor like) -> Tensor",
               {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});

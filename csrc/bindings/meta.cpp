@@ -1,5 +1,5 @@
-// Shapes, dtypes and strides of the results, for tracing and export. Sizes stay symbolic (sym_size, empty_symint): a
-// kernel that reads size() is compiled again for every length.
+// Shapes, dtypes and strides of the results, for tracing and export. Sizes stay symbolic (sym_size,
+// empty_symint): a kernel that reads size() is compiled again for every length.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -19,7 +19,9 @@ Tensor empty_like(const Tensor& tensor) {
   return empty(tensor.sym_sizes().vec(), tensor, tensor.scalar_type());
 }
 
-at::ScalarType lse_dtype(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType lse_dtype(const Tensor& q) {
+  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 FwdResult fwd_meta(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
@@ -27,8 +29,9 @@ FwdResult fwd_meta(const FwdArgs& args) {
   const Tensor& q = attn.q;
   auto out_sizes = q.sym_sizes().vec();
   out_sizes.back() = attn.v.sym_size(-1);
-  const auto lse_sizes = attn.is_varlen() ? std::vector<SymInt>{q.sym_size(1), q.sym_size(0)}
-                                          : std::vector<SymInt>{q.sym_size(0), q.sym_size(2), q.sym_size(1)};
+  const auto lse_sizes = attn.is_varlen()
+                             ? std::vector<SymInt>{q.sym_size(1), q.sym_size(0)}
+                             : std::vector<SymInt>{q.sym_size(0), q.sym_size(2), q.sym_size(1)};
   std::vector<SymInt> probs_sizes = {0};
   if (args.return_probs) {
     const SymInt batch = attn.is_varlen() ? attn.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
@@ -45,8 +48,8 @@ BwdResult bwd_meta(const BwdArgs& args) {
   const auto wanted = [&](int which, const OptTensor& input) {
     return args.grad_mask[which] && input ? empty_like(*input) : none;
   };
-  return {wanted(0, args.attn.q), wanted(1, args.attn.k), wanted(2, args.attn.v), wanted(3, args.attn.attn_bias),
-          wanted(4, args.attn.learnable_sink)};
+  return {wanted(0, args.attn.q), wanted(1, args.attn.k), wanted(2, args.attn.v),
+          wanted(3, args.attn.attn_bias), wanted(4, args.attn.learnable_sink)};
 }
 
 DecodeResult decode_meta(const DecodeArgs& args) {

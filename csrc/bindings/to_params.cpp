@@ -49,7 +49,8 @@ void warn_once(const std::string& reasons) {
   static std::set<std::string> seen;
   const std::lock_guard<std::mutex> lock(mutex);
   if (seen.insert(reasons).second) {
-    TORCH_WARN("flash_attn: this call runs on the backend aten, exact but slower than a kernel: ", reasons);
+    TORCH_WARN("flash_attn: this call runs on the backend aten, exact but slower than a kernel: ",
+               reasons);
   }
 }
 
@@ -118,16 +119,20 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
 }
 
 at::Tensor readable(const at::Tensor& tensor) {
-  if (const int64_t missing = -tensor.size(-1) & 7; missing != 0) return at::constant_pad_nd(tensor, {0, missing});
+  if (const int64_t missing = -tensor.size(-1) & 7; missing != 0)
+    return at::constant_pad_nd(tensor, {0, missing});
   const int64_t align = kAlignBytes / tensor.element_size();
-  bool in_place = tensor.stride(-1) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes == 0;
+  bool in_place = tensor.stride(-1) == 1 &&
+                  reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes == 0;
   for (int64_t d = 0; in_place && d + 1 < tensor.dim(); ++d) {
     in_place = tensor.size(d) <= 1 || tensor.stride(d) % align == 0;
   }
   return in_place ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-OptTensor contiguous(const OptTensor& tensor) { return tensor ? OptTensor(tensor->contiguous()) : tensor; }
+OptTensor contiguous(const OptTensor& tensor) {
+  return tensor ? OptTensor(tensor->contiguous()) : tensor;
+}
 
 Strides strides_of(const at::Tensor& tensor) {
   const auto stride = [&](int64_t d) { return tensor.size(d) == 1 ? 0 : tensor.stride(d); };
@@ -139,7 +144,8 @@ AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k}) {
+  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
+                            &args.seqused_k, &args.leftpad_k}) {
     *vector = contiguous(*vector);
   }
   return args;
@@ -179,10 +185,14 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
 
 DType dtype_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::kHalf: return DType::kFp16;
-    case at::kBFloat16: return DType::kBf16;
-    case at::kFloat: return DType::kFp32;
-    default: return DType::kFp64;
+    case at::kHalf:
+      return DType::kFp16;
+    case at::kBFloat16:
+      return DType::kBf16;
+    case at::kFloat:
+      return DType::kFp32;
+    default:
+      return DType::kFp64;
   }
 }
 
@@ -190,7 +200,9 @@ int window_to_params(const c10::SymInt& window) {
   return static_cast<int>(std::min<int64_t>(value(window), int64_t{1} << 30));
 }
 
-const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor) { return cuda::device_info(tensor.get_device()); }
+const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor) {
+  return cuda::device_info(tensor.get_device());
+}
 
 Stream stream_of(const at::Tensor& tensor) {
   const c10::impl::VirtualGuardImpl device_type(tensor.device().type());

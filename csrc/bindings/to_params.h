@@ -1,4 +1,5 @@
-// From tensors to what the kernels read: which backend serves the call, inputs a kernel can read in place, params.
+// From tensors to what the kernels read: which backend serves the call, inputs a kernel can read in
+// place, params.
 #pragma once
 
 #include <string>
@@ -21,12 +22,13 @@ Backend select_backend(const CallShape& call, OptName forced);
 aten::Args to_aten(const AttnArgs& args);
 aten::DecodeArgs to_aten(const DecodeArgs& args);
 
-// The tensor itself where a kernel can read it (last dimension contiguous; base and strides multiples of 16 bytes);
-// else one copy, its head_dim padded with zeros to a multiple of 8.
+// The tensor itself where a kernel can read it (last dimension contiguous; base and strides
+// multiples of 16 bytes); else one copy, its head_dim padded with zeros to a multiple of 8.
 at::Tensor readable(const at::Tensor& tensor);
 OptTensor contiguous(const OptTensor& tensor);
 
-// Reads (batch, row, head) strides of a dense or varlen tensor. A dimension of size 1 counts 0, whatever it says.
+// Reads (batch, row, head) strides of a dense or varlen tensor. A dimension of size 1 counts 0,
+// whatever it says.
 Strides strides_of(const at::Tensor& tensor);
 
 // What forward and backward share; `args` must hold readable tensors and contiguous index vectors.
@@ -34,7 +36,8 @@ AttnArgs readable(AttnArgs args);
 void fill_params(AttnParams& params, const AttnArgs& args);
 
 DType dtype_of(const at::Tensor& tensor);
-// causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence notices.
+// causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence
+// notices.
 int window_to_params(const c10::SymInt& window);
 const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor);
 Stream stream_of(const at::Tensor& tensor);

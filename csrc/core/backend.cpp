@@ -21,9 +21,11 @@ std::vector<std::string> why_not_cuda(const CallShape& call) {
   refuse_if(!call.on_cuda, "the tensors are not on a CUDA device");
   refuse_if(kBuiltWithCuda && call.on_cuda && call.compute_capability < 80,
             "the GPU is older than compute capability 8.0");
-  refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16, "dtype is not float16 or bfloat16");
-  refuse_if(call.head_dim > 256 || call.head_dim_v > 256,
-            "head_dim " + std::to_string(std::max(call.head_dim, call.head_dim_v)) + " is above 256");
+  refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
+            "dtype is not float16 or bfloat16");
+  refuse_if(
+      call.head_dim > 256 || call.head_dim_v > 256,
+      "head_dim " + std::to_string(std::max(call.head_dim, call.head_dim_v)) + " is above 256");
   refuse_if(call.alibi, "alibi_slopes is not supported");
   refuse_if(call.softcap, "softcap is not supported");
   refuse_if(call.sink, "learnable_sink is not supported");
@@ -34,9 +36,12 @@ std::vector<std::string> why_not_cuda(const CallShape& call) {
 
 std::string_view name(Backend backend) {
   switch (backend) {
-    case Backend::kSm80: return "sm80";
-    case Backend::kCuda: return "cuda";
-    case Backend::kAten: return "aten";
+    case Backend::kSm80:
+      return "sm80";
+    case Backend::kCuda:
+      return "cuda";
+    case Backend::kAten:
+      return "aten";
   }
   return "unknown";
 }
@@ -47,8 +52,8 @@ Backend backend_from_name(std::string_view wanted) {
     if (name(backend) == wanted) return backend;
     names.emplace_back(name(backend));
   }
-  throw std::invalid_argument("flash_attn: backend: expected one of " + join(names, ", ") + ", got " +
-                              std::string(wanted));
+  throw std::invalid_argument("flash_attn: backend: expected one of " + join(names, ", ") +
+                              ", got " + std::string(wanted));
 }
 
 std::vector<std::string> why_not(Backend backend, const CallShape& call) {
@@ -64,7 +69,8 @@ std::vector<std::string> why_not(Backend backend, const CallShape& call) {
     if (call.op != Op::kDecode) return {"it serves flash_decode_func only"};
     reasons = why_not_cuda(call);
     if (call.head_dim % 8 != 0) reasons.emplace_back("head_dim is not a multiple of 8");
-    if (call.head_dim != call.head_dim_v) reasons.emplace_back("k_cache and v_cache differ in head_dim");
+    if (call.head_dim != call.head_dim_v)
+      reasons.emplace_back("k_cache and v_cache differ in head_dim");
     if (call.paged) reasons.emplace_back("block_table is not supported");
   }
   return reasons;
@@ -74,8 +80,8 @@ Backend choose_backend(const CallShape& call, std::optional<std::string_view> fo
   if (forced) {
     const Backend backend = backend_from_name(*forced);
     if (const auto reasons = why_not(backend, call); !reasons.empty()) {
-      throw std::invalid_argument("flash_attn: backend: " + std::string(*forced) + " cannot serve this call: " +
-                                  join(reasons, "; "));
+      throw std::invalid_argument("flash_attn: backend: " + std::string(*forced) +
+                                  " cannot serve this call: " + join(reasons, "; "));
     }
     return backend;
   }

@@ -32,7 +32,8 @@ Backend backend_from_name(std::string_view name);
 // Every reason why `backend` cannot serve the call; empty: it can.
 std::vector<std::string> why_not(Backend backend, const CallShape& call);
 
-// The first backend that serves the call; the one named, if any, or std::invalid_argument with its reasons.
+// The first backend that serves the call; the one named, if any, or std::invalid_argument with its
+// reasons.
 Backend choose_backend(const CallShape& call, std::optional<std::string_view> forced);
 
 std::string join(const std::vector<std::string>& parts, std::string_view separator);

@@ -1,5 +1,5 @@
-// The table of contents of the compiled kernels: one function a kernel family, params in, launched on the stream.
-// Each throws std::runtime_error when the launch fails. None synchronises.
+// The table of contents of the compiled kernels: one function a kernel family, params in, launched
+// on the stream. Each throws std::runtime_error when the launch fails. None synchronises.
 #pragma once
 
 #include "params.h"

@@ -1,11 +1,14 @@
-// A build without nvcc: core/backend.cpp never chooses these, so reaching one is a bug that should say so.
+// A build without nvcc: core/backend.cpp never chooses these, so reaching one is a bug that should
+// say so.
 #include <stdexcept>
 
 #include "kernels.h"
 
 namespace flash_attn {
 namespace {
-[[noreturn]] void not_built() { throw std::runtime_error("flash_attn: this build has no CUDA kernels"); }
+[[noreturn]] void not_built() {
+  throw std::runtime_error("flash_attn: this build has no CUDA kernels");
+}
 }  // namespace
 
 const cuda::DeviceInfo& cuda::device_info(int) {

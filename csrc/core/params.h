@@ -1,10 +1,12 @@
-// What an attention call is, in plain C++20: every kernel reads one of these structs and nothing else.
+// What an attention call is, in plain C++20: every kernel reads one of these structs, nothing else.
 //
-//   S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask → online softmax (sink) → dropout → P V
+//   S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask → online softmax (sink) → dropout →
+//   PV
 //
-// Layouts. Dense tensors are (batch, seqlen, heads, head_dim). Varlen tensors are (total, heads, head_dim): the
-// sequences lie one after the other and cu_seqlens (batch + 1) holds their starts. The last dimension is contiguous
-// in both; pointers and strides are multiples of 16 bytes. Strides count elements.
+// Layouts. Dense tensors are (batch, seqlen, heads, head_dim). Varlen tensors are (total, heads,
+// head_dim): the sequences lie one after the other and cu_seqlens (batch + 1) holds their starts.
+// The last dimension is contiguous in both; pointers and strides are multiples of 16 bytes. Strides
+// count elements.
 //
 // cu_seqlens, seqused and leftpad live on the device and may hold anything: kernels clamp them
 // (cuda/attn/seqlen.cuh) and stay inside the tensors.
@@ -26,7 +28,8 @@ struct Strides {
   int64_t head;
 };
 
-// What forward and backward share. Sizes and offsets are 64-bit; only the length of one sequence fits 32 bits.
+// What forward and backward share. Sizes and offsets are 64-bit; only the length of one sequence
+// fits 32 bits.
 struct AttnParams {
   const void* q;  // (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim)
   const void* k;  // (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim)
@@ -46,15 +49,16 @@ struct AttnParams {
   const int32_t* leftpad_k;     // (batch) or null: keys to skip at the front of each sequence
 
   float softmax_scale;
-  int window_left, window_right;  // keys that a query sees to each side of its diagonal; -1: all. causal: right = 0
-  bool top_left;  // diagonal at key i for query i; otherwise at key i + len_k - len_q (bottom-right)
+  // Keys that a query sees to each side of its diagonal; -1: all. causal: right = 0.
+  int window_left, window_right;
+  bool top_left;  // diagonal of query i at key i; otherwise at key i + len_k - len_q (bottom-right)
 };
 
 struct FwdParams : AttnParams {
   void* out;  // like q, with head_dim_v
   Strides out_strides;
-  float* lse;                                // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
-  int64_t lse_batch_stride, lse_head_stride; // varlen: batch stride 0. Rows are contiguous
+  float* lse;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
+  int64_t lse_batch_stride, lse_head_stride;  // varlen: batch stride 0. Rows are contiguous
 };
 
 struct BwdParams : AttnParams {
@@ -69,13 +73,15 @@ struct BwdParams : AttnParams {
   Strides dq_strides, dk_strides, dv_strides;
 
   float* delta;     // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
-  float* dq_accum;  // workspace (heads_q, dq_accum_rows, head-dim class), zeroed by the launch; null if deterministic
+  float* dq_accum;  // workspace (heads_q, dq_accum_rows, head-dim class), zeroed by the launch;
+                    // null if deterministic
   int64_t dq_accum_rows;
   bool deterministic;
 };
 
 struct DecodeParams {
-  const void* q;        // (batch, seqlen_q, heads_q, head_dim): the newest tokens, whose keys are in the cache already
+  const void* q;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens, whose keys are in the
+                  // cache already
   const void* k_cache;  // (batch, capacity, heads_kv, head_dim)
   const void* v_cache;  // (batch, capacity, heads_kv, head_dim)
   Strides q_strides, k_strides, v_strides;
@@ -83,13 +89,15 @@ struct DecodeParams {
   DType dtype;
   int batch, heads_q, heads_kv, head_dim;
   int seqlen_q, capacity;
-  const int32_t* cache_seqlens;  // (batch) tokens in each cache, the new ones included; null: capacity
+  const int32_t*
+      cache_seqlens;  // (batch) tokens in each cache, the new ones included; null: capacity
 
   float softmax_scale;
   int window_left, window_right;  // as in AttnParams, bottom-right
 
   int num_splits;    // pieces that each sequence's keys are cut into, >= 1
-  float* partial_o;  // workspace (num_splits, batch, heads_q, seqlen_q, head_dim), normalised; null if num_splits = 1
+  float* partial_o;  // workspace (num_splits, batch, heads_q, seqlen_q, head_dim), normalised; null
+                     // if num_splits = 1
   float* partial_lse;  // workspace (num_splits, batch, heads_q, seqlen_q)
 
   void* out;  // like q
