@@ -1,6 +1,7 @@
 // What an attention call is, in plain C++20: every kernel reads one of these structs, nothing else.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask → online softmax → dropout → P V
+//
 // Layouts. Dense tensors are (batch, seqlen, heads, head_dim). Varlen tensors are (total, heads,
 // head_dim): the sequences lie one after the other and cu_seqlens (batch + 1) holds their starts.
 // The last dimension is contiguous in both; pointers and strides are multiples of 16 bytes. Strides
