@@ -1,0 +1,22 @@
+// One block of query rows against some keys: forward's main loop, that decode runs as well.
+#pragma once
+
+#include <tuple>
+
+#include "aten/block_range.h"
+#include "aten/online_softmax.h"
+#include "aten/slice.h"
+
+namespace flash_attn::aten {
+
+// The softmax state of the rows after those of `keys` that they see. sink: Slice::sink_column, or undefined.
+OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const at::Tensor& sink);
+
+// out (zeros) like q with v's head dim, lse (−inf): what no sequence covers stays as it is.
+std::tuple<at::Tensor, at::Tensor> make_outputs(const Args& args);
+
+// O = o / l and LSE = m + log l of a block of rows to their places.
+void write_rows(const Result& out, const Result& lse, const Slice& slice, Block rows,
+                const OnlineSoftmax& state);
+
+}  // namespace flash_attn::aten

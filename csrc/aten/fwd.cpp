@@ -1,0 +1,114 @@
+// Forward, after FlashAttention-2: for each block of query rows, one pass over the keys that it sees.
+//
+//   for each block of rows i                          (in parallel)
+//     m = −inf, l = 0, o = 0
+//     for each block of keys j that rows i see
+//       S  = scale · Q_i K_jᵀ                         softcap, bias, ALiBi; −inf where masked
+//       m' = max(m, rowmax S)
+//       P  = exp(S − m')
+//       l  = exp(m − m') l + rowsum P
+//       o  = exp(m − m') o + dropout(P) V_j
+//       m  = m'
+//     O_i = o / l,  LSE_i = m + log l
+//
+// No tensor has the size seqlen_q · seqlen_k: memory grows with the sequence, not with its square.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+
+#include "aten/attend.h"
+#include "aten/attention.h"
+#include "aten/parallel.h"
+#include "aten/tile.h"
+
+namespace flash_attn::aten {
+
+using at::Tensor;
+
+OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const Tensor& sink) {
+  const Tensor q = slice.scaled_queries(rows);
+  OnlineSoftmax state = OnlineSoftmax::start(q, slice.v.size(-1), sink);
+
+  Block left = keys & slice.terms.visible_keys(rows, slice.seqlen_k());
+  while (left.size() > 0) {
+    const Block block = slice.first_keys(rows, left);
+    const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
+
+    const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ
+    Tensor p = state.step(tile.s);                   // P = exp(S − m'), after which m, l, o follow
+    if (slice.terms.dropout) p.mul_(slice.dropout_factors(rows, block));  // P = dropout(P)
+    tile.add_product(state.o, p, v);                 // o += P V
+
+    left.first = block.last;
+  }
+  return state;
+}
+
+std::tuple<Tensor, Tensor> make_outputs(const Args& args) {
+  const auto options = args.q.options();
+  std::vector<int64_t> sizes = args.q.sizes().vec();
+  sizes.back() = args.v.size(-1);
+  const Tensor out = at::zeros(sizes, options);
+
+  sizes.pop_back();
+  std::swap(sizes[sizes.size() - 2], sizes.back());
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  return {out, at::full(sizes, -kInf, options.dtype(compute_dtype(args.q)))};
+}
+
+void write_rows(const Result& out, const Result& lse, const Slice& slice, Block rows,
+                const OnlineSoftmax& state) {
+  const auto place = [&](const Result& result) {
+    return result.part(slice.batches, slice.heads).narrow(2, rows.first, rows.size());
+  };
+  place(out).copy_(slice.unpack_queries(state.normalized()));
+  place(lse).copy_(slice.unpack_queries(state.lse()));
+}
+
+namespace {
+
+// S_dmask for a block of rows: the same scores again, now with the final LSE.
+void write_probabilities(const Slice& slice, Block rows, const Tensor& lse, const Tensor& out) {
+  const Tensor q = slice.scaled_queries(rows);
+  const Tensor row_lse = slice.lse_column(lse, rows);
+
+  Block left = slice.terms.visible_keys(rows, slice.seqlen_k());
+  while (left.size() > 0) {
+    const Block block = slice.first_keys(rows, left);
+    const Tensor k = slice.tile(slice.k, block);
+    const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k});
+    Tensor p = slice.unpack_queries(tile.probabilities(row_lse));
+    if (slice.terms.dropout) p = p.where(slice.terms.dropout.keep(rows, block), -p);
+    out.narrow(2, rows.first, rows.size()).narrow(3, block.first, block.size()).copy_(p);
+    left.first = block.last;
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
+  const Call call(args);
+  const auto [out, lse] = make_outputs(args);
+  const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
+  Tensor probabilities = at::empty({0}, args.q.options());
+  if (return_probs) {
+    probabilities = at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
+                              args.q.options());
+  }
+  call.for_row_blocks([&](const Slice& slice, Block rows) {
+    const Block keys = {0, slice.seqlen_k()};
+    write_rows(out_rows, lse_rows, slice, rows, attend(slice, rows, keys, slice.sink_column(rows)));
+    if (return_probs) {
+      write_probabilities(slice, rows, lse_rows.part(slice.batches, slice.heads),
+                          broadcast_part(probabilities, slice));
+    }
+  });
+  out_rows.finish();
+  lse_rows.finish();
+  return {out, lse, probabilities};
+}
+
+}  // namespace flash_attn::aten

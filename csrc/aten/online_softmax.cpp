@@ -1,0 +1,58 @@
+#include "aten/online_softmax.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+
+#include "aten/score.h"
+
+namespace flash_attn::aten {
+
+using at::Tensor;
+
+OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Tensor& sink) {
+  const double lowest = q.scalar_type() == at::kDouble ? std::numeric_limits<double>::lowest()
+                                                       : std::numeric_limits<float>::lowest();
+  std::vector<int64_t> column = q.sizes().vec(), values = column;
+  column.back() = 1;
+  values.back() = head_dim_v;
+
+  OnlineSoftmax state;
+  state.o = at::zeros(values, q.options());
+  if (sink.defined()) {
+    const Tensor logit = (sink * kLog2E).expand(column);
+    state.row_max = logit.clamp_min(lowest);
+    state.row_sum = (logit - state.row_max).exp2_();
+  } else {
+    state.row_max = at::full(column, lowest, q.options());
+    state.row_sum = at::zeros(column, q.options());
+  }
+  return state;
+}
+
+Tensor OnlineSoftmax::step(Tensor s) {
+  const Tensor new_max = at::maximum(row_max, s.amax(-1, /*keepdim=*/true));  // m' = max(m, max S)
+  const Tensor rescale = row_max.sub_(new_max).exp2_();                       // α  = 2^(m − m')
+  s.sub_(new_max).exp2_();                                                    // P  = 2^(S − m')
+  row_sum.mul_(rescale).add_(s.sum(-1, /*keepdim=*/true));                    // l  = α l + Σ P
+  o.mul_(rescale);                                                            // o  = α o
+  row_max = new_max;
+  return s;
+}
+
+void OnlineSoftmax::merge(const OnlineSoftmax& other) {
+  const Tensor new_max = at::maximum(row_max, other.row_max);
+  const Tensor ours = (row_max - new_max).exp2_(), theirs = (other.row_max - new_max).exp2_();
+  row_sum = row_sum * ours + other.row_sum * theirs;
+  o = o * ours + other.o * theirs;
+  row_max = new_max;
+}
+
+Tensor OnlineSoftmax::normalized() const { return o / row_sum.masked_fill(row_sum.eq(0), 1); }
+
+Tensor OnlineSoftmax::lse() const { return (row_max + row_sum.log2()) * kLn2; }
+
+}  // namespace flash_attn::aten

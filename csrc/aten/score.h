@@ -1,0 +1,67 @@
+// The scores of a tile, the same for forward, backward and decode:
+//   S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask
+//
+// Scores are kept in units of log 2 (S · log2 e), because softmax then needs exp2, which takes half the time of exp on
+// CPUs (0.5 against 1.0 ns an element), and 37 times less where results are denormal.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+
+#include "aten/block_range.h"
+#include "aten/dropout.h"
+
+namespace flash_attn::aten {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
+struct ScoreTile {
+  at::Tensor s;       // scores · log2 e, a tile (tile.h)
+  at::Tensor masked;  // bool, shaped like s; defined if careful
+  at::Tensor tanh;    // tanh(S / softcap), shaped like s; undefined without softcap
+  bool careful = false;  // something is masked, and NaN or inf may be in what is multiplied with this tile
+
+  // P = exp(S − LSE) in place of s; lse: Slice::lse_column.
+  at::Tensor probabilities(const at::Tensor& lse) const;
+  // NaN · 0 = NaN: what was computed from a NaN behind the mask becomes `value` again.
+  void remask(at::Tensor x, double value) const;
+  // acc += x b and acc += xᵀ b for an x shaped like s and zero at `masked`.
+  void add_product(at::Tensor acc, const at::Tensor& x, const at::Tensor& b) const;
+  void add_transposed_product(at::Tensor acc, const at::Tensor& x, const at::Tensor& b) const;
+};
+
+// What turns the product of q and k rows into scores, for some batches and heads of a call.
+struct ScoreTerms {
+  int64_t batch, heads;  // query heads
+  double softmax_scale;
+  double softcap = 0;
+  Band band;  // of every sequence, or without an offset where that is in band_offset
+  at::Tensor band_offset;   // int64 (batch, 1, 1, 1) where only the device knows the lengths, else undefined
+  at::Tensor key_exists;    // bool (batch, 1, 1, seqlen_k), or undefined: all do
+  at::Tensor bias;          // each dimension 1 or that of (batch, heads, seqlen_q, seqlen_k), or undefined
+  at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1), or undefined
+  Dropout dropout;
+
+  // A superset of the keys that a block of rows sees, and of the rows that see a block of keys.
+  Block visible_keys(Block rows, int64_t seqlen_k) const;
+  Block visible_rows(Block keys, int64_t seqlen_q) const;
+  // Of `visible`, the keys that all of the rows see by the band alone.
+  Block full_keys(Block rows, Block visible) const;
+
+  // What q is multiplied with before the product with k.
+  double query_scale() const;
+  // `operands`: all tensors that are multiplied with this tile or enter it, for ScoreTile::careful.
+  ScoreTile scores(const at::Tensor& scaled_q, const at::Tensor& k, Block rows, Block keys,
+                   std::initializer_list<at::Tensor> operands) const;
+  // The part of bias (or of a tensor shaped like it) that belongs to a tile, dimensions of size 1 kept.
+  static at::Tensor bias_tile(const at::Tensor& bias, Block rows, Block keys);
+
+ private:
+  bool crosses_band(Block rows, Block keys) const;
+  at::Tensor mask(Block rows, Block keys, at::Device device, bool careful) const;
+  at::Tensor diagonal_distance(Block rows, Block keys, at::ScalarType dtype) const;
+};
+
+}  // namespace flash_attn::aten

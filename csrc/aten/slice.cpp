@@ -1,0 +1,191 @@
+#include "aten/slice.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+
+#include <limits>
+
+#include "aten/parallel.h"
+#include "aten/tile.h"
+
+namespace flash_attn::aten {
+
+using at::Tensor;
+
+namespace {
+
+// 256 · 512 fp32 scores with the K and V rows that they need fit the second-level cache of one core (1 MB). Elsewhere
+// one operation covers a tile of every head, and a tile has to be large enough to pay for its launches.
+struct TileShape {
+  int64_t rows, keys;
+};
+TileShape tile_shape(const Slice& slice) {
+  return host_reads(slice.q) ? TileShape{256, 512} : TileShape{512, 1024};
+}
+
+int64_t rows_per_block(const Slice& slice) {
+  const int64_t heads_in_tile = slice.heads.size() / slice.kv_heads.size();
+  return std::max<int64_t>(tile_shape(slice).rows / heads_in_tile, 1);
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+int64_t Slice::count_row_blocks() const { return divide_up(seqlen_q(), rows_per_block(*this)); }
+
+Block Slice::row_block(int64_t index) const {
+  const int64_t step = rows_per_block(*this);
+  return Block{index * step, (index + 1) * step} & Block{0, seqlen_q()};
+}
+
+int64_t Slice::count_key_blocks() const { return divide_up(seqlen_k(), tile_shape(*this).keys); }
+
+Block Slice::key_block(int64_t index) const {
+  const int64_t step = tile_shape(*this).keys;
+  return Block{index * step, (index + 1) * step} & Block{0, seqlen_k()};
+}
+
+Block Slice::first_keys(Block rows, Block range) const {
+  Block keys = range & Block{range.first, range.first + tile_shape(*this).keys};
+  const Block full = terms.full_keys(rows, range);
+  for (const int64_t edge : {full.first, full.last}) {
+    if (full.size() > 0 && keys.first < edge) keys.last = std::min(keys.last, edge);
+  }
+  return keys;
+}
+
+Tensor Slice::tile(const Tensor& x, Block rows) const {
+  return load_tile(x, rows, batches.size() * kv_heads.size());
+}
+
+Tensor Slice::unpack_queries(const Tensor& tile) const {
+  return unpack(tile, batches.size(), heads.size());
+}
+
+Tensor Slice::unpack_keys(const Tensor& tile) const {
+  return unpack(tile, batches.size(), kv_heads.size());
+}
+
+Tensor Slice::scaled_queries(Block rows) const { return tile(q, rows) * terms.query_scale(); }
+
+Tensor Slice::sink_column(Block rows) const {
+  if (!sink.defined()) return {};
+  return tile(sink.expand({batches.size(), heads.size(), rows.size(), 1}), {0, rows.size()});
+}
+
+Tensor Slice::lse_column(const Tensor& lse, Block rows) const {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const Tensor column = tile(lse, rows) * kLog2E;
+  column.masked_fill_(column.eq(-kInf), kInf);
+  if (row_exists.defined()) {
+    const Tensor missing = row_exists.narrow(2, rows.first, rows.size()).logical_not();
+    unpack_queries(column).masked_fill_(missing, kInf);
+  }
+  return column;
+}
+
+Tensor Slice::dropout_factors(Block rows, Block keys) const {
+  if (!terms.dropout) return {};
+  return pack(terms.dropout.factors(rows, keys, compute_dtype(q)), batches.size() * kv_heads.size());
+}
+
+Call::Call(const Args& args)
+    : args(args),
+      queries({args.q, args.cu_seqlens_q, args.seqused_q, std::nullopt, args.max_seqlen_q}),
+      keys({args.k, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.max_seqlen_k}),
+      one_slice_(!host_reads(args.q)) {}
+
+int64_t Call::count_slices() const {
+  if (args.q.numel() == 0 || queries.batch() == 0) return 0;
+  return one_slice_ ? 1 : queries.batch() * args.k.size(-2);
+}
+
+bool Call::owns_bias() const {
+  if (count_slices() <= 1) return true;
+  const Tensor& bias = *args.attn_bias;
+  const auto varies = [&](int64_t dim, int64_t count) {
+    return count == 1 || (bias.dim() >= dim && bias.size(bias.dim() - dim) > 1);
+  };
+  return varies(4, queries.batch()) && varies(3, args.k.size(-2));
+}
+
+void Call::for_slices(bool independent, const std::function<void(const Slice&)>& body) const {
+  run_tasks(count_slices(), independent, [&](int64_t index) { body(slice(index)); });
+}
+
+void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) const {
+  const int64_t slices = count_slices();
+  if (slices == 0) return;
+  const Slice first = slice(0);
+  const int64_t blocks = divide_up(queries.max_length(), rows_per_block(first));
+  run_tasks(slices * blocks, /*independent=*/true, [&](int64_t task) {
+    // The last rows first: with a causal mask they have the most work, and the ends of the workers meet.
+    const Slice slice = task < blocks ? first : this->slice(task / blocks);
+    const Block rows = slice.row_block(blocks - 1 - task % blocks);
+    if (rows.size() > 0) body(slice, rows);
+  });
+}
+
+Slice Call::slice(int64_t index) const {
+  const int64_t heads_kv = args.k.size(-2), group = args.q.size(-2) / heads_kv;
+  const int64_t b = index / heads_kv, h = index % heads_kv;
+
+  Slice slice;
+  slice.batches = one_slice_ ? Block{0, queries.batch()} : Block{b, b + 1};
+  slice.kv_heads = one_slice_ ? Block{0, heads_kv} : Block{h, h + 1};
+  slice.heads = {slice.kv_heads.first * group, slice.kv_heads.last * group};
+  const auto heads_of = [&](const Tensor& x, Block heads) { return x.narrow(1, heads.first, heads.size()); };
+  slice.q = heads_of(queries.load(args.q, slice.batches), slice.heads);
+  slice.k = heads_of(keys.load(args.k, slice.batches), slice.kv_heads);
+  slice.v = heads_of(keys.load(args.v, slice.batches), slice.kv_heads);
+  slice.terms = terms(slice);
+  if (queries.padded()) slice.row_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
+  if (args.learnable_sink) {
+    const Tensor sink = args.learnable_sink->narrow(0, slice.heads.first, slice.heads.size());
+    slice.sink = sink.to(compute_dtype(args.q)).view({1, -1, 1, 1});
+  }
+  return slice;
+}
+
+ScoreTerms Call::terms(const Slice& slice) const {
+  const auto limit = [](int64_t window) {
+    return window < 0 ? Band::kNoLimit : std::min(window, Band::kNoLimit);
+  };
+  ScoreTerms terms;
+  terms.batch = slice.batches.size();
+  terms.heads = slice.heads.size();
+  terms.softmax_scale = args.softmax_scale;
+  terms.softcap = args.softcap;
+  terms.band = {0, limit(args.window_left), limit(args.window_right)};
+  if (!args.top_left && (queries.padded() || keys.padded())) {
+    terms.band_offset = (keys.lengths() - queries.lengths()).view({-1, 1, 1, 1});
+  } else if (!args.top_left) {
+    terms.band.offset = slice.seqlen_k() - slice.seqlen_q();
+  }
+  if (keys.padded()) terms.key_exists = keys.exists().unsqueeze(1).unsqueeze(1);
+  if (args.attn_bias) terms.bias = broadcast_part(*args.attn_bias, slice);
+  if (args.alibi_slopes) {
+    terms.alibi_slopes = broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice);
+  }
+  if (args.dropout_p > 0) {
+    const auto int64 = args.q.options().dtype(at::kLong);
+    const Tensor batch = at::arange(slice.batches.first, slice.batches.last, int64);
+    const Tensor head = at::arange(slice.heads.first, slice.heads.last, int64);
+    const Tensor batch_head = batch.unsqueeze(-1) * args.q.size(-2) + head;
+    terms.dropout = Dropout(args.dropout_p, *args.rng_state, batch_head.unsqueeze(-1).unsqueeze(-1));
+  }
+  return terms;
+}
+
+Tensor lse_tokens(const Tensor& lse) { return lse.transpose(-2, -1).unsqueeze(-1); }
+
+Tensor broadcast_part(const Tensor& x, const Slice& slice) {
+  Tensor part = x;
+  while (part.dim() < 4) part = part.unsqueeze(0);
+  if (part.size(0) > 1) part = part.narrow(0, slice.batches.first, slice.batches.size());
+  if (part.size(1) > 1) part = part.narrow(1, slice.heads.first, slice.heads.size());
+  return part;
+}
+
+}  // namespace flash_attn::aten
