@@ -1,0 +1,100 @@
+"""The compiled module (csrc/bindings/module.cpp): the ops' schemas, arguments by position only."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    deterministic: bool,
+    return_probs: bool,
+    backend: str | None,
+    /,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, softmax_lse, S_dmask. Differentiable in q, k, v, attn_bias and learnable_sink."""
+
+def bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    softmax_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    deterministic: bool,
+    grad_mask: Sequence[bool],
+    backend: str | None,
+    /,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias, dsink; those that grad_mask leaves out are empty."""
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    num_splits: int,
+    backend: str | None,
+    /,
+) -> tuple[Tensor, Tensor]:
+    """out, softmax_lse. Not differentiable."""
+
+def rng_state(like: Tensor, /) -> Tensor:
+    """int64 (2): a fresh seed and offset from torch's generator of like's device."""
+
+def explain_fwd(*fwd_arguments: object) -> tuple[str, dict[str, list[str]]]:
+    """The backend that serves fwd of these arguments, and every other's reasons why not."""
+
+def explain_decode(*decode_arguments: object) -> tuple[str, dict[str, list[str]]]:
+    """The backend that serves decode of these arguments, and every other's reasons why not."""
+
+def backend_names() -> list[str]:
+    """Best first."""

@@ -1,0 +1,42 @@
+"""Exact attention for PyTorch on every device: forward, backward and decode.
+
+    softmax(scale · Q Kᵀ + bias, masked) V
+
+The functions and their arguments are those of the flash-attn package, version 2.8.4, with
+additions; `reference` holds the same mathematics in plain PyTorch, written to be read.
+"""
+
+from pkgutil import extend_path
+
+# FlashAttention-4 installs itself as flash_attn.cute, into another directory of the same name.
+__path__ = extend_path(__path__, __name__)
+
+__version__ = "2.8.4"
+
+from flash_attn.backends import Support, can_use, use_backend
+from flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    flash_decode_func,
+)
+from flash_attn.sdpa import scaled_dot_product_attention
+
+__all__ = [
+    "Support",
+    "can_use",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "flash_decode_func",
+    "scaled_dot_product_attention",
+    "use_backend",
+]

@@ -1,0 +1,305 @@
+"""From Python's options to the ops' argument lists: the one place that knows their order.
+
+Eager calls go to `_C` (pybind11 into a typed dispatcher handle), traced ones to
+`torch.ops.flash_attn`.
+"""
+
+import operator
+
+import torch
+from torch import Tensor
+
+from flash_attn._library import C
+
+# The backend that use_backend asked for. torch.compile guards on this variable.
+_forced_backend: str | None = None
+
+
+def forced_backend() -> str | None:
+    return _forced_backend
+
+
+def set_forced_backend(name: str | None) -> None:
+    global _forced_backend
+    _forced_backend = name
+
+
+def _ops():
+    return torch.ops.flash_attn if torch.compiler.is_compiling() else C
+
+
+def as_int(value, argument: str):
+    """An int, a SymInt, or anything with __index__ (NumPy's ints, 0-dim tensors) as an int."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"flash_attn: {argument}: expected an int, got {type(value).__name__}"
+        ) from None
+
+
+def window_sides(window_size):
+    """(left, right) as ints, with -1 for "no limit"."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"flash_attn: window_size: expected (left, right), got {window_size!r}"
+        ) from None
+    if type(left) is int and type(right) is int:
+        return left, right
+    return tuple(-1 if side is None else as_int(side, "window_size") for side in (left, right))
+
+
+def _is_top_left(causal_alignment: str) -> bool:
+    if causal_alignment == "bottom-right":
+        return False
+    if causal_alignment == "top-left":
+        return True
+    raise ValueError(
+        'flash_attn: causal_alignment: expected "bottom-right" or "top-left",'
+        f" got {causal_alignment!r}"
+    )
+
+
+def dense_seqlen(x: Tensor) -> int:
+    """The length of a (batch, seqlen, heads, d) tensor; 0 for another rank, which C++ reports."""
+    return x.size(1) if x.dim() == 4 else 0
+
+
+def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
+    """A paged cache (num_pages, page_size, …) as (batch, max_pages * page_size, …): a copy.
+
+    Entries past a sequence's length may hold anything: they are clamped, and what they fetch is
+    masked.
+    """
+    if block_table.dim() != 2 or block_table.dtype != torch.int32:
+        raise RuntimeError(
+            "flash_attn: block_table: expected int32 of shape (batch, max_pages), got"
+            f" {block_table.dtype} of shape {tuple(block_table.shape)}"
+        )
+    if cache.dim() != 4:
+        raise RuntimeError(
+            "flash_attn: block_table: expected k and v of shape (num_pages, page_size, heads_kv,"
+            f" d), got {tuple(cache.shape)}"
+        )
+    return cache[block_table.clamp(0, cache.size(0) - 1)].flatten(1, 2)
+
+
+def fwd_arguments(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    attn_bias,
+    alibi_slopes,
+    learnable_sink,
+    rng_state,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    causal_alignment,
+    softcap,
+    deterministic,
+    return_probs,
+):
+    """The argument list of the op `fwd`."""
+    if block_table is not None:
+        # The kernels of this op read unpaged keys, so the pages are copied side by side, each
+        # sequence padded to the table's capacity; its true length moves into seqused_k.
+        batch, capacity = block_table.size(0), block_table.size(-1) * k.size(1)
+        if seqused_k is None:
+            seqused_k = cu_seqlens_k.diff()
+        k = gather_pages(k, block_table).flatten(0, 1)
+        v = gather_pages(v, block_table).flatten(0, 1)
+        cu_seqlens_k = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * capacity
+    window_left, window_right = window_sides(window_size)
+    return (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        leftpad_k,
+        None,  # block_table
+        attn_bias,
+        alibi_slopes,
+        learnable_sink,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        _is_top_left(causal_alignment),
+        softcap,
+        deterministic,
+        return_probs,
+        _forced_backend,
+    )
+
+
+def fwd(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    attn_bias,
+    alibi_slopes,
+    learnable_sink,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    causal_alignment,
+    softcap,
+    deterministic,
+    return_probs,
+):
+    """Runs the op `fwd`. Returns out, softmax_lse, S_dmask and rng_state (None: no dropout)."""
+    ops = _ops()
+    rng_state = ops.rng_state(q) if dropout_p > 0.0 else None
+    out, softmax_lse, S_dmask = ops.fwd(
+        *fwd_arguments(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            attn_bias,
+            alibi_slopes,
+            learnable_sink,
+            rng_state,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            causal_alignment,
+            softcap,
+            deterministic,
+            return_probs,
+        )
+    )
+    return out, softmax_lse, S_dmask, rng_state
+
+
+def bwd(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    alibi_slopes,
+    rng_state,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    deterministic,
+):
+    """Runs the op `bwd` for q, k and v. Returns dq, dk, dv."""
+    window_left, window_right = window_sides(window_size)
+    dq, dk, dv, _, _ = _ops().bwd(
+        dout,
+        None,  # dlse
+        out,
+        softmax_lse,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,  # seqused_q
+        None,  # seqused_k
+        None,  # leftpad_k
+        None,  # block_table
+        None,  # attn_bias
+        alibi_slopes,
+        None,  # learnable_sink
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        False,  # top_left
+        softcap,
+        deterministic,
+        [True, True, True, False, False],
+        _forced_backend,
+    )
+    return dq, dk, dv
+
+
+def decode_arguments(
+    q,
+    k_cache,
+    v_cache,
+    cache_seqlens,
+    block_table,
+    alibi_slopes,
+    learnable_sink,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    num_splits,
+):
+    """The argument list of the op `decode`."""
+    window_left, window_right = window_sides(window_size)
+    return (
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        block_table,
+        alibi_slopes,
+        learnable_sink,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        num_splits,
+        _forced_backend,
+    )
+
+
+def decode(*arguments):
+    """Runs the op `decode` on decode_arguments(*arguments). Returns out, softmax_lse."""
+    return _ops().decode(*decode_arguments(*arguments))

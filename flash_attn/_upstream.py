@@ -1,0 +1,262 @@
+"""Upstream's private functions that other packages import.
+
+Upstream's names and positional order (flash-attn 2.8.4), our ops. They take no part in autograd:
+their callers sit inside autograd.Functions of their own.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn._call import bwd, dense_seqlen, fwd
+
+
+@torch.no_grad()
+def _forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
+    out, softmax_lse, S_dmask, rng_state = fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,  # seqused_q
+        seqused_k,
+        leftpad_k,
+        block_table,
+        None,  # attn_bias
+        alibi_slopes,
+        None,  # learnable_sink
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        "bottom-right",
+        softcap,
+        False,  # deterministic: says nothing about a forward
+        return_softmax,
+    )
+    if rng_state is None:
+        rng_state = q.new_zeros(2, dtype=torch.int64)
+    return out, softmax_lse, S_dmask, rng_state
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The dense forward: out, softmax_lse, S_dmask (or empty), rng_state (int64 (2))."""
+    return _forward(
+        q,
+        k,
+        v,
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        None,  # seqused_k
+        None,  # leftpad_k
+        None,  # block_table
+        dense_seqlen(q),
+        dense_seqlen(k),
+        dropout_p,
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    )
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The varlen forward, returning as _flash_attn_forward.
+
+    zero_tensors: rows outside every sequence are zero in any case. num_splits: 0 or 1, more raises
+    NotImplementedError.
+    """
+    if num_splits > 1:
+        raise NotImplementedError(
+            "flash_attn: num_splits: num_splits > 1 is not supported with cu_seqlens,"
+            f" got {num_splits}"
+        )
+    return _forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    )
+
+
+@torch.no_grad()
+def _backward(dout, q, k, v, out, softmax_lse, gradients, *call):
+    """Runs `bwd` and writes into the tensors of `gradients` (dq, dk, dv) that are not None.
+
+    Returns softmax_d = rowsum(dout ∘ out), laid out like softmax_lse.
+    """
+    for given, gradient in zip(gradients, bwd(dout, q, k, v, out, softmax_lse, *call), strict=True):
+        if given is not None:
+            given.copy_(gradient)
+    return (dout.to(softmax_lse.dtype) * out).sum(-1).transpose(-1, -2)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """The dense backward: writes into dq, dk and dv; returns softmax_d (batch, heads_q, seqlen_q).
+
+    rng_state: what _flash_attn_forward returned; needed with dropout.
+    """
+    return _backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        (dq, dk, dv),
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        alibi_slopes,
+        rng_state,
+        dense_seqlen(q),
+        dense_seqlen(k),
+        dropout_p,
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        deterministic,
+    )
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """The varlen backward: writes into dq, dk and dv; returns softmax_d (heads_q, total_q)."""
+    return _backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        (dq, dk, dv),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        deterministic,
+    )
+
+
+# Upstream wraps its functions as custom ops under these names.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward

@@ -1,0 +1,171 @@
+"""Which backend serves a call, and how to insist on one.
+
+aten: ATen operations, any device and dtype. sm80: CUDA forward and backward. cuda: CUDA split-KV
+decode.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flash_attn import _call
+from flash_attn._library import C
+
+
+class use_backend:
+    """Context manager: the backend `name` serves every call inside, or ValueError says why not.
+
+        with use_backend("sm80"):
+            out = flash_attn_func(q, k, v)  # never another backend
+
+    The backward of a call belongs to the forward's backend. Blocks nest; the innermost counts. The
+    choice is process-wide, for all threads. torch.compile guards on it: compiled code follows the
+    block it runs in.
+
+    Raises:
+        ValueError: no backend has that name.
+    """
+
+    def __init__(self, name: str) -> None:
+        names = C.backend_names()
+        if name not in names:
+            raise ValueError(
+                f"flash_attn: backend: expected one of {', '.join(names)}, got {name!r}"
+            )
+        self.name = name
+        self._outer: list[str | None] = []
+
+    def __enter__(self) -> "use_backend":
+        self._outer.append(_call.forced_backend())
+        _call.set_forced_backend(self.name)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _call.set_forced_backend(self._outer.pop())
+
+
+@dataclass(frozen=True)
+class Support:
+    """What can_use found. True where some backend serves the call.
+
+    backend: the one that serves the call; None where use_backend insists on one that cannot.
+    reasons: for each other backend every reason why it cannot; empty: it could, but a better one
+    can too.
+    """
+
+    backend: str | None
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.backend is not None
+
+    def __str__(self) -> str:
+        lines = [f"served by: {self.backend or 'none'}"]
+        for name, reasons in self.reasons.items():
+            lines.append(
+                f"{name}: {'; '.join(reasons) or 'can serve it, but is not the first choice'}"
+            )
+        return "\n".join(lines)
+
+
+def can_use(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    op: str = "fwd",
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    num_splits: int = 0,
+) -> Support:
+    """The backend that would serve a call, and for each other one every reason why not.
+
+    Arguments:
+        q, k, v: the call's tensors; for op="decode" q, k_cache and v_cache.
+        op: "fwd", a call of flash_attn_func (with cu_seqlens_q: of flash_attn_varlen_func),
+            backward included; or "decode", a call of flash_decode_func.
+        others: as in that function. Options of the other op are ignored.
+
+    Raises:
+        RuntimeError: what the call itself would raise: no backend serves such tensors.
+        ValueError: op, or causal_alignment.
+    """
+    if op == "fwd":
+        dropout = dropout_p > 0.0
+        chosen, reasons = C.explain_fwd(
+            *_call.fwd_arguments(
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                seqused_q,
+                seqused_k,
+                leftpad_k,
+                block_table,
+                attn_bias,
+                alibi_slopes,
+                learnable_sink,
+                # Not drawn: asking must not move the generator.
+                q.new_empty(2, dtype=torch.int64) if dropout else None,
+                _call.dense_seqlen(q) if max_seqlen_q is None else max_seqlen_q,
+                _call.dense_seqlen(k) if max_seqlen_k is None else max_seqlen_k,
+                dropout_p,
+                softmax_scale,
+                causal,
+                window_size,
+                causal_alignment,
+                softcap,
+                deterministic,
+                return_attn_probs and dropout,
+            )[:-1],
+            None,
+        )
+    elif op == "decode":
+        chosen, reasons = C.explain_decode(
+            *_call.decode_arguments(
+                q,
+                k,
+                v,
+                cache_seqlens,
+                block_table,
+                alibi_slopes,
+                learnable_sink,
+                softmax_scale,
+                causal,
+                window_size,
+                softcap,
+                num_splits,
+            )[:-1],
+            None,
+        )
+    else:
+        raise ValueError(f'flash_attn: op: expected "fwd" or "decode", got {op!r}')
+    forced = _call.forced_backend()
+    if forced is None or forced == chosen:
+        return Support(chosen, reasons)
+    if reasons[forced]:
+        return Support(None, reasons)
+    return Support(
+        forced, {name: why for name, why in reasons.items() if name != forced} | {chosen: []}
+    )

@@ -1,0 +1,88 @@
+"""Between padded batches (batch, seqlen, …) and the varlen layout (total, …). All differentiable.
+
+Finding the tokens of a mask needs their number on the host: each unpad function synchronises once.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """input[indices]: rows of (n, …) by int64 indices (m) → (m, …)."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros (first_axis_dim, …) with values (m, …) in the rows `indices` (int64, distinct)."""
+    out = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return out.index_copy(0, indices, values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(input[indices], input); gradients through both add up in input."""
+    return input.index_select(0, indices), input
+
+
+def _cu_seqlens(lengths: Tensor) -> Tensor:
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Drops the padding.
+
+    Arguments:
+        hidden_states: (batch, seqlen, …).
+        attention_mask: bool or int (batch, seqlen), 1: a token.
+        unused_mask: bool or int (batch, seqlen), 1: a token that takes up room but does not count.
+
+    Returns:
+        (total, …) tokens of both masks; int64 (total) their rows in (batch * seqlen, …); cu_seqlens
+        int32 (batch + 1); the longest length (int); seqused int32 (batch), tokens of attention_mask
+        alone.
+    """
+    taken = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = taken.sum(-1, dtype=torch.int32)
+    seqused = attention_mask.sum(-1, dtype=torch.int32)
+    indices = taken.flatten().nonzero().flatten()
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, _cu_seqlens(lengths), int(lengths.max()), seqused
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Drops the padding of rows that hold several short sequences one after the other.
+
+    Arguments:
+        hidden_states: (batch, seqlen, …).
+        attention_mask_in_length: int (batch, seqlen): the lengths of a row's sequences, then zeros.
+            A row of two sequences, of 2 and 3 tokens, in seqlen 6: [2, 3, 0, 0, 0, 0]. With causal
+                attention:
+
+                1 0 0 0 0
+                1 1 0 0 0
+                0 0 1 0 0
+                0 0 1 1 0
+                0 0 1 1 1
+
+    Returns:
+        (total, …) tokens; int64 (total) their rows in (batch * seqlen, …); cu_seqlens int32
+        (sequences + 1); the longest sequence (int).
+    """
+    used = attention_mask_in_length.sum(-1, keepdim=True)
+    position = torch.arange(attention_mask_in_length.size(-1), device=used.device)
+    indices = (position < used).flatten().nonzero().flatten()
+    lengths = attention_mask_in_length.flatten()
+    lengths = lengths[lengths > 0]
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, _cu_seqlens(lengths), int(lengths.max())
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse: (total, …) tokens to their rows of (batch, seqlen, …), zeros elsewhere."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
+        0, (batch, seqlen)
+    )

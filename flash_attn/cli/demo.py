@@ -1,0 +1,180 @@
+"""Trains a small GPT with flash_attn beside the same one with naive attention, then generates."""
+
+import argparse
+import contextlib
+import sys
+import time
+
+import torch
+
+from . import peers
+from .common import (
+    CliError,
+    add_device_arguments,
+    forced_backend,
+    human_bytes,
+    optional_import,
+    pick_device,
+    positive_int,
+    table,
+)
+from .generate import Generated, generate
+from .measure import peak_memory, synchronize
+from .model import SIZES, ByteGPT, Size
+from .text import read_text
+
+HELP = "train a small GPT on real text beside naive attention, then generate with a KV cache"
+
+SEED = 1
+STEPS = {"cpu": 200, "cuda": 300}
+GENERATED = 160  # bytes
+# Largest |ours - naive| / naive of the losses, and of the logits in generation relative to the
+# largest logit. Rounding differs from the first step on and training amplifies it; a wrong mask or
+# scale is 100 times larger.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text",
+        metavar="FILE_OR_FOLDER",
+        help="what to learn (default: the prose of Python's own help topics)",
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, help="training steps (default: 200 on a CPU, 300 on a GPU)"
+    )
+    add_device_arguments(parser)
+
+
+class Trainer:
+    """One model with its optimizer; measures its own steps."""
+
+    def __init__(self, name: str, attention: peers.Attention, size: Size, device: torch.device):
+        self.name, self.device = name, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = ByteGPT(size, attention, SEED).to(device)
+        # Adam divides by the size of past gradients: with its default eps it turns gradients that
+        # are all rounding into full steps, and two equal runs drift apart 100 times faster.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, eps=1e-6)
+        # Adam's first steps are as large as the learning rate allows: start low.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / 20)
+        )
+        self.tokens, self.seconds, self.peak, self.loss = 0, 0.0, None, 0.0
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Matrix products and attention in bf16 on a GPU; all fp32 on a CPU."""
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.dtype is torch.bfloat16
+        )
+
+    def _step(self, tokens: torch.Tensor) -> None:
+        with self.autocast():
+            loss = self.model.loss(tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.loss = loss.item()
+
+    def step(self, index: int, tokens: torch.Tensor) -> None:
+        """The first step warms up, the second is measured for memory, the others for time."""
+        if index == 0:
+            self._step(tokens)
+        elif index == 1:
+            self.peak = peak_memory(lambda: self._step(tokens), self.device)
+        else:
+            synchronize(self.device)
+            start = time.perf_counter()
+            self._step(tokens)
+            synchronize(self.device)
+            self.seconds += time.perf_counter() - start
+            self.tokens += tokens.shape[0] * (tokens.shape[1] - 1)
+
+    def row(self) -> list[str | None]:
+        speed = f"{self.tokens / self.seconds:,.0f}" if self.seconds else None
+        return [self.name, f"{self.loss:.4f}", speed, human_bytes(self.peak)]
+
+
+def batches(text: torch.Tensor, size: Size, device: torch.device):
+    """Random windows (batch, context + 1) of the text, the same for every run."""
+    generator = torch.Generator().manual_seed(SEED)
+    offsets = torch.arange(size.context + 1)
+    while True:
+        starts = torch.randint(len(text) - size.context, (size.batch, 1), generator=generator)
+        yield text[starts + offsets].long().to(device)
+
+
+def check_backend(name: str | None, size: Size, device: torch.device, dtype: torch.dtype) -> None:
+    """Fails before any work on a backend that does not exist or cannot train this model."""
+    if name is None:
+        return
+    q = torch.zeros(1, 8, size.heads, size.head_dim, device=device, dtype=dtype, requires_grad=True)
+    try:
+        peers.ours(name, causal=True)(q, q, q).sum().backward()
+    except (RuntimeError, ValueError, KeyError, NotImplementedError) as error:
+        raise CliError(f"--backend {name}: {str(error).splitlines()[0]}") from None
+
+
+def train(ours: Trainer, naive: Trainer, steps: int, feed) -> float:
+    """Trains both on the same batches; returns the largest relative difference of their losses."""
+    tqdm = optional_import("tqdm", "the demo's progress bar").tqdm
+    worst = 0.0
+    with tqdm(total=steps, unit="step") as bar:
+        for index in range(steps):
+            tokens = next(feed)
+            ours.step(index, tokens)
+            naive.step(index, tokens)
+            worst = max(worst, abs(ours.loss - naive.loss) / naive.loss)
+            bar.set_postfix(ours=f"{ours.loss:.4f}", naive=f"{naive.loss:.4f}", refresh=False)
+            bar.update()
+            if index % 10 == 0 or index == steps - 1:
+                bar.write(
+                    f"step {index + 1:4d}   loss: ours {ours.loss:.5f}   naive {naive.loss:.5f}"
+                    f"   difference {ours.loss - naive.loss:+.1e}"
+                )
+    return worst
+
+
+def continue_text(trainer: Trainer, text: torch.Tensor, backend: str | None) -> Generated:
+    """Continues the middle of the text. Decode has backends of its own: only aten serves both."""
+    middle = len(text) // 2
+    prompt = text[middle : middle + trainer.model.size.context // 8].to(trainer.device)
+    trainer.model.eval()
+    with trainer.autocast(), forced_backend(backend if backend == "aten" else None):
+        return generate(trainer.model, prompt, GENERATED, trainer.dtype, SEED)
+
+
+def run(args: argparse.Namespace) -> int:
+    device = pick_device(args.device)
+    size = SIZES[device.type]
+    text = read_text(args.text, at_least=2 * (size.context + 1))
+    ours = Trainer("flash_attn", peers.ours(args.backend, causal=True), size, device)
+    naive = Trainer("naive", peers.naive(causal=True), size, device)
+    check_backend(args.backend, size, device, ours.dtype)
+    parameters = sum(p.numel() for p in ours.model.parameters())
+    print(
+        f"{parameters / 1e6:.1f} M parameters, {size.layers} layers, {size.heads} heads of "
+        f"{size.head_dim}; {len(text):,} bytes of text, {size.batch} x {size.context} a step; "
+        f"{device}, {ours.dtype}"
+    )
+    worst = train(ours, naive, args.steps or STEPS[device.type], batches(text, size, device))
+    rows = [ours.row(), naive.row()]
+    print(table(["attention", "last loss", "tokens/s", "peak memory of a step"], rows))
+    tolerance = TOLERANCE[ours.dtype]
+    print(f"largest relative difference of the losses {worst:.1e} (tolerance {tolerance:.0e})")
+
+    result = continue_text(ours, text, args.backend)
+    print(f"\n{result.prompt.decode(errors='replace')}|{result.text.decode(errors='replace')}\n")
+    print(
+        f"after '|': flash_decode_func and a KV cache. Full recomputation chose {result.agreed} of "
+        f"{GENERATED} bytes alike; logits differ by {result.difference:.1e} (tolerance "
+        f"{tolerance:.0e})"
+    )
+    if not (worst <= tolerance and result.difference <= tolerance):  # NaN fails too
+        print(
+            "flash_attn: demo: the differences are larger than rounding explains", file=sys.stderr
+        )
+        return 1
+    return 0

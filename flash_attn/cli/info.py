@@ -1,0 +1,104 @@
+"""What is built, what this machine has, and which backend serves which call."""
+
+import argparse
+import platform
+
+import torch
+
+from .common import add_device_arguments, pick_device
+
+HELP = "what is built, what this machine has, which backend serves which call and why"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_device_arguments(parser, backend=False)
+
+
+def typical_calls(device: torch.device) -> list[tuple[str, tuple[torch.Tensor, ...], dict]]:
+    """(name, (q, k, v), options of can_use): nothing is computed with them."""
+    half = torch.bfloat16
+
+    def dense(dtype=half, d: int = 128, kv_heads: int = 4) -> tuple[torch.Tensor, ...]:
+        q = torch.empty(1, 64, 4, d, dtype=dtype, device=device)
+        k = torch.empty(1, 64, kv_heads, d, dtype=dtype, device=device)
+        return q, k, k
+
+    def one_token() -> tuple[torch.Tensor, ...]:
+        return torch.empty(1, 1, 4, 128, dtype=half, device=device), *dense()[1:]
+
+    cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    varlen = {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": 64,
+        "max_seqlen_k": 64,
+    }
+    slopes = torch.ones(4, device=device)
+    table_of_pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    return [
+        ("causal, bf16, d 128", dense(), {"causal": True}),
+        ("GQA, fp16, d 64", dense(torch.float16, 64, 1), {}),
+        ("fp32, d 64", dense(torch.float32, 64), {}),
+        ("varlen, bf16", tuple(x[0] for x in dense()), {"causal": True, **varlen}),
+        ("window 1024, bf16", dense(), {"causal": True, "window_size": (1024, 0)}),
+        ("d 512, bf16", dense(d=512), {}),
+        ("dropout, bf16", dense(), {"dropout_p": 0.1}),
+        ("softcap, bf16", dense(), {"softcap": 50.0}),
+        ("ALiBi, bf16", dense(), {"alibi_slopes": slopes}),
+        (
+            "bias, bf16",
+            dense(),
+            {"attn_bias": torch.empty(1, 1, 64, 64, dtype=half, device=device)},
+        ),
+        ("sink, bf16", dense(), {"learnable_sink": slopes}),
+        ("decode, bf16", one_token(), {"op": "decode"}),
+        ("decode, paged, bf16", one_token(), {"op": "decode", "block_table": table_of_pages}),
+    ]
+
+
+def served_by(device: torch.device) -> str:
+    import flash_attn
+
+    rows = []
+    for name, (q, k, v), options in typical_calls(device):
+        support = flash_attn.can_use(q, k, v, **options)
+        others = [f"{other}: {'; '.join(why)}" for other, why in support.reasons.items() if why]
+        rows.append((name, support.backend, others))
+    width = max(len(name) for name, _, _ in rows)
+    lines = []
+    for name, backend, others in rows:
+        lines.append(f"  {name.ljust(width)}  {backend}")
+        lines += [f"  {' ' * width}    not {why}" for why in others]
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    import flash_attn
+    from flash_attn import _build_info as build
+
+    device = pick_device(args.device)
+    archs = ", ".join(build.CUDA_ARCHS) if build.CUDA else "no: a CPU build"
+    rows = [
+        ("flash_attn", f"{flash_attn.__version__}, built against torch {build.TORCH_VERSION}"),
+        ("CUDA kernels", archs),
+        (
+            "Python, torch",
+            f"{platform.python_version()}, {torch.__version__} (CUDA {torch.version.cuda})",
+        ),
+        ("CPU", f"{platform.machine()}, {torch.get_num_threads()} threads"),
+    ]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(gpus):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        rows.append((f"GPU {index}", f"{properties.name}, {capability}, {memory}"))
+    if not gpus:
+        rows.append(("GPU", "none that torch can use"))
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows))
+    print(
+        f"\nwhich backend serves a call on {device}, and why not the others (flash_attn.can_use):"
+    )
+    print(served_by(device))
+    return 0

@@ -1,0 +1,446 @@
+"""The public functions, under the module name that downstream packages import.
+
+Names, order and defaults of the positional arguments are upstream's (flash-attn 2.8.4); what comes
+after the `*` is ours. Shapes, dtypes and values are checked in C++: RuntimeError for bad ones,
+NotImplementedError for legal combinations that are not built, TypeError for what is not a tensor or
+a number.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+# Other packages reach the next two imports through this module.
+import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
+from flash_attn._call import as_int, dense_seqlen, fwd
+from flash_attn._upstream import (  # noqa: F401
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+)
+from flash_attn.kvcache import flash_attn_with_kvcache, flash_decode_func
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "flash_decode_func",
+]
+
+Window = Sequence[int | None] | Tensor
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def _attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    return_attn_probs,
+    attn_bias,
+    learnable_sink,
+    causal_alignment,
+):
+    """What dense and varlen calls share."""
+    out, softmax_lse, S_dmask, _ = fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        attn_bias,
+        alibi_slopes,
+        learnable_sink,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        causal_alignment,
+        softcap,
+        deterministic,
+        # Like upstream, only with dropout: S_dmask takes O(seqlen²) memory, and most callers who
+        # set return_attn_probs are after softmax_lse.
+        return_attn_probs and dropout_p > 0.0,
+    )
+    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+) -> Result:
+    """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable.
+
+        S = softmax_scale · Q Kᵀ → softcap → + attn_bias, ALiBi → mask
+        out = dropout(softmax(S)) V,   softmax_lse = log Σⱼ exp(Sⱼ)
+
+    Arguments:
+        q: (batch, seqlen_q, heads_q, d). fp16, bf16, fp32 or fp64; any strides, any device.
+        k: (batch, seqlen_k, heads_kv, d). Same dtype and device as q. heads_kv divides heads_q:
+            query head h reads key head h // (heads_q // heads_kv) (GQA, MQA).
+        v: (batch, seqlen_k, heads_kv, d_v). d_v may differ from d.
+        dropout_p: probability in [0, 1) that a weight is dropped; the others are scaled by
+            1 / (1 - dropout_p). Pass 0.0 in evaluation.
+        softmax_scale: factor of Q Kᵀ. Default: d ** -0.5.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q. Aligned
+            bottom-right; 1: seen. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:
+
+                1 1 1 1 0        0 0
+                1 1 1 1 1        0 0
+                                 0 0
+                                 1 0
+                                 1 1
+
+        window_size: (left, right): query i sees the keys from diagonal - left to diagonal + right,
+            both included. -1 or None: no limit. With causal, right is 0. (1, 0) for 4 queries and
+            4 keys:
+
+                1 0 0 0
+                1 1 0 0
+                0 1 1 0
+                0 0 1 1
+
+        softcap: above 0, S becomes softcap · tanh(S / softcap) (Gemma 2). Default 0.0: off.
+        alibi_slopes: fp32 (heads_q) or (batch, heads_q): S gets -slope · |diagonal of i - j| (Press
+            et al. 2022). No gradient.
+        deterministic: the backward gives the same bits every run (it may take longer).
+        return_attn_probs: also return softmax_lse and S_dmask.
+        attn_bias: broadcastable to (batch, heads_q, seqlen_q, seqlen_k). A float tensor is added to
+            S (-inf allowed) and has a gradient; a bool tensor keeps the keys where it is True.
+        learnable_sink: float (heads_q): a key without a value, of score learnable_sink[h]: it adds
+            exp(learnable_sink[h]) to the softmax's denominator. Has a gradient.
+        causal_alignment: "bottom-right", or "top-left": the diagonal of query i is key i, as in
+            torch's scaled_dot_product_attention. Moves causal, window_size and ALiBi together. For
+            seqlen_q = 2, seqlen_k = 5 and for seqlen_q = 5, seqlen_k = 2:
+
+                1 0 0 0 0        1 0
+                1 1 0 0 0        1 1
+                                 1 1
+                                 1 1
+                                 1 1
+
+    Returns:
+        out: (batch, seqlen_q, heads_q, d_v), dtype of q. A query with nothing to attend to gives 0.
+        softmax_lse (with return_attn_probs): (batch, heads_q, seqlen_q), natural logarithm, fp32
+            (fp64 for fp64 inputs), differentiable; -inf for a query with nothing to attend to (with
+            a sink: the sink).
+        S_dmask (with return_attn_probs): with dropout, (batch, heads_q, seqlen_q, seqlen_k), the
+            normalised probabilities before dropout, negative where dropped: O(seqlen²) memory, for
+            tests. Without dropout: empty.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or value does not fit; the message names it.
+        ValueError: causal_alignment, or a backend of use_backend that cannot serve this call.
+    """
+    return _attention(
+        q,
+        k,
+        v,
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        None,  # seqused_q
+        None,  # seqused_k
+        None,  # leftpad_k
+        None,  # block_table
+        dense_seqlen(q),
+        dense_seqlen(k),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        attn_bias,
+        learnable_sink,
+        causal_alignment,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> Result:
+    """flash_attn_func for sequences of different lengths, one after the other, without padding.
+
+    Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and likewise of k and v.
+    Masks, ALiBi and attn_bias count positions from the start of each sequence.
+
+    Arguments (the others: see flash_attn_func):
+        q: (total_q, heads_q, d); k: (total_k, heads_kv, d); v: (total_k, heads_kv, d_v).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), starting with 0, on q's device. Values that
+            lie outside the tensors are clamped.
+        max_seqlen_q, max_seqlen_k: int, at least the longest sequence. A 0-dim tensor works, at the
+            price of a synchronisation.
+        alibi_slopes: fp32 (heads_q) or (batch, heads_q).
+        attn_bias: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k).
+        block_table: int32 (batch, max_pages): k and v are pages (num_pages, page_size, heads_kv,
+            d), of any page size, and cu_seqlens_k only gives the lengths. The pages are copied side
+            by side first.
+        seqused_q, seqused_k: int32 (batch): only that many first rows of each sequence count.
+            Queries beyond give out 0, softmax_lse -inf and no gradient.
+        leftpad_k: int32 (batch): keys to skip at the start of each sequence; positions count from
+            there.
+
+    Returns:
+        out: (total_q, heads_q, d_v); rows outside every sequence are 0.
+        softmax_lse (with return_attn_probs): (heads_q, total_q).
+        S_dmask (with return_attn_probs): with dropout (batch, heads_q, max_seqlen_q, max_seqlen_k).
+
+    Raises: as flash_attn_func.
+    """
+    return _attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        as_int(max_seqlen_q, "max_seqlen_q"),
+        as_int(max_seqlen_k, "max_seqlen_k"),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        attn_bias,
+        learnable_sink,
+        causal_alignment,
+    )
+
+
+def _unpack(packed: Tensor, argument: str, count: int, dims: int):
+    """The q, k, v (count 3) or k, v (count 2) that lie side by side in dimension -3."""
+    if packed.dim() != dims or packed.size(-3) != count:
+        rows = "batch, seqlen" if dims == 5 else "total"
+        raise RuntimeError(
+            f"flash_attn: {argument}: must have shape ({rows}, {count}, heads, head_dim),"
+            f" got {tuple(packed.shape)}"
+        )
+    return packed.unbind(-3)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+) -> Result:
+    """flash_attn_func(q, k, v, …) of qkv (batch, seqlen, 3, heads, d); packed gradient."""
+    q, k, v = _unpack(qkv, "qkv", 3, 5)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        attn_bias=attn_bias,
+        learnable_sink=learnable_sink,
+        causal_alignment=causal_alignment,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+) -> Result:
+    """flash_attn_func(q, k, v, …) of q and kv (batch, seqlen_k, 2, heads_kv, d)."""
+    k, v = _unpack(kv, "kv", 2, 5)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        attn_bias=attn_bias,
+        learnable_sink=learnable_sink,
+        causal_alignment=causal_alignment,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+) -> Result:
+    """flash_attn_varlen_func(q, k, v, …) of qkv (total, 3, heads, d), one set of lengths."""
+    q, k, v = _unpack(qkv, "qkv", 3, 4)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        attn_bias=attn_bias,
+        learnable_sink=learnable_sink,
+        causal_alignment=causal_alignment,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+) -> Result:
+    """flash_attn_varlen_func(q, k, v, …) of q and kv (total_k, 2, heads_kv, d)."""
+    k, v = _unpack(kv, "kv", 2, 4)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        attn_bias=attn_bias,
+        learnable_sink=learnable_sink,
+        causal_alignment=causal_alignment,
+    )

@@ -1,0 +1,229 @@
+"""Rotary position embedding (Su et al. 2021, RoFormer) in PyTorch: differentiable, on any device.
+
+A pair of dimensions (x₁, x₂) at position t turns by the angle t·θ, so that the product of a query
+and a key depends on the distance of their positions only:
+
+    x₁' = x₁ cos(tθ) - x₂ sin(tθ)
+    x₂' = x₁ sin(tθ) + x₂ cos(tθ)
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def _rows(table: Tensor, x: Tensor, seqlen_offsets, cu_seqlens) -> Tensor:
+    """A table's rows at the positions of x's tokens: (…, seqlen, 1, rotary_dim / 2)."""
+    last = table.size(0) - 1
+    if cu_seqlens is not None:
+        token = torch.arange(x.size(0), device=x.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+        sequence = sequence.clamp(max=cu_seqlens.numel() - 2)
+        offset = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        position = token - cu_seqlens[sequence] + offset
+    elif isinstance(seqlen_offsets, Tensor):
+        position = seqlen_offsets[:, None] + torch.arange(x.size(1), device=x.device)
+    else:
+        end = seqlen_offsets + x.size(1)
+        if not 0 <= seqlen_offsets <= end <= last + 1:
+            raise RuntimeError(
+                f"flash_attn: cos: expected at least {end} rows (seqlen_offsets + seqlen),"
+                f" got {last + 1}"
+            )
+        return table[seqlen_offsets:end, None]
+    return table[position.clamp(0, last)][..., None, :]
+
+
+def _rotated(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens):
+    half = cos.size(-1)
+    if cos.shape != sin.shape or cos.dim() != 2 or 2 * half > x.size(-1):
+        raise RuntimeError(
+            "flash_attn: cos, sin: must have shape (rows, rotary_dim / 2) with rotary_dim at most"
+            f" {x.size(-1)}, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    # 16-bit inputs are turned in fp32 and rounded once.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos = _rows(cos, x, seqlen_offsets, cu_seqlens).to(wide)
+    sin = _rows(sin, x, seqlen_offsets, cu_seqlens).to(wide)
+    turned, kept = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, -1)
+    pair = first * cos - second * sin, first * sin + second * cos
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(x.dtype), kept), -1)
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotates the first rotary_dim dimensions of x by the positions of its tokens.
+
+    Arguments:
+        x: (batch, seqlen, heads, d), or (total, heads, d) with cu_seqlens. Any float dtype.
+        cos, sin: (rows, rotary_dim / 2), row t for position t; rotary_dim at most d.
+        interleaved: pairs are dimensions 0 and 1, 2 and 3, … (GPT-J); else i and i + rotary_dim / 2
+            (GPT-NeoX).
+        inplace: write into x and return it.
+        seqlen_offsets: position of the first token: int, or int32 (batch). Positions that come from
+            a tensor are clamped to the table.
+        cu_seqlens: int32 (batch + 1).
+        max_seqlen: not needed; part of upstream's signature.
+
+    Returns: x's shape and dtype.
+    """
+    out = _rotated(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens)
+    return x.copy_(out) if inplace else out
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotates q and k inside qkv, in place.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, heads, d), or (batch, seqlen, num_heads_q + 2 * heads_kv, d).
+        cos, sin: as in apply_rotary_emb; cos_k, sin_k: for k, where it has tables of its own
+            (XPos).
+        num_heads_q: heads of q; needed for the second shape.
+
+    Returns: qkv.
+    """
+    if qkv.dim() == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif num_heads_q is None:
+        raise RuntimeError(
+            "flash_attn: num_heads_q: expected the heads of q for a 4-dimensional qkv, got None"
+        )
+    else:
+        heads_kv = (qkv.size(2) - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_kv]
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    cos_k, sin_k = (cos if cos_k is None else cos_k), (sin if sin_k is None else sin_k)
+    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Rotates k inside kv (batch, seqlen, 2, heads_kv, d), in place. Returns kv."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(nn.Module):
+    """Keeps cos and sin tables and rotates with them. θᵢ = base^(-2i / dim).
+
+    Arguments:
+        dim: rotary_dim, even.
+        base: see above.
+        interleaved: as in apply_rotary_emb.
+        scale_base: not None: XPos (Sun et al. 2022): q's tables grow and k's shrink with the
+            position by ((2i + 0.4 dim) / (1.4 dim))^((t - seqlen / 2) / scale_base); 512 is usual.
+        device: of the buffers.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached = self._sin_cached = None
+        self._cos_k_cached = self._sin_k_cached = None
+
+    def _compute_inv_freq(self, device=None) -> Tensor:
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return self.base ** (-even / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen: int, device=None, dtype=None) -> None:
+        """Makes tables of seqlen rows on that device and of that dtype, unless they are there."""
+        cached = self._cos_cached
+        if (
+            cached is not None
+            and seqlen <= self._seq_len_cached
+            and cached.device == device
+            and cached.dtype == dtype
+            and not (self.training and cached.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        # Angles in fp32 whatever the model's dtype: a large position times a frequency has no
+        # digits to spare. A model cast to 16 bits has cast inv_freq as well, so that is computed
+        # anew.
+        is_fp32 = self.inv_freq.dtype == torch.float32
+        inv_freq = self.inv_freq.to(device) if is_fp32 else self._compute_inv_freq(device)
+        position = torch.arange(seqlen, device=device, dtype=torch.float32)
+        cos, sin = torch.outer(position, inv_freq).cos(), torch.outer(position, inv_freq).sin()
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (position - seqlen // 2) / self.scale_base
+        scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotates in place: qkv as in apply_rotary_emb_qkv_, or q (as qkv) and kv.
+
+        Arguments:
+            seqlen_offset: position of the first token: int, or int32 (batch), which needs
+                max_seqlen.
+            max_seqlen: rows that the tables must have.
+        """
+        if max_seqlen is None and isinstance(seqlen_offset, Tensor):
+            raise RuntimeError(
+                "flash_attn: max_seqlen: expected an int with a tensor seqlen_offset, got None"
+            )
+        rows = qkv.size(1) + seqlen_offset if max_seqlen is None else max_seqlen
+        self._update_cos_sin_cache(rows, device=qkv.device, dtype=qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        cos_k = cos if self.scale is None else self._cos_k_cached
+        sin_k = sin if self.scale is None else self._sin_k_cached
+        if kv is None:
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
+            )
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)

@@ -1,0 +1,379 @@
+"""Naive attention in float64: the oracle that the tests hold every backend against.
+
+    S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask → softmax (with sink) → dropout → P V
+
+The whole matrix S is built, sequence by sequence, from the inputs as stored (already rounded to
+their dtype).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_attn.reference.philox import philox_keep_mask
+
+
+@dataclass
+class Gradients:
+    """Float64, shaped like their inputs; None where there is no such input, or none of it."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsink: Tensor | None
+
+
+@dataclass
+class Conditions:
+    """For each element of a result, how much was added up: the unit of a fair rounding bound."""
+
+    out: Tensor  # B_O, like out
+    dv: Tensor  # B_dV, like v
+    dq: Tensor  # B_dQ, like q
+    dk: Tensor  # B_dK, like k
+    dbias: Tensor | None  # B_dbias, like attn_bias
+    dsink: Tensor | None
+    largest_score: float  # max |S| of any score, before and after softcap and bias: the LSE's unit
+
+
+@dataclass
+class _Sequence:
+    """One sequence of the batch, heads first, in float64."""
+
+    q: Tensor  # (heads_q, len_q, d)
+    k: Tensor  # (heads_q, len_k, d): heads of K and V repeated for GQA
+    v: Tensor  # (heads_q, len_k, d_v)
+    alibi_slopes: Tensor | None  # (heads_q)
+    attn_bias: Tensor | None  # broadcasts to (heads_q, len_q, len_k)
+    kept: Tensor | None  # bool (heads_q, len_q, len_k): dropout
+
+
+@dataclass
+class _Attended:
+    """What one sequence gives. P is normalised and undropped; weights is P after dropout."""
+
+    out: Tensor  # (heads_q, len_q, d_v)
+    lse: Tensor  # (heads_q, len_q)
+    P: Tensor  # (heads_q, len_q, len_k)
+    weights: Tensor  # (heads_q, len_q, len_k)
+    softcap_slope: Tensor | float  # d softcap(S) / dS
+    largest_score: float
+
+
+def _window(causal, window_size) -> tuple[int, int]:
+    left, right = (-1 if side is None else int(side) for side in window_size)
+    return left, 0 if causal else right
+
+
+def _attend(
+    x: _Sequence, scale, dropout_p, window, top_left, softcap, sink: Tensor | None
+) -> _Attended:
+    len_q, len_k = x.q.size(1), x.k.size(1)
+    i = torch.arange(len_q, device=x.q.device)[:, None]
+    j = torch.arange(len_k, device=x.q.device)
+    diagonal = i if top_left else i + len_k - len_q
+    left, right = window
+    seen = torch.ones(x.q.size(0), len_q, len_k, dtype=torch.bool, device=x.q.device)
+    if left >= 0:
+        seen = seen & (j >= diagonal - left)
+    if right >= 0:
+        seen = seen & (j <= diagonal + right)
+    if x.attn_bias is not None:
+        is_bool = x.attn_bias.dtype == torch.bool
+        seen = seen & (x.attn_bias if is_bool else x.attn_bias != -torch.inf)
+
+    # 0 · NaN is NaN: what no query sees must not take part even with weight 0.
+    unseen_key = ~seen.any(1)[..., None]
+    k, v = x.k.masked_fill(unseen_key, 0.0), x.v.masked_fill(unseen_key, 0.0)
+
+    S = scale * x.q @ k.mT
+    uncapped, softcap_slope = S, 1.0
+    if softcap > 0:
+        tanh = torch.tanh(S / softcap)
+        S, softcap_slope = softcap * tanh, 1 - tanh**2
+    if x.attn_bias is not None and x.attn_bias.dtype != torch.bool:
+        S = S + x.attn_bias
+    if x.alibi_slopes is not None:
+        S = S - x.alibi_slopes[:, None, None] * (diagonal - j).abs()
+    S = S.masked_fill(~seen, -torch.inf)
+
+    # softmax, where the row sum may be empty (out 0, LSE -inf) and a sink may add to it
+    m = S.detach().new_full((x.q.size(0), len_q, 1), -torch.inf)
+    if len_k > 0:
+        m = S.detach().amax(-1, keepdim=True)
+    if sink is not None:
+        m = torch.maximum(m, sink.detach()[:, None, None])
+    m = m.masked_fill(m == -torch.inf, 0.0)
+    e = torch.exp(S - m)
+    total = e.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink[:, None, None] - m)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    P = e / total
+    lse = (m + torch.log(total)).masked_fill(empty, -torch.inf).squeeze(-1)
+
+    weights = P if x.kept is None else P * x.kept / (1 - dropout_p)
+    largest = max(
+        (z.abs().nan_to_num(posinf=0.0).max().item() for z in (uncapped, S) if len_q * len_k),
+        default=0.0,
+    )
+    return _Attended(weights @ v, lse, P, weights, softcap_slope, largest)
+
+
+@dataclass
+class _Rows:
+    """Where a sequence's rows lie in the flat (total, heads, d) tensors."""
+
+    index: int
+    q: slice
+    k: slice
+
+
+def _rows(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k) -> list[_Rows]:
+    """The rows of every sequence, clamped to the tensors as the kernels clamp them."""
+
+    def bounds(x, cu_seqlens, seqused):
+        if cu_seqlens is None:
+            starts = [b * x.size(1) for b in range(x.size(0) + 1)]
+            total = starts[-1]
+        else:
+            starts, total = cu_seqlens.tolist(), x.size(0)
+        for b in range(len(starts) - 1):
+            start = min(max(starts[b], 0), total)
+            end = min(max(starts[b + 1], start), total)
+            if seqused is not None:
+                end = min(end, start + max(int(seqused[b]), 0))
+            yield start, end
+
+    rows = []
+    sides = bounds(q, cu_seqlens_q, seqused_q), bounds(k, cu_seqlens_k, seqused_k)
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(*sides, strict=True)):
+        if leftpad_k is not None:
+            k0 = min(k0 + max(int(leftpad_k[b]), 0), k1)
+        rows.append(_Rows(b, slice(q0, q1), slice(k0, k1)))
+    return rows
+
+
+def _crop_bias(attn_bias, index, len_q, len_k):
+    """Of a bias that broadcasts to (batch, heads, queries, keys), the part of one sequence."""
+    if attn_bias is None:
+        return None
+    bias = attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)
+    bias = bias[index if bias.size(0) > 1 else 0]
+    bias = bias[:, :len_q] if bias.size(1) > 1 else bias
+    return bias[..., :len_k] if bias.size(2) > 1 else bias
+
+
+class _Call:
+    """An attention call in float64, taken apart into sequences."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size=(-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        learnable_sink: Tensor | None = None,
+        causal_alignment: str = "bottom-right",
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        rng_state: Tensor | tuple[int, int] | None = None,
+    ) -> None:
+        self.q, self.k, self.v = q.double(), k.double(), v.double()
+        self.bias, self.sink = attn_bias, learnable_sink
+        if attn_bias is not None and attn_bias.dtype != torch.bool:
+            self.bias = attn_bias.double()
+        if learnable_sink is not None:
+            self.sink = learnable_sink.double()
+        self.slopes = None if alibi_slopes is None else alibi_slopes.double()
+        self.dropout_p, self.rng_state = dropout_p, rng_state
+        self.scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
+        self.window = _window(causal, window_size)
+        self.top_left = {"bottom-right": False, "top-left": True}[causal_alignment]
+        self.softcap = softcap
+        self.is_varlen = cu_seqlens_q is not None
+        self.rows = _rows(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+        self.flat_q = self.q if self.is_varlen else self.q.flatten(0, 1)
+        self.flat_k = self.k if self.is_varlen else self.k.flatten(0, 1)
+        self.flat_v = self.v if self.is_varlen else self.v.flatten(0, 1)
+        self.heads_q, self.group = q.size(-2), q.size(-2) // k.size(-2)
+        longest_q = max((r.q.stop - r.q.start for r in self.rows), default=0)
+        longest_k = max((r.k.stop - r.k.start for r in self.rows), default=0)
+        self.max_seqlen_q = max_seqlen_q or (longest_q if self.is_varlen else q.size(1))
+        self.max_seqlen_k = max_seqlen_k or (longest_k if self.is_varlen else k.size(1))
+
+    def sequence(self, rows: _Rows) -> _Sequence:
+        q = self.flat_q[rows.q].transpose(0, 1)
+        k, v = (
+            x[rows.k].transpose(0, 1).repeat_interleave(self.group, 0)
+            for x in (self.flat_k, self.flat_v)
+        )
+        slopes, kept = self.slopes, None
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[rows.index]
+        if self.dropout_p > 0:
+            shape = range(rows.index, rows.index + 1), self.heads_q, q.size(1), k.size(1)
+            kept = philox_keep_mask(self.rng_state, self.dropout_p, *shape)[0].to(q.device)
+        bias = _crop_bias(self.bias, rows.index, q.size(1), k.size(1))
+        return _Sequence(q, k, v, slopes, bias, kept)
+
+    def attend(self, x: _Sequence) -> _Attended:
+        return _attend(
+            x, self.scale, self.dropout_p, self.window, self.top_left, self.softcap, self.sink
+        )
+
+    def like_q(self, flat: Tensor) -> Tensor:
+        """(total_q, …) back to (batch, seqlen_q, …), unless the call is varlen."""
+        return flat if self.is_varlen else flat.unflatten(0, self.q.shape[:2])
+
+    def like_k(self, flat: Tensor) -> Tensor:
+        return flat if self.is_varlen else flat.unflatten(0, self.k.shape[:2])
+
+    def lse_rows(self, lse: Tensor, rows: _Rows) -> Tensor:
+        """One sequence's rows (heads, len_q) of an LSE laid out like the call's."""
+        if self.is_varlen:
+            return lse[:, rows.q]
+        return lse[rows.index, :, : rows.q.stop - rows.q.start]
+
+
+def attention_ref(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """Naive attention in float64; autograd differentiates it.
+
+    Arguments:
+        q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with cu_seqlens; any float dtype.
+        options: those of flash_attn_func and flash_attn_varlen_func by name, and rng_state, (seed,
+            offset), which dropout_p > 0 needs.
+
+    Returns:
+        out: like q with v's head dim; 0 for a row that attends to nothing or is in no sequence.
+        lse: (batch, heads_q, seqlen_q) or (heads_q, total_q); -inf for such a row (for one that
+            attends to nothing but a sink: the sink).
+        P: (batch, heads_q, max_seqlen_q, max_seqlen_k), the normalised probabilities before
+            dropout, negative where dropped: what S_dmask must be.
+    """
+    call = _Call(q, k, v, **options)
+    out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
+    lse = out.new_full((call.heads_q, out.size(0)), -torch.inf)
+    P = out.new_zeros(len(call.rows), call.heads_q, call.max_seqlen_q, call.max_seqlen_k)
+    for rows in call.rows:
+        x = call.sequence(rows)
+        y = call.attend(x)
+        out[rows.q] = y.out.transpose(0, 1)
+        lse[:, rows.q] = y.lse
+        signed = y.P if x.kept is None else torch.where(x.kept, y.P, -y.P)
+        P[rows.index, :, : signed.size(1), : signed.size(2)] = signed.detach()
+    if not call.is_varlen:
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return call.like_q(out), lse, P
+
+
+@torch.enable_grad()
+def attention_ref_grads(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **options
+) -> Gradients:
+    """The gradients of attention_ref in q, k, v, attn_bias and learnable_sink, by autograd.
+
+    Arguments: as attention_ref, and what flows into its results: dout like out, dlse like lse.
+    """
+    inputs = {"q": q, "k": k, "v": v}
+    for name in ("attn_bias", "learnable_sink"):
+        if options.get(name) is not None and options[name].is_floating_point():
+            inputs[name] = options[name]
+    leaves = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    out, lse, _ = attention_ref(**(options | leaves))
+    outputs, incoming = [out], [dout.double()]
+    if dlse is not None:
+        outputs, incoming = [out, lse], [dout.double(), dlse.double()]
+    if out.requires_grad:
+        found = torch.autograd.grad(
+            outputs, list(leaves.values()), incoming, materialize_grads=True
+        )
+    else:  # a batch of nothing
+        found = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    by_name = dict(zip(leaves, found, strict=True))
+    return Gradients(
+        by_name["q"],
+        by_name["k"],
+        by_name["v"],
+        by_name.get("attn_bias"),
+        by_name.get("learnable_sink"),
+    )
+
+
+@torch.no_grad()
+def condition_tensors(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **options
+) -> Conditions:
+    """For each result, the sum of the magnitudes of its terms. With D = rowsum(dO ∘ O), L = dlse:
+
+        B_O = P |V|      B_dV = Pᵀ |dO|      (P after dropout)
+        E = P ∘ (|dP - D + L| + rowsum|dO ∘ O|)
+        B_dbias = Σ E over the dimensions that the bias broadcasts in
+        E' = softmax_scale · E · softcap'
+        B_dQ = E' |K|    B_dK = E'ᵀ |Q|
+
+    rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded.
+
+    Arguments: as attention_ref_grads.
+    """
+    call = _Call(q.detach(), k.detach(), v.detach(), **options)
+    dout = dout.double() if call.is_varlen else dout.double().flatten(0, 1)
+    B_out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
+    B_dq, B_dk, B_dv = (torch.zeros_like(x) for x in (call.flat_q, call.flat_k, call.flat_v))
+    has_dbias = call.bias is not None and call.bias.dtype != torch.bool
+    B_dbias = torch.zeros_like(call.bias) if has_dbias else None
+    B_dsink = None if call.sink is None else torch.zeros_like(call.sink)
+    largest = 0.0
+
+    def to_kv_heads(x):
+        """(heads_q, len_k, d) → (len_k, heads_kv, d): the sum over a kv head's query heads."""
+        return x.unflatten(0, (-1, call.group)).sum(1).transpose(0, 1)
+
+    for rows in call.rows:
+        x = call.sequence(rows)
+        y = call.attend(x)
+        dO = dout[rows.q].transpose(0, 1)
+        dP = dO @ x.v.mT
+        if x.kept is not None:
+            dP = dP * x.kept / (1 - call.dropout_p)
+        D = (dO * y.out).sum(-1, keepdim=True)
+        D_magnitude = (dO * y.out).abs().sum(-1, keepdim=True)
+        L = 0.0 if dlse is None else call.lse_rows(dlse.double(), rows)[..., None]
+        E = y.P * ((dP - D + L).abs() + D_magnitude)
+        E_raw = call.scale * E * y.softcap_slope
+
+        B_out[rows.q] = (y.weights @ x.v.abs()).transpose(0, 1)
+        B_dv[rows.k] = to_kv_heads(y.weights.mT @ dO.abs())
+        B_dq[rows.q] = (E_raw @ x.k.abs()).transpose(0, 1)
+        B_dk[rows.k] = to_kv_heads(E_raw.mT @ x.q.abs())
+        if B_dbias is not None:
+            part = _crop_bias(B_dbias, rows.index, E.size(1), E.size(2))
+            part += E.sum_to_size(part.shape)
+        if B_dsink is not None:
+            P_sink = torch.exp(call.sink[:, None] - y.lse)
+            B_dsink += (P_sink * ((L - D).abs() + D_magnitude).squeeze(-1)).sum(-1)
+        largest = max(largest, y.largest_score)
+    return Conditions(
+        call.like_q(B_out),
+        call.like_k(B_dv),
+        call.like_q(B_dq),
+        call.like_k(B_dk),
+        B_dbias,
+        B_dsink,
+        largest,
+    )

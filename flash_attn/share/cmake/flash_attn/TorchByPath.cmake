@@ -1,0 +1,34 @@
+# torch::torch from the Python package, by path. find_package(Torch) fails for a CUDA build of torch on a machine without
+# the CUDA Toolkit, and overrides CUDA architectures where it works. Used by the build and by the installed package.
+#
+# In: Python_EXECUTABLE (default python3). Out: target torch::torch; TORCH_DIR, TORCH_VERSION, TORCH_CUDA_VERSION ("" for a
+# CPU build of torch).
+if(NOT Python_EXECUTABLE)
+  find_program(Python_EXECUTABLE NAMES python3 python REQUIRED)
+endif()
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c
+          "import torch; print(torch.__path__[0], torch.__version__, torch.version.cuda or '', int(torch.compiled_with_cxx11_abi()), sep=';')"
+  OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE torch_missing ERROR_QUIET)
+if(torch_missing)
+  message(FATAL_ERROR "flash_attn: ${Python_EXECUTABLE} has no torch. Install torch first (pip install torch), then build against it.")
+endif()
+list(GET torch_facts 0 TORCH_DIR)
+list(GET torch_facts 1 TORCH_VERSION)
+list(GET torch_facts 2 TORCH_CUDA_VERSION)
+list(GET torch_facts 3 torch_cxx11_abi)
+
+if(NOT TARGET torch::torch)
+  add_library(torch::torch INTERFACE IMPORTED)
+  set(torch_libs "")
+  foreach(name torch torch_cpu torch_cuda c10 c10_cuda)
+    if(EXISTS ${TORCH_DIR}/lib/lib${name}.so)
+      list(APPEND torch_libs ${TORCH_DIR}/lib/lib${name}.so)
+    endif()
+  endforeach()
+  set_target_properties(torch::torch PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "${TORCH_DIR}/include;${TORCH_DIR}/include/torch/csrc/api/include"
+    INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TORCH_DIR}/include;${TORCH_DIR}/include/torch/csrc/api/include"
+    INTERFACE_COMPILE_DEFINITIONS "_GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi}"
+    INTERFACE_LINK_LIBRARIES "${torch_libs}")
+endif()
