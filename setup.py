@@ -34,8 +34,9 @@ class CMakeBuild(build_ext):
         ]
         if archs := os.environ.get("FLASH_ATTN_CUDA_ARCHS"):
             configure.append(f"-DFLASH_ATTN_CUDA_ARCHS={archs}")
-        subprocess.check_call(configure)
-        subprocess.check_call(["cmake", "--build", str(build), "--target", "install"])
+        for command in (configure, ["cmake", "--build", str(build), "--target", "install"]):
+            if subprocess.call(command) != 0:
+                sys.exit(f"flash_attn: the build failed: {' '.join(command)}")
 
     def get_outputs(self) -> list[str]:
         return []

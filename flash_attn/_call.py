@@ -66,7 +66,12 @@ def _is_top_left(causal_alignment: str) -> bool:
 
 def dense_seqlen(x: Tensor) -> int:
     """The length of a (batch, seqlen, heads, d) tensor; 0 for another rank, which C++ reports."""
-    return x.size(1) if x.dim() == 4 else 0
+    try:
+        return x.size(1) if x.dim() == 4 else 0
+    except AttributeError:
+        raise TypeError(
+            f"flash_attn: q, k: expected torch.Tensor, got {type(x).__name__}"
+        ) from None
 
 
 def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:

@@ -13,9 +13,12 @@ from torch import Tensor
 from flash_attn import _call
 from flash_attn._library import C
 
+# Read once: torch.compile traces use_backend, but no pybind11 function.
+_NAMES = tuple(C.backend_names())
+
 
 class use_backend:
-    """Context manager: the backend `name` serves every call inside, or ValueError says why not.
+    """Context manager: the backend `name` serves every call inside, or it raises why not.
 
         with use_backend("sm80"):
             out = flash_attn_func(q, k, v)  # never another backend
@@ -26,13 +29,13 @@ class use_backend:
 
     Raises:
         ValueError: no backend has that name.
+        RuntimeError: at a call that the backend cannot serve, with every reason.
     """
 
     def __init__(self, name: str) -> None:
-        names = C.backend_names()
-        if name not in names:
+        if name not in _NAMES:
             raise ValueError(
-                f"flash_attn: backend: expected one of {', '.join(names)}, got {name!r}"
+                f"flash_attn: backend: expected one of {', '.join(_NAMES)}, got {name!r}"
             )
         self.name = name
         self._outer: list[str | None] = []

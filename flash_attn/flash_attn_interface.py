@@ -171,8 +171,9 @@ def flash_attn_func(
             tests. Without dropout: empty.
 
     Raises:
-        RuntimeError: a shape, dtype, device or value does not fit; the message names it.
-        ValueError: causal_alignment, or a backend of use_backend that cannot serve this call.
+        RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or
+            use_backend insists on a backend that cannot serve this call.
+        TypeError: not a tensor, not a number. ValueError: causal_alignment.
     """
     return _attention(
         q,
@@ -253,6 +254,10 @@ def flash_attn_varlen_func(
 
     Raises: as flash_attn_func.
     """
+    lengths_k = cu_seqlens_k if block_table is None or seqused_k is None else seqused_k
+    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", lengths_k)):
+        if lengths is None:
+            raise TypeError(f"flash_attn: {name}: expected int32 of shape (batch + 1), got None")
     return _attention(
         q,
         k,

@@ -34,7 +34,8 @@ def typical_calls(device: torch.device) -> list[tuple[str, tuple[torch.Tensor, .
         "max_seqlen_k": 64,
     }
     slopes = torch.ones(4, device=device)
-    table_of_pages = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    paged = {"block_table": one.view(1, 1) - 1, "cache_seqlens": one}
     return [
         ("causal, bf16, d 128", dense(), {"causal": True}),
         ("GQA, fp16, d 64", dense(torch.float16, 64, 1), {}),
@@ -52,24 +53,45 @@ def typical_calls(device: torch.device) -> list[tuple[str, tuple[torch.Tensor, .
         ),
         ("sink, bf16", dense(), {"learnable_sink": slopes}),
         ("decode, bf16", one_token(), {"op": "decode"}),
-        ("decode, paged, bf16", one_token(), {"op": "decode", "block_table": table_of_pages}),
+        ("decode, paged, bf16", one_token(), {"op": "decode", **paged}),
     ]
 
 
 def served_by(device: torch.device) -> str:
+    """The backend of each typical call; a reason that holds for all calls of an op is said once."""
     import flash_attn
 
-    rows = []
+    found: dict[str, dict[str, flash_attn.Support]] = {"fwd": {}, "decode": {}}
     for name, (q, k, v), options in typical_calls(device):
         support = flash_attn.can_use(q, k, v, **options)
-        others = [f"{other}: {'; '.join(why)}" for other, why in support.reasons.items() if why]
-        rows.append((name, support.backend, others))
-    width = max(len(name) for name, _, _ in rows)
-    lines = []
-    for name, backend, others in rows:
-        lines.append(f"  {name.ljust(width)}  {backend}")
-        lines += [f"  {' ' * width}    not {why}" for why in others]
+        found[options.get("op", "fwd")][name] = support
+    titles = {"fwd": "flash_attn_func, flash_attn_varlen_func", "decode": "flash_decode_func"}
+    return "\n".join(f"{titles[op]}\n{_served(calls)}" for op, calls in found.items())
+
+
+def _served(calls: dict) -> str:
+    supports = list(calls.values())
+    always = {
+        name: [why for why in supports[0].reasons[name] if _holds_for_all(supports, name, why)]
+        for name in supports[0].reasons
+    }
+    lines = [f"  never {name}: {'; '.join(why)}" for name, why in always.items() if why]
+    width = max(map(len, calls))
+    for call, support in calls.items():
+        own = {
+            name: [why for why in reasons if why not in always.get(name, ())]
+            for name, reasons in support.reasons.items()
+        }
+        notes = "; ".join(f"{name}: {', '.join(why)}" for name, why in own.items() if why)
+        line = (
+            f"  {call.ljust(width)}  {support.backend.ljust(5)} {notes and '(not ' + notes + ')'}"
+        )
+        lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def _holds_for_all(supports: list, name: str, why: str) -> bool:
+    return all(why in support.reasons.get(name, ()) for support in supports)
 
 
 def run(args: argparse.Namespace) -> int:
