@@ -1,0 +1,133 @@
+// The running softmax of the rows that a thread sees.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "../ptx/math.cuh"
+#include "../tile/fragment.cuh"
+
+namespace flash_attn {
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+// After steps over blocks S₁ … S_j of a row's scores: row_max = max c·S, row_sum = Σ exp2(c·S - row_max)
+// over this thread's columns, with c = softmax_scale · log2 e. A row lies in the four lanes of a
+// quad: the maximum is exchanged in each step, the sums only in the end.
+//
+// row_max starts at the least finite number instead of -inf: rows that saw only -inf then have
+// exp2(-inf) = 0 in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through
+// the exponentials.
+template <int kRows>
+class OnlineSoftmax {
+ public:
+  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale)
+      // A scale of 0 would make 0 · -inf; the least normal number gives the same probabilities.
+      : scale_log2_(fmaxf(fabsf(softmax_scale) * kLog2E, FLT_MIN)), negate_(softmax_scale < 0.f) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      row_max_[row] = -FLT_MAX;
+      row_sum_[row] = 0.f;
+    }
+  }
+
+  // S becomes P = exp2(c·(S - row_max)). Whatever was accumulated with earlier P must be multiplied by correction[row];
+  // returns whether any row of the warp needs it. Skipping is exact: the factors are all 1 then.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ bool step(Accumulator<kMBlocks, kN>& S, float (&correction)[kRows]) {
+    const bool moved = update_max(S, correction);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        S.at(row, i) = exponentiate(row, S.at(row, i));
+        add(row, S.at(row, i));
+      }
+    }
+    return moved;
+  }
+
+  // The first half of step(): leaves S, and the caller calls exponentiate() for each of its elements.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ bool update_max(Accumulator<kMBlocks, kN>& S,
+                                             float (&correction)[kRows]) {
+    static_assert(Accumulator<kMBlocks, kN>::kRows == kRows);
+    if (negate_) negate(S);
+    float maximum[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) maximum[row] = S.at(row, 0);
+#pragma unroll
+    for (int i = 1; i < S.kRowElements; ++i) {  // kRows independent chains
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) maximum[row] = fmaxf(maximum[row], S.at(row, i));
+    }
+    bool moved = false;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
+      maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
+      const float row_max = fmaxf(maximum[row] * scale_log2_, row_max_[row]);
+      moved |= row_max != row_max_[row];
+      correction[row] = ptx::exp2(row_max_[row] - row_max);
+      row_max_[row] = row_max;
+      row_sum_[row] *= correction[row];
+    }
+    return __any_sync(~0u, moved);
+  }
+
+  // The score of one key becomes its probability, and joins the row's sum.
+  __device__ __forceinline__ float exponentiate(int row, float score) {
+    return ptx::exp2(fmaf(score, scale_log2_, -row_max_[row]));
+  }
+
+  __device__ __forceinline__ void add(int row, float p) { row_sum_[row] += p; }
+
+  // Sums the quad's parts; call once, after the last step.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      row_sum_[row] += __shfl_xor_sync(~0u, row_sum_[row], 1);
+      row_sum_[row] += __shfl_xor_sync(~0u, row_sum_[row], 2);
+    }
+  }
+
+  // After finish(). What the accumulated output is multiplied by; 0 for a row without keys.
+  __device__ __forceinline__ float inverse_sum(int row) const {
+    return row_sum_[row] == 0.f ? 0.f : 1.f / row_sum_[row];
+  }
+  // After finish(). ln Σ exp(softmax_scale · S); -inf for a row without keys.
+  __device__ __forceinline__ float log_sum_exp(int row) const {
+    return row_sum_[row] == 0.f ? -INFINITY : (row_max_[row] + ptx::log2(row_sum_[row])) * kLn2;
+  }
+
+ private:
+  // With a negative scale the largest score is the smallest product: flip the sign of both.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ static void negate(Accumulator<kMBlocks, kN>& S) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        S.at(row, i) = S.at(row, i) == -INFINITY ? -INFINITY : -S.at(row, i);
+      }
+    }
+  }
+
+  float row_max_[kRows], row_sum_[kRows];
+  float scale_log2_;
+  bool negate_;
+};
+
+// O[row] *= factor[row]
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void scale_rows(Accumulator<kMBlocks, kN>& O,
+                                           const float (&factor)[2 * kMBlocks]) {
+#pragma unroll
+  for (int row = 0; row < O.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) *= factor[row];
+  }
+}
+
+}  // namespace flash_attn

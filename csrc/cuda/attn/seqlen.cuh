@@ -1,0 +1,70 @@
+// Where one sequence lies in the tensors of a call, and how much of it counts.
+#pragma once
+
+#include <cstdint>
+
+#include "../../core/params.h"
+
+namespace flash_attn {
+
+// Rows of q (out, dq, lse) and of k, v (dk, dv) that belong to sequence `batch_idx`:
+//
+//   q   [q_begin … q_begin + segment_q)          the first len_q count; the rest get out 0, LSE
+//   -inf, gradient 0 k   [segment_k_begin … + segment_k)          of these only [k_begin … k_begin
+//   + len_k) count: leftpad_k keys are
+//       pad pad │ len_k keys │ unused            skipped at the front, seqused_k limits the end;
+//       the rest get gradient 0
+//
+// Row numbers are within the batch entry for dense tensors, within the whole tensor for varlen
+// (whose batch stride is 0), so that batch_idx · strides.batch + row · strides.row + head ·
+// strides.head addresses both. Lengths that live on the device may hold anything and are clamped to
+// the tensors. Varlen: sequence number params.batch stands for the rows behind cu_seqlens[batch],
+// none of which count.
+struct SeqlenInfo {
+  int64_t q_begin, k_begin, segment_k_begin;
+  int segment_q, len_q, segment_k, len_k;
+
+  __device__ __forceinline__ SeqlenInfo(const AttnParams& params, int batch_idx) {
+    const bool tail = batch_idx == params.batch;
+    segment(params.cu_seqlens_q, params.total_q, params.seqlen_q, batch_idx, tail, q_begin,
+            segment_q);
+    segment(params.cu_seqlens_k, params.total_k, params.seqlen_k, batch_idx, tail, segment_k_begin,
+            segment_k);
+    len_q = tail ? 0 : used(params.seqused_q, batch_idx, segment_q);
+    const int end_k = tail ? 0 : used(params.seqused_k, batch_idx, segment_k);
+    const int leftpad =
+        tail || params.leftpad_k == nullptr ? 0 : used(params.leftpad_k, batch_idx, end_k);
+    k_begin = segment_k_begin + leftpad;
+    len_k = end_k - leftpad;
+  }
+
+  // Offset in elements of row `row` of the tensor whose rows start at `begin`.
+  __device__ __forceinline__ static int64_t offset(const Strides& strides, int batch_idx, int head,
+                                                   int64_t row) {
+    return batch_idx * strides.batch + head * strides.head + row * strides.row;
+  }
+
+ private:
+  __device__ __forceinline__ static int64_t clamp(int64_t value, int64_t low, int64_t high) {
+    return value < low ? low : value > high ? high : value;
+  }
+
+  __device__ __forceinline__ static int used(const int32_t* lengths, int batch_idx, int limit) {
+    return lengths == nullptr ? limit : static_cast<int>(clamp(lengths[batch_idx], 0, limit));
+  }
+
+  __device__ __forceinline__ static void segment(const int32_t* cu_seqlens, int64_t total,
+                                                 int seqlen, int batch_idx, bool tail,
+                                                 int64_t& begin, int& length) {
+    if (cu_seqlens == nullptr) {
+      begin = 0;
+      length = tail ? 0 : seqlen;
+      return;
+    }
+    begin = clamp(cu_seqlens[batch_idx], 0, total);
+    const int64_t end = tail ? total : clamp(cu_seqlens[batch_idx + 1], begin, total);
+    length = static_cast<int>(end - begin);
+  }
+};
+
+}  // namespace flash_attn

@@ -1,0 +1,58 @@
+// The backward's softmax: P again from S and LSE, and the gradient of S.
+#pragma once
+
+#include <cmath>
+
+#include "../ptx/math.cuh"
+#include "../tile/fragment.cuh"
+#include "mask.cuh"
+#include "online_softmax.cuh"
+
+namespace flash_attn {
+
+// What the backward keeps of a row's LSE: P = exp2(scale_log2 · S - lse_log2). +inf, so that P = 0,
+// for rows that see no key.
+__device__ __forceinline__ float to_lse_log2(float lse) {
+  return lse == -INFINITY ? INFINITY : lse * kLog2E;
+}
+
+// S becomes P. `mask` sets scores to -inf in the blocks that need it; the scale comes first there,
+// because a scale <= 0 would turn -inf around.
+template <int kMBlocks, int kN, typename Mask>
+__device__ __forceinline__ void recompute_probabilities(Accumulator<kMBlocks, kN>& S,
+                                                        float scale_log2,
+                                                        const float (&lse_log2)[2 * kMBlocks],
+                                                        bool masked, const Mask& mask) {
+  if (masked) {
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) *= scale_log2;
+    }
+    mask(S);
+    scale_log2 = 1.f;
+  }
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      S.at(row, i) = ptx::exp2(fmaf(S.at(row, i), scale_log2, -lse_log2[row]));
+    }
+  }
+}
+
+// dP becomes dS = P ∘ (dP - delta), the gradient of softmax_scale · S.
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void softmax_gradient(Accumulator<kMBlocks, kN>& dP,
+                                                 const Accumulator<kMBlocks, kN>& P,
+                                                 const float (&delta)[2 * kMBlocks]) {
+#pragma unroll
+  for (int row = 0; row < P.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < P.kRowElements; ++i) {
+      dP.at(row, i) = P.at(row, i) * (dP.at(row, i) - delta[row]);
+    }
+  }
+}
+
+}  // namespace flash_attn

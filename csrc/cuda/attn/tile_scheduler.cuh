@@ -1,0 +1,101 @@
+// From a thread block's number to the (sequence, head, block of rows) that it works on.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace flash_attn {
+
+struct TileCoordinates {
+  int batch_idx;  // varlen: `batch` for the rows behind the last sequence
+  int head;
+  int block;  // of kBlock rows; from the last to the first, because with a causal mask the last
+              // rows see most keys
+};
+
+// Blocks of kBlock rows of q (forward; dQ) or of k (dK, dV) over all sequences and heads.
+//
+// Dense: heads are taken in sections whose K and V stay in the L2 cache together; inside a section
+// the longest blocks of all its heads come first, so that the last blocks to start are short ones.
+//
+// Varlen: the lengths are on the device, so the grid is sized from total and batch: sequence b owns
+// the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b. That is enough, as
+// ⌈(y - x) / B⌉ <= ⌊y / B⌋ - ⌊x / B⌋ + 1, and costs at most one empty tile a sequence; the caller's
+// max_seqlen is not trusted. T ascends, so a warp finds its b by a 32-ary search. Number `batch`
+// owns the rows behind the last sequence.
+template <int kBlock>
+struct TileScheduler {
+  const int32_t* cu_seqlens;  // null: dense
+  int64_t total;              // varlen: rows of the tensor
+  int batch, heads;
+  int blocks_per_head;  // of one sequence; varlen: tiles of all sequences
+  int section_heads;    // (batch, head) pairs in a section
+
+  // bytes_per_head: what one (batch, head) reads over and over, K and V in the forward.
+  static TileScheduler make(const int32_t* cu_seqlens, int64_t total, int seqlen, int batch,
+                            int heads, int64_t bytes_per_head) {
+    constexpr int64_t kSectionBytes = 32 << 20;  // of an L2 of 40 to 60 MB
+    TileScheduler scheduler{
+        .cu_seqlens = cu_seqlens, .total = total, .batch = batch, .heads = heads};
+    const int64_t blocks = cu_seqlens == nullptr ? (int64_t{seqlen} + kBlock - 1) / kBlock
+                                                 : total / kBlock + batch + 1;
+    const int64_t pairs = cu_seqlens == nullptr ? int64_t{batch} * heads : heads;
+    if (blocks * pairs > INT32_MAX) {
+      throw std::runtime_error("flash_attn: batch * heads * seqlen: expected at most " +
+                               std::to_string(INT32_MAX) + " tiles of " + std::to_string(kBlock) +
+                               " rows, got " + std::to_string(blocks * pairs));
+    }
+    scheduler.blocks_per_head = static_cast<int>(blocks);
+    scheduler.section_heads = static_cast<int>(std::clamp<int64_t>(
+        kSectionBytes / std::max<int64_t>(bytes_per_head, 1), 1, std::max<int64_t>(pairs, 1)));
+    return scheduler;
+  }
+
+  int num_tiles() const { return blocks_per_head * (cu_seqlens == nullptr ? batch : 1) * heads; }
+
+#ifdef __CUDACC__
+  // Called by whole warps; the same for all threads of a block. A varlen tile may lie behind its
+  // sequence's rows.
+  __device__ __forceinline__ TileCoordinates tile(int tile_idx) const {
+    return cu_seqlens == nullptr ? dense_tile(tile_idx) : varlen_tile(tile_idx);
+  }
+
+ private:
+  __device__ __forceinline__ TileCoordinates dense_tile(int tile_idx) const {
+    const int section_tiles = section_heads * blocks_per_head;
+    const int first_pair = tile_idx / section_tiles * section_heads;
+    const int pairs = min(section_heads, batch * heads - first_pair);
+    const int in_section = tile_idx % section_tiles;
+    const int pair = first_pair + in_section % pairs;
+    return {.batch_idx = pair / heads,
+            .head = pair % heads,
+            .block = blocks_per_head - 1 - in_section / pairs};
+  }
+
+  __device__ __forceinline__ TileCoordinates varlen_tile(int tile_idx) const {
+    const int head = tile_idx / blocks_per_head, tile_of_head = tile_idx % blocks_per_head;
+    int low = 0, high = batch + 1;  // T(low) <= tile_of_head < T(high)
+    while (high - low > 1) {
+      const int step = (high - low + 31) / 32;
+      const int probe = low + static_cast<int>(threadIdx.x % 32) * step;
+      const bool before = probe < high && first_tile(probe) <= tile_of_head;
+      low += max(__popc(__ballot_sync(~0u, before)) - 1, 0) * step;
+      high = min(low + step, high);
+    }
+    const int next = low == batch ? blocks_per_head : first_tile(low + 1);
+    // Only where cu_seqlens does not ascend is a tile not below next; blocks_per_head lies behind
+    // all rows.
+    const int block = next > tile_of_head ? next - 1 - tile_of_head : blocks_per_head;
+    return {.batch_idx = low, .head = head, .block = block};
+  }
+
+  __device__ __forceinline__ int first_tile(int batch_idx) const {
+    const int64_t row = min(max(int64_t{cu_seqlens[batch_idx]}, int64_t{0}), total);
+    return static_cast<int>(row / kBlock) + batch_idx;
+  }
+#endif
+};
+
+}  // namespace flash_attn

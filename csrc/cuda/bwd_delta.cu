@@ -1,0 +1,97 @@
+// delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta).
+#include <cmath>
+
+#include "bwd.h"
+#include "launch.h"
+#include "row_grid.h"
+#include "tile/element.cuh"
+
+namespace flash_attn::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanesPerRow = 8;  // 8 chunks of 16 bytes: a whole line of O and of dO at once
+constexpr int kRowsPerBlock = kThreads / kLanesPerRow;
+
+__device__ __forceinline__ float2 to_float2(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ float2 to_float2(__nv_bfloat162 pair) {
+  return __bfloat1622float2(pair);
+}
+
+template <typename Element>
+struct PairOf;
+template <>
+struct PairOf<__half> {
+  using type = __half2;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+};
+
+// Σ a ∘ b over the eight elements of a chunk.
+template <typename Element>
+__device__ __forceinline__ float dot_chunk(const Element* a, const Element* b) {
+  using Pair = typename PairOf<Element>::type;
+  const uint4 a_chunk = *reinterpret_cast<const uint4*>(a);
+  const uint4 b_chunk = *reinterpret_cast<const uint4*>(b);
+  const Pair* a_pairs = reinterpret_cast<const Pair*>(&a_chunk);
+  const Pair* b_pairs = reinterpret_cast<const Pair*>(&b_chunk);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    const float2 x = to_float2(a_pairs[i]), y = to_float2(b_pairs[i]);
+    sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+  }
+  return sum;
+}
+
+// Eight lanes sum one row of one head. blockIdx.x counts blocks of rows, over all batch entries;
+// blockIdx.y starts the heads.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads)
+    bwd_delta_kernel(const __grid_constant__ BwdParams params, unsigned blocks_per_batch,
+                     int64_t rows_per_batch) {
+  const int batch_idx = blockIdx.x / blocks_per_batch;
+  const int64_t row = int64_t{blockIdx.x % blocks_per_batch} * kRowsPerBlock +
+                      static_cast<int>(threadIdx.x) / kLanesPerRow;
+  const bool exists = row < rows_per_batch;
+  for (int head = blockIdx.y; head < params.heads_q; head += gridDim.y) {
+    float sum = 0.f;
+    if (exists) {
+      const auto matrix_row = [&](const void* tensor, const Strides& strides) {
+        return static_cast<const Element*>(tensor) + batch_idx * strides.batch + row * strides.row +
+               head * strides.head;
+      };
+      const Element* out = matrix_row(params.out, params.out_strides);
+      const Element* dout = matrix_row(params.dout, params.dout_strides);
+      for (int col = threadIdx.x % kLanesPerRow * kChunk; col < params.head_dim_v;
+           col += kLanesPerRow * kChunk) {
+        sum += dot_chunk(out + col, dout + col);
+      }
+    }
+#pragma unroll
+    for (int lane = kLanesPerRow / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (exists && threadIdx.x % kLanesPerRow == 0) {
+      const int64_t i = batch_idx * params.lse_batch_stride + head * params.lse_head_stride + row;
+      if (params.dlse != nullptr) sum -= params.dlse[i];
+      params.delta[i] = params.lse[i] == -INFINITY ? 0.f : sum;
+    }
+  }
+}
+
+}  // namespace
+
+void run_bwd_delta(const BwdParams& params, Stream stream) {
+  const RowGrid grid(params, kRowsPerBlock);
+  if (grid.blocks.x == 0) return;
+  if (params.dtype == DType::kFp16) {
+    launch<bwd_delta_kernel<__half>>(grid.blocks, kThreads, 0, stream, params,
+                                     grid.blocks_per_batch, grid.rows_per_batch);
+  } else {
+    launch<bwd_delta_kernel<__nv_bfloat16>>(grid.blocks, kThreads, 0, stream, params,
+                                            grid.blocks_per_batch, grid.rows_per_batch);
+  }
+}
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,76 @@
+#include "decode.h"
+
+#include <algorithm>
+
+#include "../core/kernels.h"
+#include "decode_combine.cuh"
+#include "dispatch.h"
+
+namespace flash_attn::cuda {
+
+namespace {
+
+// Estimated time of a call, in units of the time that the whole device needs to read one tile of
+// keys for each SM. The constants are from sweeps over 1 to 256 pieces of 12 shapes on an H200; the
+// pieces they choose were within 2 % of the best of each sweep.
+struct DecodeCost {
+  int64_t row_tiles;
+  int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
+  int num_sms, blocks_per_sm;
+
+  double of(int splits) const {
+    // Memory is saturated by half as many blocks as there are SMs; fewer do not read faster each.
+    constexpr double kLeastShare = 0.49;
+    constexpr double kBlockOverhead = 0.25;  // start and end of a block
+    constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
+    const int64_t blocks = row_tiles * splits, slots = int64_t{num_sms} * blocks_per_sm;
+    const double block = (tiles + splits - 1) / splits + kBlockOverhead;
+    const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / slots);
+    const double share = static_cast<double>(blocks % slots) / num_sms;
+    const double last_wave = share == 0 ? 0 : block * std::max(kLeastShare, share);
+    return full_waves + last_wave + (splits > 1 ? kCombine + kCombinePerSplit * splits : 0);
+  }
+};
+
+}  // namespace
+
+int decode_num_splits(const DecodeParams& params, const DeviceInfo& device) {
+  constexpr int kMaxSplits = 256, kAlwaysTried = 4;
+  constexpr int kTwoBlocksBytes = (2 * 97 - 1) * 1024;  // 1 KiB a block is the system's
+  // The lengths are on the device; the host knows what bounds them. Windows count from the end.
+  const int64_t keys =
+      params.window_left < 0
+          ? params.capacity
+          : std::min<int64_t>(params.capacity, int64_t{params.window_left} + params.seqlen_q);
+  const int tile_keys = with_head_dim_class(
+      params.head_dim, [&]<int kHeadDim> { return kDecodeTile<kHeadDim>.keys * kDecodeWarps; });
+  const DecodeCost cost{
+      .row_tiles = decode_row_tiles(params),
+      .tiles = static_cast<int>((keys + tile_keys - 1) / tile_keys),
+      .num_sms = device.num_sms,
+      .blocks_per_sm = device.smem_optin_bytes >= kTwoBlocksBytes ? 2 : 1,
+  };
+  int best = 1;
+  double best_cost = cost.of(1);
+  const int64_t one_wave = int64_t{cost.num_sms} * cost.blocks_per_sm / cost.row_tiles;
+  const int64_t most =
+      std::min<int64_t>({cost.tiles, kMaxSplits, std::max<int64_t>(one_wave, kAlwaysTried)});
+  for (int splits = 2; splits <= most; ++splits) {
+    const double splits_cost = cost.of(splits);
+    if (splits_cost < best_cost) {
+      best = splits;
+      best_cost = splits_cost;
+    }
+  }
+  return best;
+}
+
+void run_decode(const DecodeParams& params, const DeviceInfo&, Stream stream) {
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_head_dim_class(params.head_dim,
+                        [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(params, stream); });
+    if (params.num_splits > 1) launch_decode_combine<kDType>(params, stream);
+  });
+}
+
+}  // namespace flash_attn::cuda

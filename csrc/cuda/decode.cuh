@@ -1,0 +1,348 @@
+// Split-KV decode: a few new tokens of each sequence against its long KV cache.
+//
+//   S = softmax_scale · Q Kᵀ → mask → softmax → O = P V, over one piece of the keys → (o, lse)
+//
+// The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
+// block takes one kv head of one sequence, up to 16 of the (token, query head) pairs that read it,
+// and one of num_splits pieces of the keys. Its warps share nothing but that: warp w takes the tiles
+// w, w + 4, … of the piece through a ring of shared-memory slots of its own, in which K and V tiles
+// take turns, and has its own running softmax. No block barrier until the end, where the warps' (o,
+// lse) are merged. One warp, one tile:
+//
+//   wait K(j)   S = Q K(j)ᵀ   refill K(j)'s slot   mask, softmax   wait V(j)   O += P V(j)   refill
+//
+// so that slots - 1 tiles of the warp are under way whenever it waits, and the memory does not see
+// the arithmetic between.
+//
+// Shared memory, 96 KiB: the rings in the loop, the warps' outputs in the end. Q, S, P, O:
+// registers.
+#pragma once
+
+#include "attn/block_range.cuh"
+#include "attn/mask.cuh"
+#include "attn/merge.cuh"
+#include "attn/online_softmax.cuh"
+#include "decode.h"
+#include "launch.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_attn::cuda {
+
+template <DType kDType, int kHeadDimOfTile>
+struct DecodeTraits {
+  using Element = flash_attn::Element<kDType>;
+  static constexpr int kHeadDim = kHeadDimOfTile;
+  static constexpr int kKeys = kDecodeTile<kHeadDim>.keys;
+  static constexpr int kSlots = kDecodeTile<kHeadDim>.slots;
+  static constexpr int kThreads = 32 * kDecodeWarps;
+  static constexpr int kBlocksPerSm = 2;
+  using KvTile = SmemTile<Element, kKeys, kHeadDim>;
+  using Output = Accumulator<1, kHeadDim>;
+};
+
+template <typename Traits>
+union DecodeStorage {
+  typename Traits::KvTile ring[kDecodeWarps][Traits::kSlots];
+  struct {
+    // 8 floats more a row: the four rows that half a warp writes at once lie in different banks.
+    float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + 8];
+    float lse[kDecodeWarps][kDecodeRows];
+  } parts;
+};
+
+// What one thread block works on.
+struct DecodePiece {
+  int batch_idx, kv_head, split;
+  int group;                // query heads that share the kv head
+  int first_row, num_rows;  // row r is token r / group and head kv_head · group + r % group
+  AttentionWindow window;
+  int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
+
+  // Neighbouring blocks read the same keys (row tiles), then neighbouring memory (kv heads).
+  template <int kKeys>
+  __device__ __forceinline__ static DecodePiece of_block(const DecodeParams& params) {
+    const int group = params.heads_q / params.heads_kv, rows = params.seqlen_q * group;
+    const unsigned row_tiles = (rows + kDecodeRows - 1) / kDecodeRows;
+    unsigned index = blockIdx.x;
+    const int first_row = index % row_tiles * kDecodeRows;
+    index /= row_tiles;
+    const int kv_head = index % params.heads_kv;
+    index /= params.heads_kv;
+    const int split = index % params.num_splits, batch_idx = index / params.num_splits;
+    const int num_rows = min(kDecodeRows, rows - first_row);
+
+    const int len_k = params.cache_seqlens == nullptr
+                          ? params.capacity
+                          : min(max(params.cache_seqlens[batch_idx], 0), params.capacity);
+    const AttentionWindow window(params.seqlen_q, len_k,
+                                 static_cast<int64_t>(len_k) - params.seqlen_q, params.window_left,
+                                 params.window_right);
+    // The keys that any of the rows sees, cut into pieces that differ by one tile at most.
+    const int first = window.first_key(first_row / group);
+    const int end = window.end_key((first_row + num_rows - 1) / group);
+    const int tiles = (max(end - first, 0) + kKeys - 1) / kKeys;
+    const int share = tiles / params.num_splits, rest = tiles % params.num_splits;
+    const int first_tile = split * share + min(split, rest);
+    const int end_tile = first_tile + share + (split < rest ? 1 : 0);
+    return {.batch_idx = batch_idx,
+            .kv_head = kv_head,
+            .split = split,
+            .group = group,
+            .first_row = first_row,
+            .num_rows = num_rows,
+            .window = window,
+            .first_key = first + first_tile * kKeys,
+            .end_key = min(first + end_tile * kKeys, end)};
+  }
+
+  __device__ __forceinline__ int token(int row) const { return (first_row + row) / group; }
+  __device__ __forceinline__ int head(int row) const {
+    return kv_head * group + (first_row + row) % group;
+  }
+  // Of a row in lse (split 0), partial_lse and, times head_dim, partial_o.
+  __device__ __forceinline__ int64_t lse_index(const DecodeParams& params, int row) const {
+    const int64_t sequence = static_cast<int64_t>(split) * params.batch + batch_idx;
+    return (sequence * params.heads_q + head(row)) * params.seqlen_q + token(row);
+  }
+};
+
+// One warp copies tiles of K, or of V, into shared memory.
+template <typename Tile>
+class WarpTileLoader {
+  using Element = typename Tile::Element;
+  static constexpr int kRowsAtOnce = 32 / Tile::kSlabChunks;  // 4, or 8 with slabs of 32 columns
+
+ public:
+  __device__ __forceinline__ WarpTileLoader(const void* cache, const Strides& strides,
+                                            const DecodePiece& piece, int num_cols, int lane)
+      : row_(lane / Tile::kSlabChunks),
+        col_(lane % Tile::kSlabChunks * kChunk),
+        num_cols_(num_cols),
+        end_key_(piece.end_key),
+        row_stride_(strides.row),
+        source_(static_cast<const Element*>(cache) + piece.batch_idx * strides.batch +
+                piece.kv_head * strides.head + (piece.first_key + row_) * strides.row + col_),
+        first_key_(piece.first_key) {}
+
+  // Starts the copy of keys first_key + key_offset …; those at or beyond end_key become 0 unread.
+  __device__ __forceinline__ void load(const Tile& tile, int key_offset) const {
+    const Element* source = source_ + key_offset * row_stride_;
+    const int rows_left = end_key_ - first_key_ - key_offset - row_;
+    const uint32_t destination = tile.address(row_, col_);
+#pragma unroll
+    for (int row = 0; row < Tile::kRows; row += kRowsAtOnce) {
+#pragma unroll
+      for (int slab_col = 0; slab_col < Tile::kCols; slab_col += Tile::kSlabCols) {
+        const bool valid = row < rows_left && slab_col + col_ < num_cols_;
+        // Four rows further down flip the highest bit of the swizzle.
+        ptx::cp_async_16(Tile::advance(destination ^ row % 8 * 16, row, slab_col),
+                         source + slab_col, valid ? 16 : 0);
+      }
+      source += kRowsAtOnce * row_stride_;
+    }
+  }
+
+ private:
+  int row_, col_, num_cols_, end_key_;
+  int64_t row_stride_;
+  const Element* source_;
+  int first_key_;
+};
+
+// The piece's rows of Q as a left operand; rows and columns beyond are 0.
+template <typename Traits>
+__device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const DecodeParams& params,
+                                                                      const DecodePiece& piece,
+                                                                      int lane) {
+  using Element = typename Traits::Element;
+  OperandA<1, Traits::kHeadDim> Q;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(half, lane);
+    const Strides& strides = params.q_strides;
+    const Element* source = static_cast<const Element*>(params.q) +
+                            piece.batch_idx * strides.batch + piece.token(row) * strides.row +
+                            piece.head(row) * strides.head + fragment_col(0, lane);
+#pragma unroll
+    for (int col = 0; col < Traits::kHeadDim; col += 8) {
+      const bool valid = row < piece.num_rows && col < params.head_dim;
+      Q.data[0][col / 16][col % 16 / 8 * 2 + half] =
+          valid ? *reinterpret_cast<const uint32_t*>(source + col) : 0;
+    }
+  }
+  return Q;
+}
+
+// This warp's share of the piece: O = P V normalised, and the softmax behind it.
+template <typename Traits>
+__device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
+                                       DecodeStorage<Traits>& smem, const DecodeParams& params,
+                                       const DecodePiece& piece) {
+  using Element = typename Traits::Element;
+  using KvTile = typename Traits::KvTile;
+  constexpr int kSlots = Traits::kSlots, kKeys = Traits::kKeys;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const WarpTileLoader<KvTile> K(params.k_cache, params.k_strides, piece, params.head_dim, lane);
+  const WarpTileLoader<KvTile> V(params.v_cache, params.v_strides, piece, params.head_dim, lane);
+  const int piece_tiles = (piece.end_key - piece.first_key + kKeys - 1) / kKeys;
+  const int num_tiles = (piece_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;  // of this warp
+  const auto key_offset = [&](int j) { return (warp + j * kDecodeWarps) * kKeys; };
+  const auto slot = [&](int i) -> KvTile& {
+    return smem.ring[warp][static_cast<unsigned>(i) % kSlots];
+  };
+  // Load i is K(i / 2) or, if odd, V(i / 2). Each is a group, also those beyond the last tile, so
+  // that the number of younger groups is the same at every wait.
+  const auto load = [&](int i) {
+    if (i / 2 < num_tiles) (i % 2 == 0 ? K : V).load(slot(i), key_offset(i / 2));
+    ptx::cp_async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) load(i);
+
+  const OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
+  const int last_row = piece.num_rows - 1;
+  int row_first[2], row_end[2];  // the keys that this thread's rows see
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = piece.token(min(fragment_row(half, lane), last_row));
+    row_first[half] = piece.window.first_key(token);
+    row_end[half] = piece.window.end_key(token);
+  }
+
+  for (int j = 0; j < num_tiles; ++j) {
+    ptx::cp_async_wait<kSlots - 1>();
+    __syncwarp();
+    Accumulator<1, kKeys> S;
+    S.fill(0.f);
+    gemm_register<Element>(S, Q, SmemOperandB<KvTile, Layout::kKInner>(slot(2 * j), 0, lane));
+    __syncwarp();  // all lanes have read the slot
+    load(2 * j + kSlots);
+
+    const int first_key = piece.first_key + key_offset(j);
+    // Later rows see later keys: row 1 has the last first key, row 0 the first end.
+    if (__any_sync(~0u, first_key < row_first[1] || first_key + kKeys > row_end[0])) {
+      const int tile_first[2] = {row_first[0] - first_key, row_first[1] - first_key};
+      const int tile_end[2] = {row_end[0] - first_key, row_end[1] - first_key};
+      mask_outside(S, tile_first, tile_end, lane);
+    }
+    float correction[2];
+    if (softmax.step(S, correction)) scale_rows(O, correction);
+
+    ptx::cp_async_wait<kSlots - 1>();
+    __syncwarp();
+    gemm_register<Element>(O, to_operand_a<Element>(S),
+                           SmemOperandB<KvTile, Layout::kKOuter>(slot(2 * j + 1), 0, lane));
+    __syncwarp();
+    load(2 * j + 1 + kSlots);
+  }
+  ptx::cp_async_wait<0>();
+  softmax.finish();
+  const float inverse_sum[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+  scale_rows(O, inverse_sum);
+}
+
+// Eight columns of one row: to the output, or as fp32 to the partial output.
+template <typename Traits>
+__device__ __forceinline__ void store_chunk(const DecodeParams& params, const DecodePiece& piece,
+                                            int row, int col, const float (&o)[kChunk]) {
+  using Element = typename Traits::Element;
+  if (params.num_splits > 1) {
+    float4* destination = reinterpret_cast<float4*>(
+        params.partial_o + piece.lse_index(params, row) * params.head_dim + col);
+    destination[0] = {o[0], o[1], o[2], o[3]};
+    destination[1] = {o[4], o[5], o[6], o[7]};
+    return;
+  }
+  const Strides& strides = params.out_strides;
+  Element* destination = static_cast<Element*>(params.out) + piece.batch_idx * strides.batch +
+                         piece.token(row) * strides.row + piece.head(row) * strides.head + col;
+  *reinterpret_cast<uint4*>(destination) = {
+      ptx::pack<Element>(o[0], o[1]), ptx::pack<Element>(o[2], o[3]),
+      ptx::pack<Element>(o[4], o[5]), ptx::pack<Element>(o[6], o[7])};
+}
+
+__device__ __forceinline__ void store_lse(const DecodeParams& params, const DecodePiece& piece,
+                                          int row, float lse) {
+  float* destination = params.num_splits > 1 ? params.partial_lse : params.lse;
+  if (destination != nullptr) destination[piece.lse_index(params, row)] = lse;
+}
+
+// Merges the warps' parts and stores the rows that exist.
+template <typename Traits>
+__device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
+                                            const DecodeParams& params, const DecodePiece& piece) {
+  constexpr int kChunks = Traits::kHeadDim / kChunk;
+  for (int i = threadIdx.x; i < piece.num_rows * kChunks; i += Traits::kThreads) {
+    const int row = i / kChunks, col = i % kChunks * kChunk;
+    float max_lse = -INFINITY, sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < kDecodeWarps; ++warp) {
+      max_lse = fmaxf(max_lse, smem.parts.lse[warp][row]);
+    }
+    const float reference = merge_reference(max_lse);
+#pragma unroll
+    for (int warp = 0; warp < kDecodeWarps; ++warp) {
+      sum += merge_weight(smem.parts.lse[warp][row], reference);
+    }
+    const float lse = merge_finish(reference, sum);
+    if (col == 0) store_lse(params, piece, row, lse);
+    if (col >= params.head_dim) continue;
+    float o[kChunk] = {};
+#pragma unroll
+    for (int warp = 0; warp < kDecodeWarps; ++warp) {
+      const float weight = merge_weight(smem.parts.lse[warp][row], lse);
+#pragma unroll
+      for (int c = 0; c < kChunk; ++c) o[c] += weight * smem.parts.o[warp][row][col + c];
+    }
+    store_chunk<Traits>(params, piece, row, col, o);
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    decode_kernel(const __grid_constant__ DecodeParams params) {
+  extern __shared__ __align__(128) char smem_bytes[];
+  DecodeStorage<Traits>& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
+  // All blocks are resident or done when the combine kernel's blocks come, which then only wait.
+  ptx::launch_dependents();
+  const DecodePiece piece = DecodePiece::of_block<Traits::kKeys>(params);
+  if (params.num_splits > 1 && piece.first_key >= piece.end_key) {
+    if (threadIdx.x < piece.num_rows) store_lse(params, piece, threadIdx.x, -INFINITY);
+    return;
+  }
+
+  typename Traits::Output O;
+  O.fill(0.f);
+  OnlineSoftmax<2> softmax(params.softmax_scale);
+  attend<Traits>(O, softmax, smem, params, piece);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __syncthreads();  // every warp is done with its ring
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(half, lane);
+    if (row >= piece.num_rows) continue;
+#pragma unroll
+    for (int i = 0; i < O.kRowElements; i += 2) {
+      *reinterpret_cast<float2*>(&smem.parts.o[warp][row][fragment_col(i, lane)]) = {
+          O.at(half, i), O.at(half, i + 1)};
+    }
+    if (lane % 4 == 0) smem.parts.lse[warp][row] = softmax.log_sum_exp(half);
+  }
+  __syncthreads();
+  merge_warps<Traits>(smem, params, piece);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_decode(const DecodeParams& params, Stream stream) {
+  using Traits = DecodeTraits<kDType, kHeadDim>;
+  constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
+  static_assert(kSmemBytes <= 99 * 1024);
+  const int64_t blocks = decode_row_tiles(params) * params.num_splits;
+  launch<decode_kernel<Traits>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads, kSmemBytes,
+                                stream, params);
+}
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,46 @@
+// Decode's tiles, and the split-KV kernel's instances: one a dtype and head-dim class, in
+// inst/decode_d*.cu.
+#pragma once
+
+#include "../core/params.h"
+
+namespace flash_attn::cuda {
+
+// Rows of a matrix tile, the least that mma.sync takes: the query heads of one kv head times the new
+// tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the time.
+inline constexpr int kDecodeRows = 16;
+inline constexpr int kDecodeWarps = 4;
+
+struct DecodeTile {
+  int keys;   // that a warp takes at once
+  int slots;  // tiles of K or V that it holds or has under way
+};
+
+// 96 KiB a block in every class: one block keeps 64 KB under way, where 35 KB an SM saturate an
+// H200's memory. Two blocks fit an SM of sm_90, one the 163 KB of sm_80 and the 99 KB of sm_86, 89
+// and 120. Wide tiles wait and reduce less often: 32 keys in 3 slots against 16 in 6 at head_dim
+// 128, 1 % faster on long caches and 3 to 10 % where few blocks share the device.
+template <int kHeadDim>
+inline constexpr DecodeTile kDecodeTile = {};
+template <>
+inline constexpr DecodeTile kDecodeTile<64> = {.keys = 64, .slots = 3};
+template <>
+inline constexpr DecodeTile kDecodeTile<96> = {.keys = 32, .slots = 4};
+template <>
+inline constexpr DecodeTile kDecodeTile<128> = {.keys = 32, .slots = 3};
+template <>
+inline constexpr DecodeTile kDecodeTile<192> = {.keys = 16, .slots = 4};
+template <>
+inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .slots = 3};
+
+// Row tiles of the whole call, each of which reads the keys of its sequence and kv head once.
+inline int64_t decode_row_tiles(const DecodeParams& params) {
+  const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.heads_q / params.heads_kv;
+  return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv * params.batch;
+}
+
+// Any head_dim up to kHeadDim that is a multiple of 8.
+template <DType kDType, int kHeadDim>
+void launch_decode(const DecodeParams& params, Stream stream);
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,32 @@
+// From run-time dtype and head dim to a compiled instance.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "../core/params.h"
+
+namespace flash_attn::cuda {
+
+// Calls f.template operator()<dtype>().
+template <typename F>
+auto with_dtype(DType dtype, F&& f) {
+  if (dtype == DType::kFp16) return f.template operator()<DType::kFp16>();
+  if (dtype == DType::kBf16) return f.template operator()<DType::kBf16>();
+  throw std::invalid_argument("flash_attn: dtype: expected fp16 or bf16 for a CUDA kernel");
+}
+
+// Calls f.template operator()<class>() with the least head-dim class that holds head_dim. Columns
+// beyond head_dim are zeros in shared memory.
+template <typename F>
+auto with_head_dim_class(int head_dim, F&& f) {
+  if (head_dim <= 64) return f.template operator()<64>();
+  if (head_dim <= 96) return f.template operator()<96>();
+  if (head_dim <= 128) return f.template operator()<128>();
+  if (head_dim <= 192) return f.template operator()<192>();
+  if (head_dim <= 256) return f.template operator()<256>();
+  throw std::invalid_argument("flash_attn: head_dim: expected at most 256, got " +
+                              std::to_string(head_dim));
+}
+
+}  // namespace flash_attn::cuda

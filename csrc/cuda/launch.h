@@ -1,0 +1,84 @@
+// Checked CUDA calls and kernel launches. A failure throws std::runtime_error with the place in the
+// source.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "../core/params.h"
+
+namespace flash_attn::cuda {
+
+inline void check(cudaError_t status, const char* call, const char* file, int line) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error("flash_attn: " + std::string(call) +
+                           " failed: " + cudaGetErrorString(status) + " (" + file + ":" +
+                           std::to_string(line) + ")");
+}
+
+#define FLASH_ATTN_CUDA_CHECK(call) ::flash_attn::cuda::check((call), #call, __FILE__, __LINE__)
+
+// Lets kKernel use smem_bytes of dynamic shared memory on the current device; asks the driver once
+// a kernel and device. Two threads that arrive together both ask, which does no harm.
+template <auto kKernel>
+void allow_smem(int smem_bytes) {
+  constexpr int kDefaultLimit = 48 * 1024, kRememberedDevices = 64;
+  static std::atomic<bool> allowed[kRememberedDevices];
+  if (smem_bytes <= kDefaultLimit) return;
+  int device = 0;
+  FLASH_ATTN_CUDA_CHECK(cudaGetDevice(&device));
+  if (device < kRememberedDevices && allowed[device].load(std::memory_order_acquire)) return;
+  FLASH_ATTN_CUDA_CHECK(
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
+  if (device < kRememberedDevices) allowed[device].store(true, std::memory_order_release);
+}
+
+// smem_bytes: always the same for one kKernel.
+template <auto kKernel, typename... Args>
+void launch(dim3 grid, int threads, int smem_bytes, Stream stream, const Args&... args) {
+  allow_smem<kKernel>(smem_bytes);
+  kKernel<<<grid, threads, smem_bytes, stream>>>(args...);
+  FLASH_ATTN_CUDA_CHECK(cudaGetLastError());
+}
+
+// The virtual architecture (80, 90, …) that the code of kKernel which runs on the current device was
+// compiled for; asks the driver once a kernel and device.
+template <auto kKernel>
+int compiled_architecture() {
+  constexpr int kRememberedDevices = 64;
+  static std::atomic<int> architecture[kRememberedDevices];
+  int device = 0;
+  FLASH_ATTN_CUDA_CHECK(cudaGetDevice(&device));
+  if (device < kRememberedDevices) {
+    const int known = architecture[device].load(std::memory_order_relaxed);
+    if (known != 0) return known;
+  }
+  cudaFuncAttributes attributes;
+  FLASH_ATTN_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kKernel));
+  if (device < kRememberedDevices) {
+    architecture[device].store(attributes.ptxVersion, std::memory_order_relaxed);
+  }
+  return attributes.ptxVersion;
+}
+
+// For a kernel that waits for its prerequisites (ptx/griddepcontrol.cuh): its blocks may come while
+// the kernel before it on the stream ends. Code for an architecture below 90 cannot wait, on any
+// GPU, and gets a plain launch.
+template <auto kKernel, typename... Args>
+void launch_dependent(dim3 grid, int threads, Stream stream, const Args&... args) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = compiled_architecture<kKernel>() >= 90 ? 1 : 0;
+  FLASH_ATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, kKernel, args...));
+}
+
+}  // namespace flash_attn::cuda
