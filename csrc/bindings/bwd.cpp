@@ -61,11 +61,13 @@ BwdResult bwd_sm80(const BwdArgs& args) {
     }
     sm80::run_bwd(params, device_info_of(attn.q), stream_of(attn.q));
   }
-  const at::Tensor none = at::empty({0}, attn.q.options());
+  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
+  const auto none = [&] { return at::empty({0}, attn.q.options()); };
   const auto wanted = [&](int which, const at::Tensor& gradient, int64_t size) {
-    return args.grad_mask[which] ? unpadded(gradient, size) : none;
+    return args.grad_mask[which] ? unpadded(gradient, size) : none();
   };
-  return {wanted(0, dq, head_dim), wanted(1, dk, head_dim), wanted(2, dv, head_dim_v), none, none};
+  return {wanted(0, dq, head_dim), wanted(1, dk, head_dim), wanted(2, dv, head_dim_v), none(),
+          none()};
 }
 
 }  // namespace

@@ -44,9 +44,9 @@ FwdResult fwd_meta(const FwdArgs& args) {
 
 BwdResult bwd_meta(const BwdArgs& args) {
   check(args);
-  const Tensor none = empty({0}, args.attn.q, args.attn.q.scalar_type());
   const auto wanted = [&](int which, const OptTensor& input) {
-    return args.grad_mask[which] && input ? empty_like(*input) : none;
+    return args.grad_mask[which] && input ? empty_like(*input)
+                                          : empty({0}, args.attn.q, args.attn.q.scalar_type());
   };
   return {wanted(0, args.attn.q), wanted(1, args.attn.k), wanted(2, args.attn.v),
           wanted(3, args.attn.attn_bias), wanted(4, args.attn.learnable_sink)};
