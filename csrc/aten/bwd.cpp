@@ -35,20 +35,20 @@ struct GradMask {
 // What backward needs of a block of query rows, in tiles.
 struct RowBlock {
   Block rows;
-  Tensor q;      // scaled
+  Tensor q;  // scaled
   Tensor dout, lse, delta;
-  Tensor dq;     // grows with each block of keys
+  Tensor dq;  // grows with each block of keys
 };
 
 // The gradients of a slice as tensors to write to.
 struct SliceGrads {
-  Tensor dq, dk, dv;     // (batch, heads, length, d)
-  Tensor dbias;          // like ScoreTerms::bias, but in the dtype computed in
-  Tensor dsink;          // (batch, heads)
+  Tensor dq, dk, dv;  // (batch, heads, length, d)
+  Tensor dbias;       // like ScoreTerms::bias, but in the dtype computed in
+  Tensor dsink;       // (batch, heads)
 };
 
-std::vector<RowBlock> load_row_blocks(const Slice& slice, const Tensor& dout, const Tensor& out, const Tensor& lse,
-                                      const Tensor& dlse) {
+std::vector<RowBlock> load_row_blocks(const Slice& slice, const Tensor& dout, const Tensor& out,
+                                      const Tensor& lse, const Tensor& dlse) {
   std::vector<RowBlock> blocks;
   for (int64_t i = 0; i < slice.count_row_blocks(); ++i) {
     RowBlock r;
@@ -56,7 +56,8 @@ std::vector<RowBlock> load_row_blocks(const Slice& slice, const Tensor& dout, co
     r.q = slice.scaled_queries(r.rows);
     r.dout = slice.tile(dout, r.rows);
     r.lse = slice.lse_column(lse, r.rows);
-    r.delta = (r.dout * slice.tile(out, r.rows)).sum(-1, /*keepdim=*/true);  // δ = rowsum(dO ∘ O) − dLSE
+    r.delta =
+        (r.dout * slice.tile(out, r.rows)).sum(-1, /*keepdim=*/true);  // δ = rowsum(dO ∘ O) − dLSE
     if (dlse.defined()) r.delta.sub_(slice.tile(dlse, r.rows));
     r.dq = at::zeros_like(r.q);
     blocks.push_back(std::move(r));
@@ -75,25 +76,26 @@ void add_bias_grad(const Tensor& dbias, const Tensor& ds, Block rows, Block keys
 }
 
 // One tile: rows of r against keys k, v; adds to r.dq, dk, dv, dbias.
-void backward_tile(const Slice& slice, const GradMask& need, RowBlock& r, Block keys, const Tensor& k,
-                   const Tensor& v, Tensor dk, Tensor dv, const Tensor& dbias) {
+void backward_tile(const Slice& slice, const GradMask& need, RowBlock& r, Block keys,
+                   const Tensor& k, const Tensor& v, Tensor dk, Tensor dv, const Tensor& dbias) {
   const ScoreTerms& terms = slice.terms;
   const ScoreTile tile = terms.scores(r.q, k, r.rows, keys, {r.q, k, v, r.dout, r.delta});
-  const Tensor p = tile.probabilities(r.lse);                           // P = exp(S − LSE)
+  const Tensor p = tile.probabilities(r.lse);  // P = exp(S − LSE)
   const Tensor dropout = slice.dropout_factors(r.rows, keys);
-  if (need.v) {                                                         // dV += dropout(P)ᵀ dO
+  if (need.v) {  // dV += dropout(P)ᵀ dO
     tile.add_transposed_product(dv, dropout.defined() ? p * dropout : p, r.dout);
   }
   if (!need.q && !need.k && !need.bias) return;
 
-  Tensor ds = product(r.dout, v.transpose(-2, -1));                     // dP = dropout(dO Vᵀ)
+  Tensor ds = product(r.dout, v.transpose(-2, -1));  // dP = dropout(dO Vᵀ)
   if (dropout.defined()) ds.mul_(dropout);
-  ds.sub_(r.delta).mul_(p);                                             // dS = P ∘ (dP − δ)
+  ds.sub_(r.delta).mul_(p);  // dS = P ∘ (dP − δ)
   tile.remask(ds, 0);
   if (need.bias) add_bias_grad(dbias, slice.unpack_queries(ds), r.rows, keys);
-  if (tile.tanh.defined()) ds.addcmul_(ds * tile.tanh, tile.tanh, -1);  // dS ∘= 1 − tanh²(S / softcap)
-  if (need.q) tile.add_product(r.dq, ds, k);                            // dQ += dS K
-  if (need.k) tile.add_transposed_product(dk, ds, r.q);                 // dK += dSᵀ Q
+  if (tile.tanh.defined())
+    ds.addcmul_(ds * tile.tanh, tile.tanh, -1);          // dS ∘= 1 − tanh²(S / softcap)
+  if (need.q) tile.add_product(r.dq, ds, k);             // dQ += dS K
+  if (need.k) tile.add_transposed_product(dk, ds, r.q);  // dK += dSᵀ Q
 }
 
 void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlock>& row_blocks,
@@ -107,18 +109,23 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
       Block left = block & terms.visible_keys(r.rows, slice.seqlen_k());
       while (left.size() > 0) {
         const Block keys = slice.first_keys(r.rows, left);
-        const auto part = [&](const Tensor& x) { return x.narrow(-2, keys.first - block.first, keys.size()); };
+        const auto part = [&](const Tensor& x) {
+          return x.narrow(-2, keys.first - block.first, keys.size());
+        };
         backward_tile(slice, need, r, keys, part(k), part(v), part(dk), part(dv), grads.dbias);
         left.first = keys.last;
       }
     }
-    const double to_scale = terms.softmax_scale / terms.query_scale();  // the factor that q has not brought
-    if (need.k) grads.dk.narrow(2, block.first, block.size()).copy_(slice.unpack_keys(dk) * to_scale);
+    const double to_scale =
+        terms.softmax_scale / terms.query_scale();  // the factor that q has not brought
+    if (need.k)
+      grads.dk.narrow(2, block.first, block.size()).copy_(slice.unpack_keys(dk) * to_scale);
     if (need.v) grads.dv.narrow(2, block.first, block.size()).copy_(slice.unpack_keys(dv));
   }
   for (const RowBlock& r : row_blocks) {
     if (need.q) {
-      grads.dq.narrow(2, r.rows.first, r.rows.size()).copy_(slice.unpack_queries(r.dq) * terms.softmax_scale);
+      grads.dq.narrow(2, r.rows.first, r.rows.size())
+          .copy_(slice.unpack_queries(r.dq) * terms.softmax_scale);
     }
     if (need.sink) {
       const Tensor p_sink = (slice.sink_column(r.rows) * kLog2E - r.lse).exp2_();
@@ -129,8 +136,8 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
 
 }  // namespace
 
-Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& out,
-          const Tensor& lse, std::array<bool, 5> grad_mask) {
+Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dlse,
+          const Tensor& out, const Tensor& lse, std::array<bool, 5> grad_mask) {
   const Call call(args);
   const auto [q, k, v, bias, sink] = grad_mask;
   const GradMask need = {q, k, v, bias && args.attn_bias, sink && args.learnable_sink};
@@ -155,21 +162,24 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
     const auto queries = [&](const Tensor& x) {
       return call.queries.load(x, slice.batches).narrow(1, slice.heads.first, slice.heads.size());
     };
-    std::vector<RowBlock> row_blocks = load_row_blocks(slice, queries(dout), queries(out), queries(lse_tokens(lse)),
-                                                       dlse ? queries(lse_tokens(*dlse)) : Tensor());
+    std::vector<RowBlock> row_blocks =
+        load_row_blocks(slice, queries(dout), queries(out), queries(lse_tokens(lse)),
+                        dlse ? queries(lse_tokens(*dlse)) : Tensor());
     SliceGrads parts;
     if (dq) parts.dq = dq->part(slice.batches, slice.heads);
     if (dk) parts.dk = dk->part(slice.batches, slice.kv_heads);
     if (dv) parts.dv = dv->part(slice.batches, slice.kv_heads);
     if (need.bias) parts.dbias = broadcast_part(grads.dbias, slice);
-    parts.dsink = dsink.narrow(0, slice.batches.first, slice.batches.size()).narrow(1, slice.heads.first, slice.heads.size());
+    parts.dsink = dsink.narrow(0, slice.batches.first, slice.batches.size())
+                      .narrow(1, slice.heads.first, slice.heads.size());
     backward_slice(slice, need, row_blocks, parts);
   });
   if (dq) dq->finish();
   if (dk) dk->finish();
   if (dv) dv->finish();
   if (need.bias) grads.dbias = grads.dbias.to(args.attn_bias->scalar_type());
-  grads.dsink = need.sink ? dsink.sum(0).to(args.learnable_sink->scalar_type()) : at::empty({0}, options);
+  grads.dsink =
+      need.sink ? dsink.sum(0).to(args.learnable_sink->scalar_type()) : at::empty({0}, options);
   return grads;
 }
 

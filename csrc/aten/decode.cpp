@@ -36,10 +36,12 @@ struct Piece {
 };
 
 // Adds the pieces of a block of rows, at least one.
-void cut_into_splits(const Slice& slice, Block rows, int64_t num_splits, std::vector<Piece>& pieces) {
+void cut_into_splits(const Slice& slice, Block rows, int64_t num_splits,
+                     std::vector<Piece>& pieces) {
   const Block visible = slice.terms.visible_keys(rows, slice.seqlen_k());
-  const int64_t step = num_splits > 0 ? std::max<int64_t>((visible.size() + num_splits - 1) / num_splits, 1)
-                                      : kKeysPerSplit;
+  const int64_t step = num_splits > 0
+                           ? std::max<int64_t>((visible.size() + num_splits - 1) / num_splits, 1)
+                           : kKeysPerSplit;
   Block left = visible;
   do {
     const Block keys = left & Block{left.first, left.first + step};
@@ -65,10 +67,11 @@ GatheredCache gather_pages(const DecodeArgs& args) {
   const Tensor named = table.ge(0).logical_and_(table.lt(pages));
   const Tensor index = table.clamp(0, std::max<int64_t>(pages - 1, 0)).flatten();
   const auto gather = [&](const Tensor& cache) {
-    return cache.index_select(0, index)
-        .view({table.size(0), table.size(1) * page_size, cache.size(2), cache.size(3)});
+    return cache.index_select(0, index).view(
+        {table.size(0), table.size(1) * page_size, cache.size(2), cache.size(3)});
   };
-  if (host_reads(named) && named.all().item<bool>()) return {gather(args.k_cache), gather(args.v_cache), {}};
+  if (host_reads(named) && named.all().item<bool>())
+    return {gather(args.k_cache), gather(args.v_cache), {}};
   return {gather(args.k_cache), gather(args.v_cache),
           named.repeat_interleave(page_size, 1).unsqueeze(1).unsqueeze(1)};
 }

@@ -38,9 +38,9 @@ OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const Tensor& s
     const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
 
     const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ
-    Tensor p = state.step(tile.s);                   // P = exp(S − m'), after which m, l, o follow
+    Tensor p = state.step(tile.s);  // P = exp(S − m'), after which m, l, o follow
     if (slice.terms.dropout) p.mul_(slice.dropout_factors(rows, block));  // P = dropout(P)
-    tile.add_product(state.o, p, v);                 // o += P V
+    tile.add_product(state.o, p, v);                                      // o += P V
 
     left.first = block.last;
   }
@@ -95,8 +95,9 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
   const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
   Tensor probabilities = at::empty({0}, args.q.options());
   if (return_probs) {
-    probabilities = at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
-                              args.q.options());
+    probabilities =
+        at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
+                  args.q.options());
   }
   call.for_row_blocks([&](const Slice& slice, Block rows) {
     const Block keys = {0, slice.seqlen_k()};

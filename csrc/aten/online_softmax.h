@@ -11,7 +11,8 @@ namespace flash_attn::aten {
 struct OnlineSoftmax {
   at::Tensor o;        // (rows, d_v) or (matrices, rows, d_v), not normalised
   at::Tensor row_sum;  // l, (…, rows, 1)
-  at::Tensor row_max;  // m, (…, rows, 1); no keys yet: the lowest finite number, so that S − m is never −inf + inf
+  at::Tensor
+      row_max;  // m, (…, rows, 1); no keys yet: the lowest finite number, so that S − m is never −inf + inf
 
   // No keys; with a sink (…, rows, 1), its logit in natural units enters the sum as a key without a value.
   static OnlineSoftmax start(const at::Tensor& q, int64_t head_dim_v, const at::Tensor& sink);

@@ -2,6 +2,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <limits>
 
@@ -11,14 +13,7 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
-namespace {
-
-// masked := masked or more, where undefined stands for "nothing".
-void mask_also(Tensor& masked, const Tensor& more) {
-  masked = masked.defined() ? masked.logical_or(more) : more;
-}
-
-}  // namespace
+constexpr double kInf = std::numeric_limits<double>::infinity();
 
 Block ScoreTerms::visible_keys(Block rows, int64_t seqlen_k) const {
   const Block all = {0, seqlen_k};
@@ -41,42 +36,60 @@ double ScoreTerms::query_scale() const {
 ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows, Block keys,
                              std::initializer_list<Tensor> operands) const {
   ScoreTile tile;
-  tile.s = product(scaled_q, k.transpose(-2, -1));           // S = scale · Q Kᵀ
+  tile.s = product(scaled_q, k.transpose(-2, -1));  // S = scale · Q Kᵀ
   if (softcap > 0) {
     tile.tanh = tile.s.tanh_();
-    tile.s = tile.tanh * (softcap * kLog2E);                 // S = softcap · tanh(S / softcap)
+    tile.s = tile.tanh * (softcap * kLog2E);  // S = softcap · tanh(S / softcap)
   }
   Tensor s = unpack(tile.s, batch, heads);
-  if (bias.defined() && bias.scalar_type() != at::kBool) {   // S += bias
+  if (bias.defined() && bias.scalar_type() != at::kBool) {  // S += bias
     s.add_(bias_tile(bias, rows, keys).to(s.scalar_type()), kLog2E);
   }
-  if (alibi_slopes.defined()) {                              // S -= slope · |diagonal − key|
+  if (alibi_slopes.defined()) {  // S -= slope · |diagonal − key|
     s.addcmul_(alibi_slopes.to(s.scalar_type()),
-               diagonal_distance(rows, keys, s.scalar_type()), -kLog2E);
+               steps_from_diagonal(rows, keys, s.options()).abs_(), -kLog2E);
   }
-  const bool can_mask = key_exists.defined() || bias.defined() || crosses_band(rows, keys);
-  tile.careful = can_mask && !known_finite(operands);
-  const Tensor masked = mask(rows, keys, s.device(), tile.careful);
-  if (masked.defined()) {                                    // S = −inf where masked
-    s.masked_fill_(masked, -std::numeric_limits<double>::infinity());
-  }
+  const Tensor masked = mask(rows, keys);  // S = −inf where masked
+  if (masked.defined()) s.masked_fill_(masked, -kInf);
+  const Tensor bound = band_bound(rows, keys, s.options());
+  if (bound.defined()) at::minimum_out(s, s, bound);
+
+  const bool may_mask = masked.defined() || bound.defined() || bias.defined();
+  tile.careful = may_mask && !known_finite(operands);
   if (tile.careful) {
-    tile.masked = masked.expand_as(s).reshape(tile.s.sizes());
+    // The minimum of NaN and −inf is NaN, and so is NaN − inf with a bias of −inf.
+    Tensor all = at::zeros_like(s, at::kBool);
+    if (masked.defined()) all.logical_or_(masked);
+    if (bound.defined()) all.logical_or_(bound.lt(0));
+    if (bias.defined() && bias.scalar_type() != at::kBool) {
+      all.logical_or_(bias_tile(bias, rows, keys).eq(-kInf));
+    }
+    tile.masked = all.view(tile.s.sizes());
+    tile.remask(tile.s, -kInf);
     if (tile.tanh.defined()) tile.remask(tile.tanh, 0);
   }
   return tile;
 }
 
-bool ScoreTerms::crosses_band(Block rows, Block keys) const {
-  return band.limited() && (band_offset.defined() || !band.full_keys(rows).contains(keys));
+Tensor ScoreTerms::steps_from_diagonal(Block rows, Block keys, at::TensorOptions options) const {
+  // Counted from the tile's corner: whatever the lengths, small distances stay exact in fp32.
+  const Tensor row = at::arange(rows.size(), options).unsqueeze(-1);
+  Tensor first = at::arange(keys.size(), options) + double(keys.first - rows.first - band.offset);
+  if (band_offset.defined()) first = first - band_offset;
+  return first - row;
 }
 
-Tensor ScoreTerms::diagonal_distance(Block rows, Block keys, at::ScalarType dtype) const {
-  const auto int64 = at::TensorOptions(at::kLong).device(alibi_slopes.device());
-  Tensor diagonal = at::arange(rows.first + band.offset, rows.last + band.offset, int64);
-  diagonal = diagonal.unsqueeze(-1);
-  if (band_offset.defined()) diagonal = diagonal + band_offset;
-  return (diagonal - at::arange(keys.first, keys.last, int64)).abs_().to(dtype);
+Tensor ScoreTerms::band_bound(Block rows, Block keys, at::TensorOptions options) const {
+  if (!band.limited()) return {};
+  if (!band_offset.defined() && band.full_keys(rows).contains(keys)) return {};
+  const Tensor steps = steps_from_diagonal(rows, keys, options);
+  Tensor inside;  // > 0 inside of the band, < 0 outside, never 0
+  if (band.right < Band::kNoLimit) inside = band.right + 0.5 - steps;
+  if (band.left < Band::kNoLimit) {
+    const Tensor right_of_start = steps + (band.left + 0.5);
+    inside = inside.defined() ? at::minimum(inside, right_of_start) : right_of_start;
+  }
+  return inside.mul_(kInf);
 }
 
 Tensor ScoreTerms::bias_tile(const Tensor& bias, Block rows, Block keys) {
@@ -86,27 +99,12 @@ Tensor ScoreTerms::bias_tile(const Tensor& bias, Block rows, Block keys) {
   return part;
 }
 
-Tensor ScoreTerms::mask(Block rows, Block keys, at::Device device, bool careful) const {
+Tensor ScoreTerms::mask(Block rows, Block keys) const {
   Tensor masked;
-  if (crosses_band(rows, keys)) {
-    // steps = key − (query + offset): the band is −left <= steps <= right.
-    const auto int64 = at::TensorOptions(at::kLong).device(device);
-    const Tensor diagonal = at::arange(rows.first + band.offset, rows.last + band.offset, int64);
-    Tensor steps = at::arange(keys.first, keys.last, int64) - diagonal.unsqueeze(-1);
-    if (band_offset.defined()) steps = steps - band_offset;
-    if (band.right < Band::kNoLimit) mask_also(masked, steps.gt(band.right));
-    if (band.left < Band::kNoLimit) mask_also(masked, steps.lt(-band.left));
-  }
-  if (key_exists.defined()) {
-    mask_also(masked, key_exists.narrow(-1, keys.first, keys.size()).logical_not());
-  }
-  if (bias.defined()) {
-    const Tensor part = bias_tile(bias, rows, keys);
-    if (part.scalar_type() == at::kBool) {
-      mask_also(masked, part.logical_not());
-    } else if (careful) {
-      mask_also(masked, part.eq(-std::numeric_limits<double>::infinity()));
-    }
+  if (key_exists.defined()) masked = key_exists.narrow(-1, keys.first, keys.size()).logical_not();
+  if (bias.defined() && bias.scalar_type() == at::kBool) {
+    const Tensor dropped = bias_tile(bias, rows, keys).logical_not();
+    masked = masked.defined() ? masked.logical_or(dropped) : dropped;
   }
   return masked;
 }
@@ -128,7 +126,8 @@ void ScoreTile::add_product(Tensor acc, const Tensor& x, const Tensor& b) const 
 
 void ScoreTile::add_transposed_product(Tensor acc, const Tensor& x, const Tensor& b) const {
   const Tensor x_t = x.transpose(-2, -1);
-  careful ? add_masked_product(acc, x_t, b, masked.transpose(-2, -1)) : aten::add_product(acc, x_t, b);
+  careful ? add_masked_product(acc, x_t, b, masked.transpose(-2, -1))
+          : aten::add_product(acc, x_t, b);
 }
 
 }  // namespace flash_attn::aten

@@ -21,7 +21,8 @@ struct ScoreTile {
   at::Tensor s;       // scores · log2 e, a tile (tile.h)
   at::Tensor masked;  // bool, shaped like s; defined if careful
   at::Tensor tanh;    // tanh(S / softcap), shaped like s; undefined without softcap
-  bool careful = false;  // something is masked, and NaN or inf may be in what is multiplied with this tile
+  bool careful =
+      false;  // something is masked, and NaN or inf may be in what is multiplied with this tile
 
   // P = exp(S − LSE) in place of s; lse: Slice::lse_column.
   at::Tensor probabilities(const at::Tensor& lse) const;
@@ -38,9 +39,10 @@ struct ScoreTerms {
   double softmax_scale;
   double softcap = 0;
   Band band;  // of every sequence, or without an offset where that is in band_offset
-  at::Tensor band_offset;   // int64 (batch, 1, 1, 1) where only the device knows the lengths, else undefined
-  at::Tensor key_exists;    // bool (batch, 1, 1, seqlen_k), or undefined: all do
-  at::Tensor bias;          // each dimension 1 or that of (batch, heads, seqlen_q, seqlen_k), or undefined
+  at::Tensor
+      band_offset;  // int64 (batch, 1, 1, 1) where only the device knows the lengths, else undefined
+  at::Tensor key_exists;  // bool (batch, 1, 1, seqlen_k), or undefined: all do
+  at::Tensor bias;  // each dimension 1 or that of (batch, heads, seqlen_q, seqlen_k), or undefined
   at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1), or undefined
   Dropout dropout;
 
@@ -59,9 +61,13 @@ struct ScoreTerms {
   static at::Tensor bias_tile(const at::Tensor& bias, Block rows, Block keys);
 
  private:
-  bool crosses_band(Block rows, Block keys) const;
-  at::Tensor mask(Block rows, Block keys, at::Device device, bool careful) const;
-  at::Tensor diagonal_distance(Block rows, Block keys, at::ScalarType dtype) const;
+  // bool, true where a key does not exist or a bool bias says no; undefined: nowhere.
+  at::Tensor mask(Block rows, Block keys) const;
+  // key − diagonal of the query, (1 or batch, 1, rows, keys) or (rows, keys).
+  at::Tensor steps_from_diagonal(Block rows, Block keys, at::TensorOptions options) const;
+  // +inf inside of the band, −inf outside, so that min(S, bound) masks: 0.35 ns an element on a CPU where a bool mask and
+  // masked_fill take 2.1. Undefined: all inside.
+  at::Tensor band_bound(Block rows, Block keys, at::TensorOptions options) const;
 };
 
 }  // namespace flash_attn::aten

@@ -84,7 +84,7 @@ Tensor Sequences::view(const Tensor& x, Block batches) const {
 }
 
 Tensor Sequences::padded_like(const Tensor& x) const {
-  return at::empty({batch_, max_length_, x.size(-2), x.size(-1)}, x.options()).transpose(1, 2);
+  return at::zeros({batch_, max_length_, x.size(-2), x.size(-1)}, x.options()).transpose(1, 2);
 }
 
 void Sequences::store_padded(const Tensor& rows, const Tensor& x) const {

@@ -26,7 +26,7 @@ class Sequences {
   // Whether lengths are on the device only; then the slices hold sequences padded to max_length().
   bool padded() const { return lengths_.defined(); }
   at::Tensor lengths() const;  // int64 (batch)
-  at::Tensor exists() const;          // bool (batch, max_length): before the sequence's end
+  at::Tensor exists() const;   // bool (batch, max_length): before the sequence's end
 
   // Some batches of x (batch, seqlen, heads, d) or (total, heads, d) as (batches, heads, length, d): a view, or where
   // padded() a copy with zeros behind the sequences' ends.
@@ -42,13 +42,14 @@ class Sequences {
   struct Place {
     int64_t start, length;
   };
-  at::Tensor padded_index() const;  // int64 (batch, max_length): row of the flattened tokens, total_ for padding
+  at::Tensor padded_index()
+      const;  // int64 (batch, max_length): row of the flattened tokens, total_ for padding
 
   bool varlen_;
   int64_t batch_, total_, max_length_;
-  at::TensorOptions device_;      // int64 on the tokens' device
-  std::vector<Place> host_;       // start in x[b] (dense) or in x (varlen); empty if padded()
-  at::Tensor starts_, lengths_;   // int64 (batch), where padded(): start in the flattened tokens
+  at::TensorOptions device_;     // int64 on the tokens' device
+  std::vector<Place> host_;      // start in x[b] (dense) or in x (varlen); empty if padded()
+  at::Tensor starts_, lengths_;  // int64 (batch), where padded(): start in the flattened tokens
 };
 
 // A tensor that slices write into.

@@ -25,8 +25,7 @@ at::ScalarType compute_dtype(const Tensor& x) {
 
 Tensor pack(const Tensor& x, int64_t matrices) {
   const int64_t height = x.size(0) * x.size(1) / matrices * x.size(2);
-  return matrices == 1 ? x.reshape({height, x.size(3)})
-                       : x.reshape({matrices, height, x.size(3)});
+  return matrices == 1 ? x.reshape({height, x.size(3)}) : x.reshape({matrices, height, x.size(3)});
 }
 
 Tensor unpack(const Tensor& tile, int64_t batch, int64_t heads) {

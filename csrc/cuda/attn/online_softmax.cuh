@@ -12,14 +12,20 @@ namespace flash_attn {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-// After steps over blocks S₁ … S_j of a row's scores: row_max = max c·S, row_sum = Σ exp2(c·S - row_max)
-// over this thread's columns, with c = softmax_scale · log2 e. A row lies in the four lanes of a
-// quad: the maximum is exchanged in each step, the sums only in the end.
+// After steps over blocks S₁ … S_j of a row's scores, with c = softmax_scale · log2 e:
+//
+//   row_max = max c·S      row_sum = Σ exp2(c·S - row_max) over this thread's columns
+//
+// A row lies in the four lanes of a quad: the maximum is exchanged in each step, the sums only in
+// the end.
 //
 // row_max starts at the least finite number instead of -inf: rows that saw only -inf then have
 // exp2(-inf) = 0 in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through
 // the exponentials.
-template <int kRows>
+//
+// kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while the true maximum is less than
+// 2^kSlackLog2 times above it. The result is the same; P reaches 2^kSlackLog2.
+template <int kRows, int kSlackLog2 = 0>
 class OnlineSoftmax {
  public:
   __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale)
@@ -32,8 +38,9 @@ class OnlineSoftmax {
     }
   }
 
-  // S becomes P = exp2(c·(S - row_max)). Whatever was accumulated with earlier P must be multiplied by correction[row];
-  // returns whether any row of the warp needs it. Skipping is exact: the factors are all 1 then.
+  // S becomes P = exp2(c·S - row_max). Whatever was accumulated with earlier P must be multiplied
+  // by correction[row]; returns whether any row of the warp needs it. Skipping is exact: the factors
+  // are all 1 then.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ bool step(Accumulator<kMBlocks, kN>& S, float (&correction)[kRows]) {
     const bool moved = update_max(S, correction);
@@ -48,7 +55,8 @@ class OnlineSoftmax {
     return moved;
   }
 
-  // The first half of step(): leaves S, and the caller calls exponentiate() for each of its elements.
+  // The first half of step(). The caller then calls exponentiate() for each element of S and add()
+  // for each result, when it wants them.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ bool update_max(Accumulator<kMBlocks, kN>& S,
                                              float (&correction)[kRows]) {
@@ -67,7 +75,8 @@ class OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) {
       maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
       maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
-      const float row_max = fmaxf(maximum[row] * scale_log2_, row_max_[row]);
+      float row_max = fmaxf(maximum[row] * scale_log2_, row_max_[row]);
+      if (kSlackLog2 > 0 && row_max - row_max_[row] <= kSlackLog2) row_max = row_max_[row];
       moved |= row_max != row_max_[row];
       correction[row] = ptx::exp2(row_max_[row] - row_max);
       row_max_[row] = row_max;
@@ -76,11 +85,12 @@ class OnlineSoftmax {
     return __any_sync(~0u, moved);
   }
 
-  // The score of one key becomes its probability, and joins the row's sum.
+  // The score of one key becomes its probability.
   __device__ __forceinline__ float exponentiate(int row, float score) {
     return ptx::exp2(fmaf(score, scale_log2_, -row_max_[row]));
   }
 
+  // A probability, or a sum of them, joins the row's sum.
   __device__ __forceinline__ void add(int row, float p) { row_sum_[row] += p; }
 
   // Sums the quad's parts; call once, after the last step.

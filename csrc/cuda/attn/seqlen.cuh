@@ -9,11 +9,11 @@ namespace flash_attn {
 
 // Rows of q (out, dq, lse) and of k, v (dk, dv) that belong to sequence `batch_idx`:
 //
-//   q   [q_begin … q_begin + segment_q)          the first len_q count; the rest get out 0, LSE
-//   -inf, gradient 0 k   [segment_k_begin … + segment_k)          of these only [k_begin … k_begin
-//   + len_k) count: leftpad_k keys are
-//       pad pad │ len_k keys │ unused            skipped at the front, seqused_k limits the end;
-//       the rest get gradient 0
+//   q   [q_begin … q_begin + segment_q)
+//       len_q queries │ the rest: out 0, LSE -inf, gradient 0
+//
+//   k   [segment_k_begin … segment_k_begin + segment_k)
+//       leftpad │ len_k keys from k_begin on │ beyond seqused_k        gradient 0 outside the keys
 //
 // Row numbers are within the batch entry for dense tensors, within the whole tensor for varlen
 // (whose batch stride is 0), so that batch_idx · strides.batch + row · strides.row + head ·

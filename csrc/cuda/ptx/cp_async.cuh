@@ -28,4 +28,14 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// cp.async.ca with src-size, 4 bytes: copies source_bytes (0 or 4), else a zero. With 0 the source
+// is not read.
+__device__ __forceinline__ void cp_async_4(uint32_t smem_destination, const void* source,
+                                           int source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :
+               : "r"(smem_destination), "l"(source), "r"(source_bytes)
+               : "memory");
+}
+
 }  // namespace flash_attn::ptx

@@ -28,9 +28,9 @@ class TileLoader {
         row_stride_(row_stride),
         source_(matrix + row_ * row_stride + col_) {}
 
-  // Starts the copy of rows first_row … first_row + kRows - 1 into the tile. Elements in rows >=
-  // num_rows and in columns
-  // >= num_cols become 0 and are not read. The caller commits and waits.
+  // Starts the copy of rows first_row … first_row + kRows - 1 into the tile. Elements in rows from
+  // num_rows and in columns from num_cols on become 0 and are not read. The caller commits and
+  // waits.
   __device__ __forceinline__ void load(const Tile& tile, int first_row, int num_rows) const {
     const Element* source = source_ + first_row * row_stride_;
     const int rows_left = num_rows - first_row - static_cast<int>(row_);

@@ -1,0 +1,465 @@
+// Backward attention with mma.sync and cp.async, for sm_80 and everything newer: dK, dV and the
+// parts of dQ.
+//
+//   P  = exp(softmax_scale · Q Kᵀ - LSE), masked        dV = Pᵀ dO
+//   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
+//   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
+//
+// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it
+// walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
+// Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
+// fp32 reductions in global memory, or, when the caller wants the same bits there too, by the
+// kernel in bwd_dq.cuh. All warps have one role; each product's result is split over them in a grid
+// of its own.
+//
+// The plain loop:
+//
+//   load K, V
+//   for head, m:  load Q(m), dO(m); wait; sync
+//                 S = Q Kᵀ; mask; P = exp(S - LSE)      → P to shared memory
+//                 dP = dO Vᵀ; dS = P ∘ (dP - delta)     → dS to shared memory
+//                 sync                                   // other warps' P and dS
+//                 dK += dSᵀ Q;  dV += Pᵀ dO
+//                 dQ(m) += dS K                          // reductions in global memory
+//                 sync                                   // all warps are done with the tiles
+//
+// The loop here hides the loads: with two stages Q, dO(m + 1) come in during iteration m; with one
+// stage Q(m + 1) during Pᵀ dO and dS K, dO(m + 1) during dS K, after one sync more each. The last sync is the first one of the next iteration.
+//
+// Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
+// delta │
+#pragma once
+
+#include "../cuda/attn/dq_accum.cuh"
+#include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/softmax_bwd.cuh"
+#include "../cuda/attn/tile_scheduler.cuh"
+#include "../cuda/ptx/red.cuh"
+#include "../cuda/tile/copy.cuh"
+#include "../cuda/tile/gemm.cuh"
+#include "../cuda/tile/store.cuh"
+#include "bwd.h"
+#include "bwd_config.h"
+#include "bwd_dq.cuh"
+
+namespace flash_attn::sm80 {
+
+// A warp's place in a grid of warps, and its part of a kRows × kCols result.
+template <int kWarps, int kGridRows, int kRows, int kCols>
+struct WarpGrid {
+  static constexpr int kGridCols = kWarps / kGridRows;
+  static constexpr int kWarpRows = kRows / kGridRows, kWarpCols = kCols / kGridCols;
+  static_assert(kWarpRows % 16 == 0 && kWarpCols % 16 == 0);
+  using Part = Accumulator<kWarpRows / 16, kWarpCols>;
+
+  int row = static_cast<int>(threadIdx.x) / 32 / kGridCols;
+  int col = static_cast<int>(threadIdx.x) / 32 % kGridCols;
+};
+
+// The thread block's keys: block_idx · kBlockN … of those that count.
+struct KeyBlock {
+  int batch_idx, head_kv, first_key;
+};
+
+template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget>
+struct BwdTraits {
+  using Element = flash_attn::Element<kDType>;
+  static constexpr BwdTile kTile = kBwdTile<kHeadDimClass, kSmemBudget>;
+  static constexpr int kHeadDim = kHeadDimClass;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kThreads = 32 * kTile.num_warps, kStages = kTile.stages;
+  static_assert(kBlockM <= kBwdDqAccumPadding);
+  static_assert(kThreads >= 2 * kBlockM);  // a thread loads one LSE or one delta
+
+  using QTile = SmemTile<Element, kBlockM, kHeadDim>;  // dO too
+  using KTile = SmemTile<Element, kBlockN, kHeadDim>;  // V too
+  using PTile = SmemTile<Element, kBlockM, kBlockN>;   // dS too
+  using ScoreGrid = WarpGrid<kTile.num_warps, kTile.score_warps, kBlockM, kBlockN>;
+  using DkvGrid = WarpGrid<kTile.num_warps, kTile.dkv_warps, kBlockN, kHeadDim>;
+  using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
+  using Scheduler = TileScheduler<kBlockN>;
+
+  struct SharedStorage {
+    KTile k, v;  // in the end dK, dV
+    QTile q[kStages], dout[kStages];
+    PTile p, ds;
+    float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
+    SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
+    KeyBlock keys;
+  };
+  static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
+};
+
+// Columns of a tile as B, dealt out to kWarps warps 16 at a time: warp w multiplies by 16·w … 16·w
+// + 15, then by the same kWarps · 16 further on. (Neighbouring columns a warp would break
+// SmemTile::advance's rule when a warp has 48.)
+template <int kWarps, typename Tile>
+struct DealtColumns {
+  SmemOperandB<Tile, Layout::kKOuter> operand;
+
+  __device__ __forceinline__ DealtColumns(const Tile& tile, int warp, int lane)
+      : operand(tile, warp * 16, lane) {}
+  __device__ __forceinline__ void load(uint32_t (&block)[4], int n, int k) const {
+    operand.load(block, n * kWarps, k);
+  }
+};
+
+// One iteration's queries.
+struct QueryBlock {
+  int head, first_row;
+};
+
+// Brings in what belongs to a block of queries: Q, dO, LSE, delta.
+template <typename Traits>
+class QueryLoader {
+  using Element = typename Traits::Element;
+  using Loader = TileLoader<typename Traits::QTile, Traits::kThreads>;
+
+ public:
+  __device__ __forceinline__ QueryLoader(const BwdParams& params,
+                                         typename Traits::SharedStorage& smem)
+      : params_(params), smem_(smem) {}
+
+  // The caller commits.
+  __device__ __forceinline__ void start_q(const typename Traits::QTile& tile,
+                                          const QueryBlock& block) const {
+    load(tile, params_.q, params_.q_strides, params_.head_dim, block);
+  }
+  __device__ __forceinline__ void start_dout(const typename Traits::QTile& tile,
+                                             const QueryBlock& block) const {
+    load(tile, params_.dout, params_.dout_strides, params_.head_dim_v, block);
+  }
+
+  // The first kBlockM threads bring in one LSE each, the next kBlockM one delta. 0 for rows that do
+  // not exist: as their Q and dO are 0 too, so are their dP, dS and Pᵀ dO.
+  __device__ __forceinline__ void start_row_values(int parity, const QueryBlock& block) const {
+    const int thread = threadIdx.x, row = thread % Traits::kBlockM;
+    if (thread >= 2 * Traits::kBlockM) return;
+    const bool is_lse = thread < Traits::kBlockM;
+    const int64_t first_row = smem_.keys.batch_idx * params_.lse_batch_stride +
+                              block.head * params_.lse_head_stride + smem_.seqlen.q_begin;
+    const int query = block.first_row + row;
+    ptx::cp_async_4(ptx::smem_address(is_lse ? &smem_.lse[parity][row] : &smem_.delta[parity][row]),
+                    (is_lse ? params_.lse : params_.delta) + first_row + query,
+                    query < smem_.seqlen.len_q ? 4 : 0);
+  }
+
+ private:
+  __device__ __forceinline__ void load(const typename Traits::QTile& tile, const void* tensor,
+                                       const Strides& strides, int num_cols,
+                                       const QueryBlock& block) const {
+    const Element* matrix =
+        static_cast<const Element*>(tensor) +
+        SeqlenInfo::offset(strides, smem_.keys.batch_idx, block.head, smem_.seqlen.q_begin);
+    Loader(matrix, strides.row, num_cols, threadIdx.x)
+        .load(tile, block.first_row, smem_.seqlen.len_q);
+  }
+
+  const BwdParams& params_;
+  typename Traits::SharedStorage& smem_;
+};
+
+// P and dS of this block of queries, to shared memory.
+template <typename Traits, typename Mask>
+__device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& smem, int stage,
+                                               int parity, float scale_log2, bool masked,
+                                               const Mask& mask) {
+  using Element = typename Traits::Element;
+  using Grid = typename Traits::ScoreGrid;
+  using Scores = typename Grid::Part;
+  const Grid grid;
+  const int lane = threadIdx.x % 32;
+  const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
+  using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
+  using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
+  float lse_log2[Scores::kRows], delta[Scores::kRows];
+
+  Scores P, dS;
+  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
+      P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
+#pragma unroll
+  for (int row = 0; row < Scores::kRows; ++row) {
+    lse_log2[row] =
+        to_lse_log2(smem.lse[parity][first_row + row / 2 * 16 + fragment_row(row, lane)]);
+  }
+  recompute_probabilities(P, scale_log2, lse_log2, masked, mask);  // P = exp(S - LSE)
+  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(               // dP = dO Vᵀ
+      dS, Rows(smem.dout[stage], first_row, lane), Cols(smem.v, first_col, lane));
+#pragma unroll
+  for (int row = 0; row < Scores::kRows; ++row) {
+    delta[row] = smem.delta[parity][first_row + row / 2 * 16 + fragment_row(row, lane)];
+  }
+  // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
+  store_rounded(smem.p, P, first_row, first_col, lane);
+  softmax_gradient(dS, P, delta);  // dS = P ∘ (dP - delta)
+  store_rounded(smem.ds, dS, first_row, first_col, lane);
+}
+
+// A block's part of dQ = dS K on its way into dq_accum.
+template <typename Traits>
+class DqReduction {
+  using Grid = typename Traits::DqGrid;
+  using Part = typename Grid::Part;
+  static constexpr int kReductions = Part::kRows * Part::kN / 16;  // of four values a lane
+
+ public:
+  __device__ __forceinline__ void compute(const BwdParams& params, const QueryBlock& block,
+                                          const typename Traits::SharedStorage& smem) {
+    const Grid grid;
+    const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
+    gemm_smem<typename Traits::Element, Traits::kBlockN, Into::kZero>(
+        dQ_,
+        SmemOperandA<Part::kMBlocks, 16, Layout::kKInner, typename Traits::PTile>(smem.ds,
+                                                                                  first_row, lane),
+        DealtColumns<Grid::kGridCols, typename Traits::KTile>(smem.k, grid.col, lane));
+    const int64_t sequence_row = params.cu_seqlens_q == nullptr
+                                     ? int64_t{smem.keys.batch_idx} * params.seqlen_q
+                                     : smem.seqlen.q_begin;
+    const int row = block.first_row + first_row + lane / 4;
+    rows_left_ = smem.seqlen.len_q - row;
+    accum_ = params.dq_accum +
+             (block.head * params.dq_accum_rows + sequence_row + row) * Traits::kHeadDim +
+             grid.col * 16;
+  }
+
+  // Sends off the step-th of num_steps shares; both are known at compile time.
+  __device__ __forceinline__ void send(int step, int num_steps) const {
+#pragma unroll
+    for (int i = 0; i < kReductions; ++i) {
+      if (i * num_steps / kReductions == step) reduce(i / (Part::kN / 16), i % (Part::kN / 16));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void reduce(int row, int n) const {
+    const int t = threadIdx.x % 4;
+    // Rows behind len_q add 0, wherever that is (dq_accum has kBwdDqAccumPadding rows more): a
+    // branch would keep the compiler from spreading the reductions.
+    const bool exists = row * 8 < rows_left_;
+    float* block_of_16 = accum_ + row * 8 * Traits::kHeadDim + n * 16 * Grid::kGridCols;
+    float value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      value[i] = exists ? dQ_.data[row / 2][2 * n + i / 2][row % 2 * 2 + i % 2] : 0.f;
+    }
+    if constexpr (dq_accum_position(0, 1) == 1) {
+      ptx::red_add_v4(block_of_16 + dq_accum_position(t, 0), value[0], value[1], value[2],
+                      value[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::red_add(block_of_16 + dq_accum_position(t, i), value[i]);
+    }
+  }
+
+  Part dQ_;
+  float* accum_;
+  int rows_left_;  // before len_q, from this lane's first row on
+};
+
+// Pᵀ or dSᵀ as A. With each 16 columns goes a share of the reductions: in one burst they would hold
+// up the loads from shared memory behind them (measured: 4 % at d = 128, 11 % at d = 256).
+template <typename Traits, int kFirstStep, bool kSumDq>
+struct RowsAndReductions {
+  using Grid = typename Traits::DkvGrid;
+  static constexpr int kSteps = Traits::kBlockM / 16;
+  SmemOperandA<Grid::Part::kMBlocks, 16, Layout::kKOuter, typename Traits::PTile> operand;
+  const DqReduction<Traits>& dq;
+
+  __device__ __forceinline__ RowsAndReductions(const typename Traits::PTile& tile, int lane,
+                                               const DqReduction<Traits>& reduction)
+      : operand(tile, Grid().row * Grid::kWarpRows, lane), dq(reduction) {}
+  __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
+    operand.load(blocks, k);
+    if constexpr (kSumDq) dq.send(kFirstStep + k / 16, 2 * kSteps);
+  }
+};
+
+// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
+template <typename Traits, bool kSumDq>
+__device__ __forceinline__ void compute_loop(const BwdParams& params,
+                                             typename Traits::SharedStorage& smem,
+                                             typename Traits::DkvGrid::Part& dK,
+                                             typename Traits::DkvGrid::Part& dV) {
+  using Element = typename Traits::Element;
+  using Grid = typename Traits::DkvGrid;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
+  using Cols = DealtColumns<Grid::kGridCols, typename Traits::QTile>;
+  // With one stage dO comes in later than Q, in a group of its own.
+  constexpr int kPendingLoads = kStages == 1 ? 1 : 0;
+  const Grid grid;
+  const int thread = threadIdx.x, lane = thread % 32;
+  const SeqlenInfo& seqlen = smem.seqlen;
+  const KeyBlock& keys = smem.keys;
+
+  const BlockRange range = BlockRange::of_queries<kBlockM, kBlockN>(
+      AttentionWindow(params, seqlen.len_q, seqlen.len_k), keys.first_key);
+  const int group = params.heads_q / params.heads_kv;
+  const int iterations = (range.end - range.begin) * group;
+  if (iterations == 0) return;
+
+  const auto load_keys = [&](const typename Traits::KTile& tile, const void* tensor,
+                             const Strides& strides, int num_cols) {
+    const Element* matrix =
+        static_cast<const Element*>(tensor) +
+        SeqlenInfo::offset(strides, keys.batch_idx, keys.head_kv, seqlen.k_begin);
+    TileLoader<typename Traits::KTile, Traits::kThreads>(matrix, strides.row, num_cols, thread)
+        .load(tile, keys.first_key, seqlen.len_k);
+  };
+  const QueryLoader<Traits> queries(params, smem);
+
+  load_keys(smem.k, params.k, params.k_strides, params.head_dim);
+  load_keys(smem.v, params.v, params.v_strides, params.head_dim_v);
+  QueryBlock next{.head = keys.head_kv * group, .first_row = range.begin * kBlockM};
+  queries.start_row_values(0, next);
+  queries.start_q(smem.q[0], next);
+  if (kStages == 1) ptx::cp_async_commit();
+  queries.start_dout(smem.dout[0], next);
+  ptx::cp_async_commit();
+#pragma unroll 1
+  for (int i = 0; i < iterations; ++i) {
+    const QueryBlock block = next;
+    const int stage = i % kStages, m = block.first_row / kBlockM;
+    const bool more = i + 1 < iterations;
+    next.first_row += kBlockM;
+    if (next.first_row == range.end * kBlockM) {
+      next = {.head = block.head + 1, .first_row = range.begin * kBlockM};
+    }
+    ptx::cp_async_wait<kPendingLoads>();
+    __syncthreads();  // Q(i) is there, all warps are done with iteration i - 1
+    if (kStages == 2 && more) {
+      queries.start_row_values((i + 1) % 2, next);
+      queries.start_q(smem.q[(i + 1) % kStages], next);
+      queries.start_dout(smem.dout[(i + 1) % kStages], next);
+      ptx::cp_async_commit();
+    }
+
+    compute_scores<Traits>(  // P, dS
+        smem, stage, i % 2, params.softmax_scale * kLog2E,
+        m < range.full_begin || m >= range.full_end, [&](typename Traits::ScoreGrid::Part& S) {
+          const typename Traits::ScoreGrid score_grid;
+          const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
+          int query[Traits::ScoreGrid::Part::kRows];
+#pragma unroll
+          for (int row = 0; row < S.kRows; ++row) {
+            query[row] = block.first_row + score_grid.row * Traits::ScoreGrid::kWarpRows +
+                         row / 2 * 16 + fragment_row(row, lane);
+          }
+          mask_keys(S, window, query,
+                    keys.first_key + score_grid.col * Traits::ScoreGrid::kWarpCols, lane);
+        });
+    __syncthreads();  // P, dS are there
+
+    DqReduction<Traits> dq;
+    if constexpr (kSumDq) dq.compute(params, block, smem);  // dQ = dS K
+    gemm_smem<Element, kBlockM, Into::kSum>(                // dK += dSᵀ Q
+        dK, RowsAndReductions<Traits, 0, kSumDq>(smem.ds, lane, dq),
+        Cols(smem.q[stage], grid.col, lane));
+    if (kStages == 1 && more) {
+      __syncthreads();  // all warps are done with Q(i)
+      queries.start_row_values((i + 1) % 2, next);
+      queries.start_q(smem.q[0], next);
+      ptx::cp_async_commit();
+    }
+    gemm_smem<Element, kBlockM, Into::kSum>(  // dV += Pᵀ dO
+        dV, RowsAndReductions<Traits, kBlockM / 16, kSumDq>(smem.p, lane, dq),
+        Cols(smem.dout[stage], grid.col, lane));
+    if (kStages == 1 && more) {
+      __syncthreads();  // all warps are done with dO(i)
+      queries.start_dout(smem.dout[0], next);
+      ptx::cp_async_commit();
+    }
+  }
+}
+
+// Writes dK and dV. Keys of the segment that do not count (behind len_k, and the leftpad before
+// them) get 0: row r from k_begin on wraps around at the segment's end to its beginning.
+template <typename Traits>
+__device__ __forceinline__ void store_rows(void* gradient, const Strides& strides, int num_cols,
+                                           const typename Traits::SharedStorage& smem,
+                                           const typename Traits::KTile& tile) {
+  using Element = typename Traits::Element;
+  const SeqlenInfo seqlen = smem.seqlen;
+  const KeyBlock keys = smem.keys;
+  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
+  const int leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
+  Element* matrix =
+      static_cast<Element*>(gradient) +
+      SeqlenInfo::offset(strides, keys.batch_idx, keys.head_kv, seqlen.segment_k_begin);
+  for (int i = threadIdx.x; i < Traits::kBlockN * kRowChunks; i += Traits::kThreads) {
+    const int row = i / kRowChunks, col = i % kRowChunks * kChunk, key = keys.first_key + row;
+    if (key >= seqlen.segment_k || col >= num_cols) continue;
+    uint4 chunk = {};
+    if (key < seqlen.len_k) {
+      chunk = *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(tile.data) +
+                                              Traits::KTile::byte_offset(row, col));
+    }
+    const int64_t unwrapped = int64_t{leftpad} + key;
+    const int64_t segment_row =
+        unwrapped < seqlen.segment_k ? unwrapped : unwrapped - seqlen.segment_k;
+    *reinterpret_cast<uint4*>(matrix + segment_row * strides.row + col) = chunk;
+  }
+}
+
+template <typename Traits, bool kSumDq>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdParams params,
+               const __grid_constant__ typename Traits::Scheduler scheduler) {
+  using Grid = typename Traits::DkvGrid;
+  extern __shared__ __align__(128) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(dynamic_smem);
+  const TileCoordinates tile = scheduler.tile(blockIdx.x);
+  // With a causal mask the first keys are seen by most queries: dense blocks start from there.
+  const int first_key =
+      Traits::kBlockN *
+      (params.cu_seqlens_k == nullptr ? scheduler.blocks_per_head - 1 - tile.block : tile.block);
+  const SeqlenInfo seqlen(params, tile.batch_idx);
+  if (first_key >= seqlen.segment_k) return;
+  if (threadIdx.x == 0) {
+    smem.seqlen = seqlen;
+    smem.keys = {.batch_idx = tile.batch_idx, .head_kv = tile.head, .first_key = first_key};
+  }
+  __syncthreads();
+
+  typename Grid::Part dK, dV;
+  dK.fill(0.f);
+  dV.fill(0.f);
+  compute_loop<Traits, kSumDq>(params, smem, dK, dV);
+
+  __syncthreads();  // all warps are done with K and V
+  const Grid grid;
+  const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
+  store_rounded<16 * Grid::kGridCols>(smem.k, dK, first_row, grid.col * 16, lane,
+                                      params.softmax_scale);
+  store_rounded<16 * Grid::kGridCols>(smem.v, dV, first_row, grid.col * 16, lane);
+  __syncthreads();
+  store_rows<Traits>(params.dk, params.dk_strides, params.head_dim, smem, smem.k);
+  store_rows<Traits>(params.dv, params.dv_strides, params.head_dim_v, smem, smem.v);
+}
+
+template <typename Traits>
+void launch_bwd_kernel(const BwdParams& params, Stream stream) {
+  const int64_t group = params.heads_q / params.heads_kv;
+  const auto scheduler = Traits::Scheduler::make(
+      params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
+      int64_t{params.seqlen_q} * (params.head_dim + params.head_dim_v) * 4 * group);
+  if (scheduler.num_tiles() == 0) return;
+  const auto launch = [&]<bool kSumDq> {
+    cuda::launch<bwd_kernel<Traits, kSumDq>>(scheduler.num_tiles(), Traits::kThreads,
+                                             sizeof(typename Traits::SharedStorage), stream, params,
+                                             scheduler);
+  };
+  params.dq_accum == nullptr ? launch.template operator()<false>()
+                             : launch.template operator()<true>();
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge>>(params, stream);
+  } else {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall>>(params, stream);
+  }
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim>(params, stream);
+}
+
+}  // namespace flash_attn::sm80

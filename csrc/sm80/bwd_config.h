@@ -1,0 +1,141 @@
+// Tile sizes of the sm80 backward kernels, by head-dim class and shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "config.h"
+
+namespace flash_attn::sm80 {
+
+// Shared memory of one backward block: 163 KB on sm_80, more on sm_90; 99 KB on sm_86, sm_89 and
+// sm_120.
+constexpr int bwd_smem_bytes(SmemBudget budget) {
+  return (budget == SmemBudget::kLarge ? 163 : 99) * 1024;
+}
+constexpr SmemBudget bwd_smem_budget(int smem_optin_bytes) {
+  return smem_optin_bytes >= bwd_smem_bytes(SmemBudget::kLarge) ? SmemBudget::kLarge
+                                                                : SmemBudget::kSmall;
+}
+
+// The warps of a block split each product's result in a grid of their own.
+struct BwdTile {
+  int block_m;  // queries of an iteration
+  int block_n;  // keys of a thread block
+  int num_warps;
+  int stages;       // buffers of Q and dO
+  int score_warps;  // S, dP (queries × keys): rows of the grid
+  int dkv_warps;    // dK, dV (keys × head dim): rows of the grid
+  int dq_warps;     // dQ (queries × head dim): rows of the grid
+};
+
+template <int kHeadDim, SmemBudget kBudget>
+inline constexpr BwdTile kBwdTile = {};
+
+template <>
+inline constexpr BwdTile kBwdTile<64, SmemBudget::kLarge> = {.block_m = 128,
+                                                             .block_n = 128,
+                                                             .num_warps = 8,
+                                                             .stages = 2,
+                                                             .score_warps = 4,
+                                                             .dkv_warps = 4,
+                                                             .dq_warps = 4};
+template <>
+inline constexpr BwdTile kBwdTile<64, SmemBudget::kSmall> = {.block_m = 64,
+                                                             .block_n = 128,
+                                                             .num_warps = 8,
+                                                             .stages = 2,
+                                                             .score_warps = 2,
+                                                             .dkv_warps = 4,
+                                                             .dq_warps = 4};
+template <>
+inline constexpr BwdTile kBwdTile<96, SmemBudget::kLarge> = {.block_m = 64,
+                                                             .block_n = 128,
+                                                             .num_warps = 8,
+                                                             .stages = 2,
+                                                             .score_warps = 2,
+                                                             .dkv_warps = 4,
+                                                             .dq_warps = 4};
+template <>
+inline constexpr BwdTile kBwdTile<96, SmemBudget::kSmall> = {.block_m = 64,
+                                                             .block_n = 64,
+                                                             .num_warps = 8,
+                                                             .stages = 2,
+                                                             .score_warps = 4,
+                                                             .dkv_warps = 4,
+                                                             .dq_warps = 4};
+template <>
+inline constexpr BwdTile kBwdTile<128, SmemBudget::kLarge> = {.block_m = 64,
+                                                              .block_n = 128,
+                                                              .num_warps = 8,
+                                                              .stages = 2,
+                                                              .score_warps = 2,
+                                                              .dkv_warps = 4,
+                                                              .dq_warps = 2};
+template <>
+inline constexpr BwdTile kBwdTile<128, SmemBudget::kSmall> = {.block_m = 64,
+                                                              .block_n = 64,
+                                                              .num_warps = 8,
+                                                              .stages = 1,
+                                                              .score_warps = 4,
+                                                              .dkv_warps = 2,
+                                                              .dq_warps = 2};
+template <>
+inline constexpr BwdTile kBwdTile<192, SmemBudget::kLarge> = {.block_m = 64,
+                                                              .block_n = 64,
+                                                              .num_warps = 8,
+                                                              .stages = 2,
+                                                              .score_warps = 4,
+                                                              .dkv_warps = 2,
+                                                              .dq_warps = 2};
+template <>
+inline constexpr BwdTile kBwdTile<192, SmemBudget::kSmall> = {.block_m = 32,
+                                                              .block_n = 64,
+                                                              .num_warps = 8,
+                                                              .stages = 1,
+                                                              .score_warps = 2,
+                                                              .dkv_warps = 2,
+                                                              .dq_warps = 2};
+template <>
+inline constexpr BwdTile kBwdTile<256, SmemBudget::kLarge> = {.block_m = 64,
+                                                              .block_n = 64,
+                                                              .num_warps = 8,
+                                                              .stages = 1,
+                                                              .score_warps = 4,
+                                                              .dkv_warps = 2,
+                                                              .dq_warps = 2};
+template <>
+inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
+                                                              .block_n = 32,
+                                                              .num_warps = 4,
+                                                              .stages = 1,
+                                                              .score_warps = 2,
+                                                              .dkv_warps = 2,
+                                                              .dq_warps = 2};
+
+// Rows of dq_accum behind the last one: a block of queries that ends inside a block of this many
+// rows adds zeros there.
+inline constexpr int kBwdDqAccumPadding = 128;
+
+// The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
+struct BwdDqTile {
+  int block_m;
+  int block_n;  // keys of an iteration
+  int num_warps;
+};
+
+// One tile a head dim, small enough for 99 KB: Q, dO, K, V each once.
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdDqTile = {};
+
+template <>
+inline constexpr BwdDqTile kBwdDqTile<64> = {.block_m = 128, .block_n = 128, .num_warps = 8};
+template <>
+inline constexpr BwdDqTile kBwdDqTile<96> = {.block_m = 64, .block_n = 64, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdDqTile<128> = {.block_m = 128, .block_n = 64, .num_warps = 8};
+template <>
+inline constexpr BwdDqTile kBwdDqTile<192> = {.block_m = 64, .block_n = 64, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdDqTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
+
+}  // namespace flash_attn::sm80

@@ -1,0 +1,80 @@
+// Tile sizes of the sm80 forward, by head-dim class and shared memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "../cuda/dispatch.h"
+
+namespace flash_attn::sm80 {
+
+using cuda::with_dtype;
+
+// The class that holds both head dims.
+template <typename F>
+auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
+  return cuda::with_head_dim_class(std::max(head_dim, head_dim_v), std::forward<F>(f));
+}
+
+// Shared memory that one block may have.
+enum class SmemBudget : uint8_t {
+  kSmall,   // 99 KB: sm_86, sm_89, sm_120
+  kLarge,   // 163 KB: sm_80
+  kLargest  // 227 KB: sm_90, sm_100
+};
+constexpr int smem_bytes(SmemBudget budget) {
+  return (budget == SmemBudget::kSmall ? 99 : budget == SmemBudget::kLarge ? 163 : 227) * 1024;
+}
+constexpr SmemBudget smem_budget(int smem_optin_bytes) {
+  if (smem_optin_bytes >= smem_bytes(SmemBudget::kLargest)) return SmemBudget::kLargest;
+  if (smem_optin_bytes >= smem_bytes(SmemBudget::kLarge)) return SmemBudget::kLarge;
+  return SmemBudget::kSmall;
+}
+
+struct FwdTile {
+  int block_m;  // queries of a thread block; a warp owns block_m / num_warps neighbouring rows
+  int block_n;  // keys of an iteration
+  int num_warps;
+  int blocks_per_sm;  // that the register allocation must leave room for
+};
+
+// 32 rows a warp where the accumulators fit into 255 registers (O 128, S 64 at d = 128): every
+// fragment of K and V read from shared memory then feeds two products. From 192 on O leaves room
+// for 16 rows. Two blocks of 4 warps on a multiprocessor beat one of 8 wherever shared memory
+// allows it: one's softmax hides behind the other's products (H200, s = 4096, full: d = 192
+// 298 against 273 TFLOP/s, d = 256 313 against 290).
+template <int kHeadDim, SmemBudget kBudget>
+inline constexpr FwdTile kFwdTile = kFwdTile<kHeadDim, SmemBudget::kLarge>;
+
+template <SmemBudget kBudget>
+inline constexpr FwdTile kFwdTile<64, kBudget> = {
+    .block_m = 128, .block_n = 128, .num_warps = 4, .blocks_per_sm = 2};
+template <SmemBudget kBudget>
+inline constexpr FwdTile kFwdTile<96, kBudget> = {
+    .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+
+template <>
+inline constexpr FwdTile kFwdTile<128, SmemBudget::kSmall> = {
+    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdTile<128, SmemBudget::kLarge> = {
+    .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+
+template <>
+inline constexpr FwdTile kFwdTile<192, SmemBudget::kSmall> = {
+    .block_m = 128, .block_n = 64, .num_warps = 8, .blocks_per_sm = 1};
+template <>
+inline constexpr FwdTile kFwdTile<192, SmemBudget::kLarge> = {
+    .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+
+template <>
+inline constexpr FwdTile kFwdTile<256, SmemBudget::kSmall> = {
+    .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdTile<256, SmemBudget::kLarge> = {
+    .block_m = 128, .block_n = 64, .num_warps = 8, .blocks_per_sm = 1};
+template <>
+inline constexpr FwdTile kFwdTile<256, SmemBudget::kLargest> = kFwdTile<256, SmemBudget::kSmall>;
+
+}  // namespace flash_attn::sm80

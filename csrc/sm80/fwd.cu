@@ -1,0 +1,16 @@
+#include "fwd.h"
+
+#include "config.h"
+
+namespace flash_attn::sm80 {
+
+void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  if (params.heads_q == 0) return;
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+      launch_fwd<kDType, kHeadDim>(params, device, stream);
+    });
+  });
+}
+
+}  // namespace flash_attn::sm80

@@ -1,0 +1,280 @@
+// Forward attention with mma.sync and cp.async, for sm_80 and everything newer.
+//
+//   O = softmax(softmax_scale · Q Kᵀ, masked) V        LSE = log Σ exp(…)
+//
+// A thread block owns kBlockM queries of one head and walks over their keys in blocks of kBlockN,
+// from the last to the first, so that the masked blocks of a causal row come first. All warps have
+// one role: each loads its share of every tile, and owns kBlockM / kNumWarps neighbouring rows of
+// S, P and O in registers.
+//
+// The plain loop:
+//
+//   for n:  load K(n), V(n); wait; sync
+//           S = Q K(n)ᵀ; mask; P, m, l = online_softmax(S)
+//           O = O · exp(m_old - m) + P V(n)
+//           sync                                            // all warps are done with the tiles
+//
+// The loop here hides the loads: V(n) comes in during S = Q K(n)ᵀ, K(n - 1) during the softmax and
+// P V(n). The exponentials of 16 keys run under the products of the 16 before. Two blocks a
+// multiprocessor hide what remains of one's softmax behind the other's products. O is rescaled only
+// when a maximum of the warp moved.
+//
+//   loads     │ Q K(n) │ V(n)       │ K(n-1)            │ V(n-1)      │ …
+//   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
+//   sync              ▲            ▲                   ▲
+//
+// Shared memory: │ Q, in the end O │ K │ V │
+#pragma once
+
+#include <new>
+#include <type_traits>
+
+#include "../cuda/attn/mask.cuh"
+#include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/tile_scheduler.cuh"
+#include "../cuda/launch.h"
+#include "../cuda/ptx/opaque.cuh"
+#include "../cuda/tile/copy.cuh"
+#include "../cuda/tile/gemm.cuh"
+#include "../cuda/tile/store.cuh"
+#include "config.h"
+#include "fwd.h"
+
+namespace flash_attn::sm80 {
+
+// kTile is a value, so that a class with the same tile for several budgets is compiled once.
+template <DType kDType, int kHeadDimClass, FwdTile kTile>
+struct FwdTraits {
+  using Element = flash_attn::Element<kDType>;
+  static constexpr int kHeadDim = kHeadDimClass;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kThreads = 32 * kTile.num_warps;
+  static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
+  static constexpr int kWarpRows = kBlockM / kTile.num_warps;
+  static constexpr int kMBlocks = kWarpRows / 16;
+  static_assert(kWarpRows % 16 == 0);
+
+  using QTile = SmemTile<Element, kBlockM, kHeadDim>;
+  using KTile = SmemTile<Element, kBlockN, kHeadDim>;
+  using VTile = SmemTile<Element, kBlockN, kHeadDim>;
+  using Scores = Accumulator<kMBlocks, kBlockN>;
+  using Output = Accumulator<kMBlocks, kHeadDim>;
+  using Softmax = OnlineSoftmax<Scores::kRows>;
+  using Scheduler = TileScheduler<kBlockM>;
+};
+
+// What a thread block works on. It lives in shared memory because in registers it would cost 20 of
+// a thread's 255.
+template <typename Traits>
+struct FwdWork {
+  using Element = typename Traits::Element;
+
+  const Element *q, *k, *v;  // row 0 of the sequence, at this head
+  Element* out;
+  float* lse;
+  AttentionWindow window;
+  BlockRange range;  // of keys
+  int first_row;     // of the block's queries, within the sequence
+  int segment_q;     // rows to write
+
+  __device__ __forceinline__ FwdWork(const FwdParams& params, const TileCoordinates& tile,
+                                     const SeqlenInfo& seqlen)
+      : window(params, seqlen.len_q, seqlen.len_k),
+        first_row(tile.block * Traits::kBlockM),
+        segment_q(seqlen.segment_q) {
+    const int head_kv = tile.head / (params.heads_q / params.heads_kv);
+    const auto offset = [&](const Strides& strides, int head, int64_t row) {
+      return SeqlenInfo::offset(strides, tile.batch_idx, head, row);
+    };
+    q = static_cast<const Element*>(params.q) + offset(params.q_strides, tile.head, seqlen.q_begin);
+    k = static_cast<const Element*>(params.k) + offset(params.k_strides, head_kv, seqlen.k_begin);
+    v = static_cast<const Element*>(params.v) + offset(params.v_strides, head_kv, seqlen.k_begin);
+    out = static_cast<Element*>(params.out) + offset(params.out_strides, tile.head, seqlen.q_begin);
+    lse = params.lse + tile.batch_idx * params.lse_batch_stride +
+          tile.head * params.lse_head_stride + seqlen.q_begin;
+    range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
+  }
+};
+
+template <typename Traits>
+struct FwdSharedStorage {
+  union {  // a warp writes its rows of O over its rows of Q, which no other warp reads
+    typename Traits::QTile q;
+    typename Traits::QTile o;
+  };
+  typename Traits::KTile k;
+  typename Traits::VTile v;
+  alignas(FwdWork<Traits>) unsigned char work[sizeof(FwdWork<Traits>)];
+};
+
+// P = exp(S - m) as the left operand of P V, computed 16 columns at a time when gemm() asks for
+// them.
+template <typename Traits>
+struct Probabilities {
+  typename Traits::Softmax& softmax;
+  const typename Traits::Scores& S;
+
+  __device__ __forceinline__ void load(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
+#pragma unroll
+    for (int row = 0; row < 2 * Traits::kMBlocks; ++row) {
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[i] = softmax.exponentiate(row, S.at(row, k / 4 + i));
+      softmax.add(row, (p[0] + p[1]) + (p[2] + p[3]));
+      blocks[row / 2][row % 2] = ptx::pack<typename Traits::Element>(p[0], p[1]);
+      blocks[row / 2][row % 2 + 2] = ptx::pack<typename Traits::Element>(p[2], p[3]);
+    }
+  }
+};
+
+// Walks over the keys; returns O (not yet normalised) and the softmax state of the warp's rows.
+template <typename Traits>
+__device__ __forceinline__ void compute_loop(const FwdParams& params,
+                                             const FwdSharedStorage<Traits>& smem,
+                                             const FwdWork<Traits>& work,
+                                             typename Traits::Output& O,
+                                             typename Traits::Softmax& softmax) {
+  using Element = typename Traits::Element;
+  constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
+  const SmemOperandA<Traits::kMBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
+      smem.q, warp_row, lane);
+  const SmemOperandB<typename Traits::KTile, Layout::kKInner> K(smem.k, 0, lane);
+  const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
+  // opaque() and V's reversed order of threads keep the threads' addresses from living across the
+  // products, in registers that the accumulators need.
+  const auto load = [&](const auto& tile, const Element* matrix, int64_t row_stride, int num_cols,
+                        int first_row, int num_rows, unsigned thread) {
+    using Tile = std::remove_cvref_t<decltype(tile)>;
+    TileLoader<Tile, Traits::kThreads>(matrix, row_stride, num_cols, ptx::opaque(thread))
+        .load(tile, first_row, num_rows);
+  };
+  const auto load_k = [&](int n) {
+    load(smem.k, work.k, params.k_strides.row, params.head_dim, n * kBlockN, work.window.len_k(),
+         threadIdx.x);
+  };
+  const auto load_v = [&](int n) {
+    load(smem.v, work.v, params.v_strides.row, params.head_dim_v, n * kBlockN, work.window.len_k(),
+         Traits::kThreads - 1 - threadIdx.x);
+  };
+
+  int n = work.range.end - 1;
+  if (n < work.range.begin) return;
+  load(smem.q, work.q, params.q_strides.row, params.head_dim, work.first_row, work.window.len_q(),
+       threadIdx.x);
+  load_k(n);
+  ptx::cp_async_commit();
+#pragma unroll 1
+  for (; n >= work.range.begin; --n) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // K(n) is there, all warps are done with V(n + 1)
+    load_v(n);
+    ptx::cp_async_commit();
+
+    typename Traits::Scores S;
+    gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);           // S = Q K(n)ᵀ
+    if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
+      int query[Traits::Scores::kRows];
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+        query[row] = work.first_row + warp_row + row / 2 * 16 + fragment_row(row, lane);
+      }
+      mask_keys(S, work.window, query, n * kBlockN, lane);
+    }
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // V(n) is there, all warps are done with K(n)
+    if (n > work.range.begin) load_k(n - 1);
+    ptx::cp_async_commit();
+
+    float correction[Traits::Scores::kRows];
+    if (softmax.update_max(S, correction)) scale_rows(O, correction);  // O = O · exp(m_old - m)
+    // O += exp(S - m) V(n)
+    gemm<Element, kBlockN, Into::kSum>(O, Probabilities<Traits>{softmax, S}, V);
+  }
+}
+
+// Normalises O and writes it and LSE; rows of the segment that do not count get 0 and -inf.
+template <typename Traits>
+__device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedStorage<Traits>& smem,
+                                           const FwdWork<Traits>& work, typename Traits::Output& O,
+                                           typename Traits::Softmax& softmax) {
+  using Element = typename Traits::Element;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
+  softmax.finish();
+  float inverse_sum[Traits::Output::kRows];
+#pragma unroll
+  for (int row = 0; row < O.kRows; ++row) {
+    const int query = work.first_row + warp_row + row / 2 * 16 + fragment_row(row, lane);
+    if (lane % 4 == 0 && query < work.segment_q) {
+      work.lse[query] = query < work.window.len_q() ? softmax.log_sum_exp(row) : -INFINITY;
+    }
+    inverse_sum[row] = softmax.inverse_sum(row);
+  }
+  scale_rows(O, inverse_sum);
+  store_rounded(smem.o, O, warp_row, 0, lane);
+  __syncwarp();
+
+  // Whole rows in chunks of 16 bytes, as TileLoader reads them.
+  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
+#pragma unroll
+  for (int i = lane; i < Traits::kWarpRows * kRowChunks; i += 32) {
+    const int row = warp_row + i / kRowChunks, col = i % kRowChunks * kChunk;
+    const int query = work.first_row + row;
+    if (query >= work.segment_q || col >= params.head_dim_v) continue;
+    uint4 chunk = {};
+    if (query < work.window.len_q()) {
+      chunk = *reinterpret_cast<const uint4*>(smem.o.pointer(row, col));
+    }
+    *reinterpret_cast<uint4*>(work.out + query * params.out_strides.row + col) = chunk;
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    fwd_kernel(const __grid_constant__ FwdParams params,
+               const __grid_constant__ typename Traits::Scheduler scheduler) {
+  extern __shared__ __align__(128) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
+  auto& work = *reinterpret_cast<FwdWork<Traits>*>(smem.work);
+  if (threadIdx.x < 32) {
+    const TileCoordinates tile = scheduler.tile(blockIdx.x);
+    if (threadIdx.x == 0) new (&work) FwdWork<Traits>(params, tile, {params, tile.batch_idx});
+  }
+  __syncthreads();
+  if (work.first_row >= work.segment_q) return;
+
+  typename Traits::Output O;
+  typename Traits::Softmax softmax(params.softmax_scale);
+  O.fill(0.f);
+  compute_loop<Traits>(params, smem, work, O, softmax);
+  store_tile<Traits>(params, smem, work, O, softmax);
+}
+
+template <DType kDType, int kHeadDim, SmemBudget kBudget>
+void launch_fwd_kernel(const FwdParams& params, Stream stream) {
+  using Traits = FwdTraits<kDType, kHeadDim, kFwdTile<kHeadDim, kBudget>>;
+  static_assert(sizeof(FwdSharedStorage<Traits>) <= smem_bytes(kBudget));
+  const int64_t group = params.heads_q / params.heads_kv;
+  const auto scheduler = Traits::Scheduler::make(
+      params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
+      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * 2 / group);
+  if (scheduler.num_tiles() == 0) return;
+  cuda::launch<fwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
+                                   sizeof(FwdSharedStorage<Traits>), stream, params, scheduler);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  switch (smem_budget(device.smem_optin_bytes)) {
+    case SmemBudget::kSmall:
+      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kSmall>(params, stream);
+    case SmemBudget::kLarge:
+      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kLarge>(params, stream);
+    case SmemBudget::kLargest:
+      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kLargest>(params, stream);
+  }
+}
+
+}  // namespace flash_attn::sm80

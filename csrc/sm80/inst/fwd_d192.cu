@@ -1,0 +1,8 @@
+#include "../fwd.cuh"
+
+namespace flash_attn::sm80 {
+
+template void launch_fwd<DType::kFp16, 192>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd<DType::kBf16, 192>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+
+}  // namespace flash_attn::sm80
