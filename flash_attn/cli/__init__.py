@@ -7,6 +7,7 @@ What the user got wrong is a :class:`~flash_attn.cli.common.CliError`: one line 
 
 import argparse
 import importlib
+import os
 import sys
 
 from .common import CliError
@@ -39,10 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command. Exit code: 0, 1 (a comparison failed), 2 (bad input), 130 (interrupted)."""
     try:
         args = _parser().parse_args(argv)
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except CliError as error:
         print(f"flash_attn: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("flash_attn: interrupted", file=sys.stderr)
         return 130

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .common import CliError, add_device_arguments, pick_device, table
+from .common import CliError, add_device_arguments, check_backend_name, pick_device, table
 
 HELP = "every backend of this machine against float64: forward, gradients and decode"
 
@@ -166,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
+    check_backend_name(args.backend)
     devices = [device]
     if args.device is None and device.type == "cuda":
         devices.insert(0, torch.device("cpu"))

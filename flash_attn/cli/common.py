@@ -55,6 +55,36 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """What training uses there: bf16 on a GPU, fp32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def check_backend(name: str | None, device: torch.device, head_dim: int) -> None:
+    """Fails before any work on a backend that does not exist or cannot train on this device."""
+    if name is None:
+        return
+    import flash_attn
+
+    check_backend_name(name)
+    q = torch.empty(1, 8, 1, head_dim, device=device, dtype=usual_dtype(device))
+    support = flash_attn.can_use(q, q, q, causal=True)
+    reasons = support.reasons.get(name, [])
+    if reasons:
+        raise CliError(f"--backend: {name} cannot serve this: {'; '.join(reasons)}")
+
+
+def check_backend_name(name: str | None) -> None:
+    import flash_attn
+
+    try:
+        if name is not None:
+            flash_attn.use_backend(name)
+    except ValueError as error:
+        expected = str(error).removeprefix("flash_attn: backend: ")
+        raise CliError(f"--backend: {expected}") from None
+
+
 def optional_import(module: str, purpose: str):
     """A package that only some commands need."""
     import importlib

@@ -9,14 +9,15 @@ import torch
 
 from . import peers
 from .common import (
-    CliError,
     add_device_arguments,
+    check_backend,
     forced_backend,
     human_bytes,
     optional_import,
     pick_device,
     positive_int,
     table,
+    usual_dtype,
 )
 from .generate import Generated, generate
 from .measure import peak_memory, synchronize
@@ -28,9 +29,10 @@ HELP = "train a small GPT on real text beside naive attention, then generate wit
 SEED = 1
 STEPS = {"cpu": 200, "cuda": 300}
 GENERATED = 160  # bytes
+# Training is chaotic: it doubles a difference in rounding every few steps, whatever computed it.
+COMPARED_STEPS = 100
 # Largest |ours - naive| / naive of the losses, and of the logits in generation relative to the
-# largest logit. Rounding differs from the first step on and training amplifies it; a wrong mask or
-# scale is 100 times larger.
+# largest logit: 4e-6 and 6e-3 were seen on a CPU, the latter in bf16 over 80 steps.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -51,11 +53,13 @@ class Trainer:
 
     def __init__(self, name: str, attention: peers.Attention, size: Size, device: torch.device):
         self.name, self.device = name, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.dtype = usual_dtype(device)
         self.model = ByteGPT(size, attention, SEED).to(device)
-        # Adam divides by the size of past gradients: with its default eps it turns gradients that
-        # are all rounding into full steps, and two equal runs drift apart 100 times faster.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, eps=1e-6)
+        # Adam divides by the size of past gradients: with its default eps, 1e-8, gradients that are
+        # all rounding become full steps and equal runs drift apart a hundred times faster.
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-5
+        )
         # Adam's first steps are as large as the learning rate allows: start low.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / 20)
@@ -72,7 +76,7 @@ class Trainer:
         with self.autocast():
             loss = self.model.loss(tokens)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
@@ -106,19 +110,8 @@ def batches(text: torch.Tensor, size: Size, device: torch.device):
         yield text[starts + offsets].long().to(device)
 
 
-def check_backend(name: str | None, size: Size, device: torch.device, dtype: torch.dtype) -> None:
-    """Fails before any work on a backend that does not exist or cannot train this model."""
-    if name is None:
-        return
-    q = torch.zeros(1, 8, size.heads, size.head_dim, device=device, dtype=dtype, requires_grad=True)
-    try:
-        peers.ours(name, causal=True)(q, q, q).sum().backward()
-    except (RuntimeError, ValueError, KeyError, NotImplementedError) as error:
-        raise CliError(f"--backend {name}: {str(error).splitlines()[0]}") from None
-
-
 def train(ours: Trainer, naive: Trainer, steps: int, feed) -> float:
-    """Trains both on the same batches; returns the largest relative difference of their losses."""
+    """Trains both on the same batches; the largest relative difference of the compared losses."""
     tqdm = optional_import("tqdm", "the demo's progress bar").tqdm
     worst = 0.0
     with tqdm(total=steps, unit="step") as bar:
@@ -126,7 +119,8 @@ def train(ours: Trainer, naive: Trainer, steps: int, feed) -> float:
             tokens = next(feed)
             ours.step(index, tokens)
             naive.step(index, tokens)
-            worst = max(worst, abs(ours.loss - naive.loss) / naive.loss)
+            if index < COMPARED_STEPS:
+                worst = max(worst, abs(ours.loss - naive.loss) / naive.loss)
             bar.set_postfix(ours=f"{ours.loss:.4f}", naive=f"{naive.loss:.4f}", refresh=False)
             bar.update()
             if index % 10 == 0 or index == steps - 1:
@@ -150,9 +144,9 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     size = SIZES[device.type]
     text = read_text(args.text, at_least=2 * (size.context + 1))
+    check_backend(args.backend, device, size.head_dim)
     ours = Trainer("flash_attn", peers.ours(args.backend, causal=True), size, device)
     naive = Trainer("naive", peers.naive(causal=True), size, device)
-    check_backend(args.backend, size, device, ours.dtype)
     parameters = sum(p.numel() for p in ours.model.parameters())
     print(
         f"{parameters / 1e6:.1f} M parameters, {size.layers} layers, {size.heads} heads of "
@@ -163,7 +157,10 @@ def run(args: argparse.Namespace) -> int:
     rows = [ours.row(), naive.row()]
     print(table(["attention", "last loss", "tokens/s", "peak memory of a step"], rows))
     tolerance = TOLERANCE[ours.dtype]
-    print(f"largest relative difference of the losses {worst:.1e} (tolerance {tolerance:.0e})")
+    print(
+        f"largest relative difference of the losses {worst:.1e} in the first {COMPARED_STEPS} "
+        f"steps (tolerance {tolerance:.0e})"
+    )
 
     result = continue_text(ours, text, args.backend)
     print(f"\n{result.prompt.decode(errors='replace')}|{result.text.decode(errors='replace')}\n")

@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .common import forced_backend
 
-# name in tables -> torch's backend. On CPU torch has flash (its tiled kernel) and math only.
+# Name in tables -> torch's backend. On a CPU torch has flash (a tiled kernel) and math only.
 SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -11,16 +11,19 @@ from . import peers
 from .common import (
     CliError,
     add_device_arguments,
+    check_backend,
     optional_import,
     pick_device,
     positive_int,
     table,
+    usual_dtype,
 )
 from .measure import peak_memory, time_call
 
 HELP = "time and memory of ours, naive attention and torch's backends over sequence length"
 
 SEQLENS = {"cpu": [256, 512, 1024, 2048, 4096], "cuda": [512, 1024, 2048, 4096, 8192, 16384]}
+_SIZES = {"cpu": (8, 64), "cuda": (16, 128)}  # heads, head_dim
 KINDS = {"forward": "ms", "backward": "ms", "memory": "MiB"}  # memory: the peak of both passes
 OURS = "flash_attn"
 
@@ -44,7 +47,7 @@ def _lengths(text: str) -> list[int]:
 def contestants(args: argparse.Namespace, device: torch.device) -> dict[str, peers.Attention]:
     causal = not args.full
     torch_backends = (
-        ("fa2", "math") if device.type == "cpu" else ("fa2", "cudnn", "efficient", "math")
+        ("flash", "math") if device.type == "cpu" else ("fa2", "cudnn", "efficient", "math")
     )
     return {
         OURS: peers.ours(args.backend, causal),
@@ -55,9 +58,9 @@ def contestants(args: argparse.Namespace, device: torch.device) -> dict[str, pee
 
 def inputs(seqlen: int, device: torch.device) -> list[torch.Tensor]:
     """q, k, v, dout: on a GPU 16k tokens of width 2048, on a CPU one sequence of width 512."""
-    gpu = device.type == "cuda"
-    shape = (max(1, 16384 // seqlen), seqlen, 16, 128) if gpu else (1, seqlen, 8, 64)
-    dtype = torch.bfloat16 if gpu else torch.float32
+    heads, head_dim = _SIZES[device.type]
+    batch = max(1, 16384 // seqlen) if device.type == "cuda" else 1
+    shape, dtype = (batch, seqlen, heads, head_dim), usual_dtype(device)
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
         torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(4)
@@ -137,12 +140,20 @@ def show(records: list[dict]) -> str:
     return "\n\n".join(blocks)
 
 
+def check_plot(path: str) -> None:
+    """Fails before the race on a plot that could not be written after it."""
+    plt = optional_import("matplotlib.pyplot", "--plot")
+    formats = plt.Figure().canvas.get_supported_filetypes()
+    file = Path(path).absolute()
+    if not file.parent.is_dir() or file.suffix.removeprefix(".") not in formats:
+        raise CliError(f"--plot: expected a .png file in an existing folder, got {path!r}")
+
+
 def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
+    check_backend(args.backend, device, _SIZES[device.type][1])
     if args.plot:
-        optional_import("matplotlib.pyplot", "--plot")
-        if not Path(args.plot).absolute().parent.is_dir():
-            raise CliError(f"--plot: expected a file in an existing folder, got {args.plot!r}")
+        check_plot(args.plot)
     where = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
