@@ -1,0 +1,1 @@
+"""Measurements of flash_attn and its peers; from the root: ``python -m benchmarks.race``."""

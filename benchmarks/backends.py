@@ -1,0 +1,282 @@
+"""Adapters: each contestant as closures without arguments, so that only its own work is timed.
+
+Layout is ours, (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for varlen; peers
+that want heads first get transposed views. A contestant that cannot serve a case raises
+:class:`Unsupported`, or its own RuntimeError.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.shapes import Case, DecodeCase
+from flash_attn.cli import peers
+from flash_attn.cli.common import forced_backend
+
+PEERS = (*peers.SDPA, "flex", "fa4", "naive")  # any other name is a backend of ours
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Unsupported(RuntimeError):
+    """The contestant has no such feature."""
+
+
+@dataclass
+class Inputs:
+    """N(0, std²) tensors of a case; ``leaves`` are what the backward differentiates."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+    def leaves(self) -> list[torch.Tensor]:
+        tensors = (self.q, self.k, self.v, self.bias, self.sink)
+        return [x for x in tensors if x is not None and x.requires_grad]
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, std: float = 1.0) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, grad: bool = True) -> torch.Tensor:
+        x = torch.randn(shape, dtype=dtype, device=device, generator=generator) * std
+        return x.requires_grad_(grad)
+
+    lead = (case.tokens,) if case.docs else (case.batch, case.seqlen)
+    inputs = Inputs(
+        q=normal(*lead, case.heads, case.head_dim),
+        k=normal(*lead, case.kv_heads, case.head_dim),
+        v=normal(*lead, case.kv_heads, case.dim_v),
+        dout=torch.randn(
+            *lead, case.heads, case.dim_v, dtype=dtype, device=device, generator=generator
+        ),
+    )
+    if case.docs:
+        ends = torch.tensor((0, *case.docs), device=device).cumsum(0)
+        inputs.cu_seqlens = ends.to(torch.int32)
+    if case.alibi:
+        heads = torch.arange(1, case.heads + 1, device=device, dtype=torch.float32)
+        inputs.slopes = 2.0 ** (-8.0 * heads / case.heads)
+    if case.bias:
+        inputs.bias = normal(1, case.heads, case.seqlen, case.seqlen, grad=case.bias == "grad")
+    if case.sink:
+        inputs.sink = normal(case.heads)
+    return inputs
+
+
+def _ours(backend: str, case: Case, inputs: Inputs) -> Attend:
+    import flash_attn
+
+    options: dict[str, object] = {"causal": case.causal}
+    if case.window is not None:
+        options["window_size"] = (case.window, 0)
+    if inputs.slopes is not None:
+        options["alibi_slopes"] = inputs.slopes
+    if inputs.bias is not None:
+        options["attn_bias"] = inputs.bias
+    if inputs.sink is not None:
+        options["learnable_sink"] = inputs.sink
+    options |= {
+        "softcap": case.softcap,
+        "dropout_p": case.dropout,
+        "deterministic": case.deterministic,
+    }
+    call = flash_attn.flash_attn_func
+    if case.docs:
+        cu, longest = inputs.cu_seqlens, max(case.docs)
+        call = functools.partial(
+            flash_attn.flash_attn_varlen_func,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with forced_backend(backend):
+            return call(q, k, v, **options)
+
+    return attend
+
+
+def _sdpa(name: str, case: Case, inputs: Inputs) -> Attend:
+    refuse(case, "window", "softcap", "alibi", "sink", "docs", "deterministic")
+    return peers.sdpa(name, case.causal, inputs.bias, case.dropout)
+
+
+def _fa2(case: Case, inputs: Inputs) -> Attend:
+    """torch's FA2: varlen and windows through varlen_attn, which has no dense form."""
+    if not case.docs and case.window is None:
+        return _sdpa("fa2", case, inputs)
+    refuse(case, "softcap", "alibi", "sink", "bias", "dropout", "deterministic")
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = case.docs or (case.seqlen,) * case.batch
+    cu = torch.tensor((0, *lengths), device=inputs.q.device).cumsum(0).to(torch.int32)
+    left = -1 if case.window is None else case.window
+    window = (left, 0 if case.causal else -1)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+        out = varlen_attn(*flat, cu, cu, max(lengths), max(lengths), window_size=window)
+        return out.view(*q.shape[:-1], v.shape[-1])
+
+    return attend
+
+
+def _fa4(case: Case, inputs: Inputs) -> Attend:
+    """FlashAttention-4 (``pip install flash-attn-4``); each kernel compiles at its first call."""
+    refuse(case, "alibi", "bias", "dropout")
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise Unsupported(f"flash_attn.cute.interface cannot be imported: {error}") from None
+    call = interface.flash_attn_func
+    if case.docs:
+        cu, longest = inputs.cu_seqlens, max(case.docs)
+        call = functools.partial(
+            interface.flash_attn_varlen_func,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )
+    options = {"causal": case.causal, "softcap": case.softcap, "deterministic": case.deterministic}
+    if case.window is not None:
+        options |= {"causal": False, "window_size": (case.window, 0)}
+    return lambda q, k, v: call(q, k, v, learnable_sink=inputs.sink, **options)[0]
+
+
+def _flex(case: Case, inputs: Inputs) -> Attend:
+    """FlexAttention compiled for this length; mask and score terms as closures over our tensors."""
+    refuse(case, "sink", "dropout", "deterministic")
+    from torch.nn.attention import flex_attention as flex
+
+    torch._functorch.config.donated_buffer = False  # else a backward cannot run twice on one graph
+    device = inputs.q.device
+    window = case.window if case.window is not None else case.seqlen
+    total = case.tokens if case.docs else case.seqlen
+    docs = None
+    if case.docs:
+        docs = torch.repeat_interleave(torch.tensor(case.docs, device=device))
+
+    def mask(b, h, i, j):
+        keep = (j <= i) & (i - j <= window) if case.causal else j >= 0
+        return keep if docs is None else keep & (docs[i] == docs[j])
+
+    def score(s, b, h, i, j):
+        if case.softcap:
+            s = case.softcap * torch.tanh(s / case.softcap)
+        if inputs.slopes is not None:
+            s = s - inputs.slopes[h] * (i - j).abs()
+        return s if inputs.bias is None else s + inputs.bias[0, h, i, j]
+
+    plain = not (case.softcap or case.alibi or case.bias)
+    block_mask = None
+    if case.causal or case.docs:
+        make = torch.compile(flex.create_block_mask)
+        block_mask = make(mask, None, None, total, total, device=device)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if case.docs:
+            q, k, v = (x[None] for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = compiled(
+            q,
+            k,
+            v,
+            score_mod=None if plain else score,
+            block_mask=block_mask,
+            enable_gqa=case.kv_heads != case.heads,
+        ).transpose(1, 2)
+        return out[0] if case.docs else out
+
+    return attend
+
+
+def _naive(case: Case, inputs: Inputs) -> Attend:
+    refuse(case, "window", "softcap", "alibi", "bias", "sink", "dropout", "docs")
+    if case.kv_heads != case.heads:
+        raise Unsupported("no GQA")
+    return peers.naive(case.causal)
+
+
+def refuse(case: Case, *features: str) -> None:
+    """Raises for the first of these features that the case asks for."""
+    for feature in features:
+        value = getattr(case, feature)
+        if value is not None and value is not False and value != 0 and value != ():
+            raise Unsupported(f"no {feature}")
+
+
+_BUILDERS = {"fa2": _fa2, "fa4": _fa4, "flex": _flex, "naive": _naive}
+
+
+def attention(name: str, case: Case, inputs: Inputs) -> Attend:
+    """The contestant as a function of q, k, v."""
+    if name in _BUILDERS:
+        return _BUILDERS[name](case, inputs)
+    if name in PEERS:
+        return _sdpa(name, case, inputs)
+    return _ours(name, case, inputs)
+
+
+def forward(name: str, case: Case, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    attend = attention(name, case, inputs)
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return attend(inputs.q, inputs.k, inputs.v)
+
+    return call
+
+
+def backward(name: str, case: Case, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Runs the forward once; each call of the result runs the backward on its graph."""
+    out = attention(name, case, inputs)(inputs.q, inputs.k, inputs.v)
+    leaves = inputs.leaves()
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+
+@dataclass
+class Cache:
+    k: torch.Tensor  # (batch, length, heads_kv, d)
+    v: torch.Tensor
+
+
+def make_caches(
+    case: DecodeCase, count: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[Cache]]:
+    """q (batch, 1, heads, d) and ``count`` caches."""
+    generator = torch.Generator(device).manual_seed(0)
+    normal = functools.partial(torch.randn, dtype=dtype, device=device, generator=generator)
+    shape = (case.batch, case.length, case.heads_kv, case.head_dim)
+    caches = [Cache(normal(shape), normal(shape)) for _ in range(count)]
+    return normal((case.batch, 1, case.heads, case.head_dim)), caches
+
+
+def decode(
+    name: str, case: DecodeCase, q: torch.Tensor, cache: Cache
+) -> Callable[[], torch.Tensor]:
+    if name in PEERS:
+        if name not in peers.SDPA:
+            raise Unsupported("no decode adapter")
+        return functools.partial(peers.sdpa(name, causal=False), q, cache.k, cache.v)
+    from flash_attn import flash_decode_func
+
+    seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=q.device)
+
+    def call() -> torch.Tensor:
+        with forced_backend(name):
+            return flash_decode_func(q, cache.k, cache.v, seqlens)
+
+    return call

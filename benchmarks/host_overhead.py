@@ -1,0 +1,82 @@
+"""Host time of one call: what Python, checks, autograd and the launch cost before any work.
+
+    python -m benchmarks.host_overhead [--device cuda] [--out FILE.json]
+
+Inputs of 1 x 1 x 1 x 64 in bf16, beside torch's scaled_dot_product_attention held to its flash
+backend.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
+
+from benchmarks import results
+from flash_attn.cli.common import forced_backend
+from flash_attn.cli.measure import synchronize
+from flash_attn.cli.peers import SDPA
+
+CALLS, BLOCKS = (
+    200,
+    25,
+)  # the device keeps up: it is synchronised after each block, outside the clock
+
+
+def host_time(fn: Callable[[], object], device: torch.device) -> float:
+    """Microseconds a call, the median of the blocks."""
+    blocks = []
+    for _ in range(BLOCKS + 2):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            fn()
+        blocks.append((time.perf_counter() - start) / CALLS * 1e6)
+        synchronize(device)
+    return statistics.median(blocks[2:])  # the first two warm up
+
+
+def measure(attend: Callable, shape: tuple[int, ...], device: torch.device) -> dict[str, float]:
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+    result = {}
+    with torch.no_grad():
+        result["forward, no grad"] = host_time(lambda: attend(q, k, v), device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    result["forward with a graph"] = host_time(lambda: attend(q, k, v), device)
+    dout = torch.ones_like(q)
+    result["forward and backward"] = host_time(
+        lambda: torch.autograd.grad(attend(q, k, v), leaves, dout), device
+    )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", help="ours (default: sm80 on a GPU, aten on a CPU)")
+    parser.add_argument("--out", metavar="FILE.json")
+    args = parser.parse_args()
+    from flash_attn import flash_attn_func
+
+    device = torch.device(args.device)
+    name = args.backend or ("sm80" if device.type == "cuda" else "aten")
+    shape = (1, 1, 1, 64)  # either layout
+    with forced_backend(name):
+        ours = measure(flash_attn_func, shape, device)
+    with sdpa_kernel(SDPA["flash"]):
+        sdpa = measure(F.scaled_dot_product_attention, shape, device)
+    records = [results.run_record(device, f"median of {BLOCKS} blocks of {CALLS} calls")]
+    for what in ours:
+        values = {name: ours[what], "sdpa": sdpa[what]}
+        ratio = {f"{name}/sdpa": ours[what] / sdpa[what]}
+        records.append(results.record("host", {"call": what}, "us", values, ratio))
+    results.write(args.out, records)
+    print(results.show(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

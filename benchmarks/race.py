@@ -1,0 +1,251 @@
+"""The races: ours by backend against torch's backends, FlexAttention and FlashAttention-4.
+
+    python -m benchmarks.race [--kinds fwd,bwd,decode,naive,features,cpu] [--backends
+    sm80,fa2,cudnn] [--out FILE.json]
+
+Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
+backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
+before it is timed.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from benchmarks import backends, results, shapes
+from benchmarks.timing import QUICK, Recipe, Timer
+from flash_attn.cli.measure import peak_memory
+
+KINDS = ("fwd", "bwd", "decode", "naive", "features", "cpu")
+CONTESTANTS = {  # the first is ours
+    "fwd": ("sm80", "fa2", "cudnn"),
+    "bwd": ("sm80", "fa2", "cudnn"),
+    "decode": ("cuda", "fa2", "cudnn"),
+    "naive": ("sm80", "naive"),
+    "features": ("sm80", "fa2", "cudnn", "efficient"),
+    "cpu": ("aten", "flash"),
+}
+# Contestants' outputs differ by the rounding of P, dS and the result to 16 bits; more is a wrong
+# result.
+AGREE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Race:
+    """Times the contestants of one case after another, and keeps what could not run."""
+
+    def __init__(self, timer: Timer, dtype: torch.dtype):
+        self.timer, self.dtype, self.device = timer, dtype, timer.device
+        self.reasons: dict[str, str] = {}
+        self.wrong: list[str] = []
+
+    def seconds(
+        self, names: Iterable[str], label: str, build: Callable, compare: bool = True
+    ) -> dict[str, float | None]:
+        """Seconds a call of build(name)() for each name; None where a contestant cannot."""
+        times, reference = {}, None
+        for name in names:
+            times[name] = None
+            try:
+                fn = build(name)
+                result = fn()
+                if compare:
+                    reference = self._compare(name, label, result, reference)
+                times[name] = self.timer(fn)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                self.reasons.setdefault(f"{label} {name}", str(error).strip().splitlines()[0])
+            fn = result = None
+            gc.collect()
+        return times
+
+    def _compare(self, name: str, label: str, result, reference):
+        tensors = result if isinstance(result, tuple | list) else (result,)
+        if reference is None:
+            return name, [x.detach().clone() for x in tensors]
+        first, expected = reference
+        for index, (x, y) in enumerate(zip(tensors, expected, strict=True)):
+            error = ((x.double() - y.double()).norm() / y.double().norm()).item()
+            if not error <= AGREE[self.dtype]:
+                self.wrong.append(
+                    f"{label}: output {index} of {name} differs from {first} by {error:.2e}"
+                )
+        return reference
+
+
+def dense_race(
+    race: Race, kind: str, cases: list[shapes.Case], names: tuple[str, ...], suffix: str = ""
+) -> list[dict]:
+    """TFLOP/s of the forward (kind fwd) or the backward (kind bwd)."""
+    backward = kind == "bwd"
+    make = backends.backward if backward else backends.forward
+    records = []
+    for case in cases:
+        inputs = backends.make_inputs(case, race.dtype, race.device)
+        label = f"{kind}{suffix} {case.shape()}"
+        times = race.seconds(
+            names,
+            label,
+            lambda name, case=case, inputs=inputs: make(name, case, inputs),
+            compare=not case.dropout,
+        )
+        flops = case.flops(backward)
+        values = {n: None if t is None else flops / t / 1e12 for n, t in times.items()}
+        ratio = results.ratios(values, names[0], names[1:], "more")
+        records.append(results.record(kind + suffix, case.shape(), "TFLOP/s", values, ratio))
+        progress(records[-1])
+    return records
+
+
+def decode_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+    """Caches of more than twice the L2 take turns in one CUDA graph: K and V come from memory."""
+    l2 = torch.cuda.get_device_properties(race.device).L2_cache_size
+    records = []
+    for case in cases:
+        count = max(2, -(-5 * l2 // (2 * case.cache_bytes())))
+        q, caches = backends.make_caches(case, count, race.device, race.dtype)
+        rounds = max(1, 48 // count)  # a short graph would time its own launch
+
+        def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
+            calls = [backends.decode(name, case, q, cache) for cache in caches] * rounds
+            return graph_of(calls)
+
+        times = race.seconds(names, f"decode {case.shape()}", build)
+        per_call = {n: None if t is None else t / (count * rounds) for n, t in times.items()}
+        rates = {
+            n: None if t is None else case.cache_bytes() / t / 1e12 for n, t in per_call.items()
+        }
+        micros = {n: None if t is None else t * 1e6 for n, t in per_call.items()}
+        ratio = results.ratios(rates, names[0], names[1:], "more")
+        records.append(results.record("decode", case.shape(), "TB/s", rates, ratio))
+        records.append(results.record("decode.time", case.shape(), "us", micros))
+        progress(records[-2])
+        del q, caches, build
+    return records
+
+
+def graph_of(calls: list[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tensor]:
+    """A closure that replays all calls as one CUDA graph and returns the first call's output."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call() for call in calls]
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return outputs[0]
+
+    return replay
+
+
+def cpu_race(race: Race, cases: list[shapes.Case], names: tuple[str, ...]) -> list[dict]:
+    """Time and peak memory of one call, forward and backward."""
+    records = []
+    for case in cases:
+        inputs = backends.make_inputs(case, race.dtype, race.device)
+        for kind, make in (("fwd", backends.forward), ("bwd", backends.backward)):
+            label = f"cpu.{kind} {case.shape()}"
+            times = race.seconds(
+                names,
+                label,
+                lambda name, make=make, case=case, inputs=inputs: make(name, case, inputs),
+            )
+            flops = case.flops(kind == "bwd")
+            values = {n: None if t is None else flops / t / 1e9 for n, t in times.items()}
+            ratio = results.ratios(values, names[0], names[1:], "more")
+            records.append(results.record(f"cpu.{kind}", case.shape(), "GFLOP/s", values, ratio))
+            peaks = {n: _peak_mib(make, n, case, inputs) for n, t in times.items() if t is not None}
+            ratio = results.ratios(peaks, names[0], names[1:], "more")
+            records.append(results.record(f"cpu.{kind}.memory", case.shape(), "MiB", peaks, ratio))
+            progress(records[-2])
+    return records
+
+
+def _peak_mib(
+    make: Callable, name: str, case: shapes.Case, inputs: backends.Inputs
+) -> float | None:
+    fn = make(name, case, inputs)
+    peak = peak_memory(fn, inputs.q.device)
+    return None if peak is None else peak / 2**20
+
+
+def progress(record: dict) -> None:
+    """One line a case on stderr, so that a long race shows where it is."""
+    values = "  ".join(f"{n} {v:.4g}" if v else f"{n} -" for n, v in record["values"].items())
+    print(
+        f"{record['kind']} {record['shape']}: {values} {record['unit']}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list[dict]:
+    if kind == "decode":
+        records = decode_race(race, shapes.decode(quick), names)
+        return records + results.geometric_means(records, by=())
+    if kind == "naive":
+        return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
+    if kind == "features":
+        cases = shapes.features(quick)
+        return [r for k in ("fwd", "bwd") for r in dense_race(race, k, cases, names, ".feature")]
+    if kind == "cpu":
+        return cpu_race(race, shapes.cpu(quick), names)
+    records = dense_race(race, kind, shapes.dense(quick), names)
+    return records + results.geometric_means(records, by=("d", "causal"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default="fwd,bwd,decode,naive", help=f"of {','.join(KINDS)}")
+    parser.add_argument(
+        "--backends", help="contestants, ours first (default: chosen for each kind)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: bfloat16; naive float16; cpu float32",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few shapes, short phases: does it run?"
+    )
+    parser.add_argument("--out", metavar="FILE.json")
+    args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(
+            f"--kinds: expected some of {','.join(KINDS)}, got {','.join(sorted(unknown))}"
+        )
+    if set(kinds) != {"cpu"} and not torch.cuda.is_available():
+        parser.error("these kinds need a CUDA GPU; without one: --kinds cpu")
+
+    recipe = QUICK if args.quick else Recipe()
+    records, reasons, wrong = [], {}, []
+    for kind in kinds:
+        device = torch.device("cpu" if kind == "cpu" else "cuda")
+        dtype = getattr(
+            torch, args.dtype or {"naive": "float16", "cpu": "float32"}.get(kind, "bfloat16")
+        )
+        names = tuple(args.backends.split(",")) if args.backends else CONTESTANTS[kind]
+        race = Race(Timer(device, recipe), dtype)
+        if not records:
+            records.append(results.run_record(device, recipe.describe(device)))
+        records += run_kind(kind, race, names, args.quick)
+        reasons |= race.reasons
+        wrong += race.wrong
+        results.write(args.out, records)
+    print(results.show(records))
+    for name, reason in reasons.items():
+        print(f"cannot: {name}: {reason}")
+    for line in wrong:
+        print(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The shapes of the races."""
+
+import math
+import random
+from dataclasses import dataclass
+
+TOKENS, HIDDEN = (
+    16384,
+    2048,
+)  # of every dense GPU shape: batch = TOKENS / seqlen, heads = HIDDEN / head_dim
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call; 0, None, False and () leave a feature out."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    causal: bool = False
+    heads_kv: int | None = None  # None: heads
+    head_dim_v: int | None = None  # None: head_dim
+    window: int | None = None  # keys to the left of the diagonal
+    softcap: float = 0.0
+    alibi: bool = False
+    bias: str | None = None  # "fixed" or "grad": additive (1, heads, seqlen, seqlen)
+    sink: bool = False
+    dropout: float = 0.0
+    deterministic: bool = False
+    docs: tuple[int, ...] = ()  # varlen: the lengths; seqlen is the longest, batch 1
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads_kv or self.heads
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.docs) or self.batch * self.seqlen
+
+    def pairs(self) -> float:
+        """(query, key) pairs that the mask leaves one head; causal counts half of the square."""
+        lengths = self.docs or (self.seqlen,) * self.batch
+        if self.window is not None:
+            width = self.window + 1
+            return sum(min(width, s) * s - min(width, s) * (min(width, s) - 1) / 2 for s in lengths)
+        return sum(s * s for s in lengths) * (0.5 if self.causal else 1.0)
+
+    def flops(self, backward: bool) -> float:
+        """Forward: QKᵀ and PV. Backward: QKᵀ again, dP, dQ, dK, dV."""
+        columns = 3 * self.head_dim + 2 * self.dim_v if backward else self.head_dim + self.dim_v
+        return 2.0 * self.pairs() * self.heads * columns
+
+    def shape(self) -> dict:
+        """What a record says of the case: the dense sizes, then only what is set."""
+        result = {
+            "d": self.head_dim,
+            "causal": self.causal,
+            "seqlen": self.seqlen,
+            "batch": self.batch,
+            "heads": self.heads,
+        }
+        extras = (
+            "heads_kv",
+            "head_dim_v",
+            "window",
+            "softcap",
+            "alibi",
+            "bias",
+            "sink",
+            "dropout",
+            "deterministic",
+        )
+        result |= {name: getattr(self, name) for name in extras if getattr(self, name)}
+        if self.docs:
+            result |= {"docs": len(self.docs), "tokens": self.tokens}
+        return result
+
+
+def dense(quick: bool = False) -> list[Case]:
+    """The 36 shapes, forward and backward."""
+    lengths = (512, 4096) if quick else (512, 1024, 2048, 4096, 8192, 16384)
+    return [
+        Case(TOKENS // s, s, HIDDEN // d, d, causal)
+        for d in (64, 128, 256)
+        for causal in (False, True)
+        for s in lengths
+    ]
+
+
+def documents() -> tuple[int, ...]:
+    """64 lengths, log-uniform from 100 to 16384."""
+    generator = random.Random(0)
+    return tuple(
+        round(math.exp(generator.uniform(math.log(100), math.log(16384)))) for _ in range(64)
+    )
+
+
+def features(quick: bool = False) -> list[Case]:
+    """GQA, other head dims, windows, varlen, score terms, dropout, determinism."""
+    gqa = [Case(TOKENS // s, s, 32, 128, True, heads_kv=8) for s in (2048, 8192)]
+    dims = [
+        Case(2, 8192, 16, d, causal, head_dim_v=dv)
+        for d, dv in ((96, None), (192, None), (192, 128), (80, None), (72, None), (40, None))
+        for causal in (False, True)
+    ]
+    docs = documents()
+    causal_8k = dict(batch=2, seqlen=8192, heads=16, head_dim=128, causal=True)
+    others = [
+        Case(1, 16384, 16, 128, True, window=1024),
+        Case(1, max(docs), 16, 128, True, docs=docs),
+        Case(**causal_8k, softcap=50.0),
+        Case(**causal_8k, alibi=True),
+        Case(4, 4096, 16, 128, bias="fixed"),
+        Case(4, 4096, 16, 128, bias="grad"),
+        Case(**causal_8k, sink=True),
+        Case(**causal_8k, dropout=0.1),
+    ]
+    deterministic = [
+        Case(2, 8192, HIDDEN // d, d, True, deterministic=True) for d in (64, 128, 256)
+    ]
+    cases = gqa + dims + others + deterministic
+    return cases[::4] if quick else cases
+
+
+def gpt2_medium(quick: bool = False) -> list[Case]:
+    """FlashAttention-1's headline shape."""
+    return [Case(b, 1024, 16, 64, True) for b in ((8,) if quick else (8, 16, 32, 64))]
+
+
+def cpu(quick: bool = False) -> list[Case]:
+    s = 1024 if quick else 4096
+    return [Case(1, s, h, d, causal) for h, d in ((8, 64), (4, 128)) for causal in (False, True)]
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One new token a sequence against a full cache of head_dim 128."""
+
+    heads: int
+    heads_kv: int
+    batch: int
+    length: int
+    head_dim: int = 128
+
+    def cache_bytes(self, itemsize: int = 2) -> int:
+        return 2 * self.batch * self.length * self.heads_kv * self.head_dim * itemsize
+
+    def shape(self) -> dict:
+        return {
+            "heads": f"{self.heads}/{self.heads_kv}",
+            "batch": self.batch,
+            "length": self.length,
+            "d": self.head_dim,
+        }
+
+
+def decode(quick: bool = False) -> list[DecodeCase]:
+    cases = [
+        DecodeCase(32, 8, 1, 8192),
+        DecodeCase(32, 8, 1, 32768),
+        DecodeCase(32, 8, 1, 131072),
+        DecodeCase(32, 8, 16, 2048),
+        DecodeCase(32, 8, 16, 32768),
+        DecodeCase(32, 8, 128, 2048),
+        DecodeCase(32, 32, 1, 8192),
+        DecodeCase(32, 32, 16, 8192),
+        DecodeCase(64, 8, 1, 32768),
+        DecodeCase(64, 8, 32, 8192),
+        DecodeCase(16, 1, 1, 32768),
+        DecodeCase(16, 1, 64, 8192),
+    ]
+    return cases[::4] if quick else cases
