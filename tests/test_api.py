@@ -1,0 +1,318 @@
+"""The names, orders and defaults that downstream packages rely on, and that each option reaches the
+op."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import Case, Problem, op_arguments
+
+import flash_attn
+from flash_attn import flash_attn_interface
+
+# flash-attn 2.8.4, flash_attn/flash_attn_interface.py.
+TAIL = "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+MIDDLE = f"dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), {TAIL}"
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+UPSTREAM = {
+    "flash_attn_func": f"q, k, v, {MIDDLE}",
+    "flash_attn_kvpacked_func": f"q, kv, {MIDDLE}",
+    "flash_attn_qkvpacked_func": f"qkv, {MIDDLE}",
+    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {MIDDLE}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {MIDDLE}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {MIDDLE}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,"
+        " cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,"
+        " causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,"
+        " alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
+}
+OURS = {
+    "flash_attn_func": ["attn_bias", "learnable_sink", "causal_alignment"],
+    "flash_attn_varlen_func": ["attn_bias", "learnable_sink", "causal_alignment"],
+}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_upstream_signature(name: str) -> None:
+    """The positional part is upstream's; what is ours is keyword-only with a default; no *args, no
+    **kwargs."""
+    wanted: dict = {}
+    exec(f"def f({UPSTREAM[name]}): ...", {}, wanted)
+    expected = inspect.signature(wanted["f"]).parameters
+    actual = inspect.signature(getattr(flash_attn, name)).parameters
+    positional = [p for p in actual.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional] == [
+        (p.name, p.default) for p in expected.values()
+    ]
+    others = [p for p in actual.values() if p.kind is not p.POSITIONAL_OR_KEYWORD]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in others)
+    assert set(OURS.get(name, [])) <= {p.name for p in others}
+
+
+def test_decode_signature() -> None:
+    parameters = inspect.signature(flash_attn.flash_decode_func).parameters.values()
+    expected = (
+        "q, k_cache, v_cache, cache_seqlens=None, *, softmax_scale=None, causal=True,"
+        " window_size=(-1, -1), softcap=0.0, alibi_slopes=None, learnable_sink=None,"
+        " block_table=None, num_splits=0, return_softmax_lse=False"
+    )
+    wanted: dict = {}
+    exec(f"def f({expected}): ...", {}, wanted)
+    described = [(p.name, p.kind, p.default) for p in parameters]
+    assert described == [
+        (p.name, p.kind, p.default) for p in inspect.signature(wanted["f"]).parameters.values()
+    ]
+
+
+IMPORTS = """
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from flash_attn import flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward
+from flash_attn.flash_attn_interface import flash_attn_gpu
+from flash_attn.bert_padding import pad_input, unpad_input, index_first_axis, index_put_first_axis
+from flash_attn.layers.rotary import apply_rotary_emb, RotaryEmbedding
+from flash_attn.modules.mha import FlashSelfAttention, FlashCrossAttention, MHA
+from flash_attn_2_cuda import fwd, bwd, varlen_fwd, varlen_bwd, fwd_kvcache
+from flash_attn import use_backend, can_use, flash_decode_func, scaled_dot_product_attention
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_what_others_import(line: str) -> None:
+    exec(line, {})
+
+
+def test_version_in_the_window_that_others_accept() -> None:
+    """xformers takes 2.7.1 to 2.8.4, transformers from 2.1.0 on."""
+    numbers = tuple(int(part) for part in flash_attn.__version__.split("."))
+    assert (2, 7, 1) <= numbers <= (2, 8, 4)
+
+
+def test_path_is_extended() -> None:
+    """Another distribution may put flash_attn.cute beside us."""
+    assert type(flash_attn.__path__) is list and len(flash_attn.__path__) >= 1
+    source = inspect.getsource(flash_attn)
+    assert "extend_path(__path__, __name__)" in source
+
+
+def test_all_is_true() -> None:
+    for name in flash_attn.__all__:
+        assert getattr(flash_attn, name) is not None
+    for name in flash_attn_interface.__all__:
+        assert callable(getattr(flash_attn_interface, name))
+
+
+def public_functions() -> list[tuple[str, Callable]]:
+    found = []
+    for name in ("", ".reference", ".bert_padding", ".layers.rotary"):
+        module = importlib.import_module(f"flash_attn{name}")
+        for attribute in getattr(module, "__all__", vars(module)):
+            value = getattr(module, attribute)
+            if (
+                not attribute.startswith("_")
+                and callable(value)
+                and value.__module__.startswith("flash_attn")
+            ):
+                found.append((f"{module.__name__}.{attribute}", value))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, function", public_functions(), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_documented(name: str, function: Callable) -> None:
+    assert inspect.getdoc(function), f"{name} has no docstring"
+    source = inspect.getdoc(function)
+    if inspect.isfunction(function) and "Arguments:" in source and "Arguments: as" not in source:
+        for parameter in inspect.signature(function).parameters:
+            assert (
+                parameter in source
+                or "as in" in source
+                or "others" in source
+                or "options" in source
+            )
+
+
+CASE = Case(seqlen_q=20, seqlen_k=33, dtype="fp32", d=16)
+OPTIONS = {
+    "dropout_p": (0.25, dict(dropout_p=0.25)),
+    "softmax_scale": (0.5, dict(softmax_scale=0.5)),
+    "causal": (True, dict(causal=True)),
+    "window_size": ((4, 7), dict(window=(4, 7))),
+    "softcap": (3.0, dict(softcap=3.0)),
+    "alibi_slopes": ("alibi_slopes", dict(alibi="head")),
+    "attn_bias": ("attn_bias", dict(bias="head")),
+    "learnable_sink": ("learnable_sink", dict(sink=True)),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("form", ["dense", "varlen"])
+def test_each_option_reaches_the_op(form: str, option: str, seed: int) -> None:
+    value, changes = OPTIONS[option]
+    if form == "varlen":
+        changes = changes | dict(lengths_q=(20, 9), lengths_k=(33, 12))
+    problem = Problem(CASE.with_(**changes), seed, "cpu")
+    value = getattr(problem, value) if isinstance(value, str) else value
+    torch.manual_seed(1)
+    arguments = op_arguments(problem) | problem.float_tensors() | problem.index_tensors()
+    if problem.case.dropout_p:
+        arguments["rng_state"] = torch.ops.flash_attn.rng_state(problem.q)
+        arguments["return_probs"] = True
+    out, lse, probs = torch.ops.flash_attn.fwd(**arguments, backend="aten")
+    torch.manual_seed(1)
+    call = [problem.q, problem.k, problem.v]
+    function = flash_attn.flash_attn_func
+    if form == "varlen":
+        index = problem.index_tensors()
+        call += [index["cu_seqlens_q"], index["cu_seqlens_k"], 20, 33]
+        function = flash_attn.flash_attn_varlen_func
+    actual = function(*call, **{option: value}, return_attn_probs=True)
+    for a, e in zip(actual, (out, lse, probs), strict=True):
+        assert torch.equal(a, e)
+    plain = function(*call)
+    assert not torch.equal(plain, out), "the option changes nothing"
+
+
+def test_causal_alignment_reaches_the_op(seed: int) -> None:
+    problem = Problem(CASE.with_(causal=True, top_left=True), seed, "cpu")
+    expected = torch.ops.flash_attn.fwd(
+        **op_arguments(problem), **problem.float_tensors(), backend="aten"
+    )[0]
+    actual = flash_attn.flash_attn_func(
+        problem.q, problem.k, problem.v, causal=True, causal_alignment="top-left"
+    )
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "window", [(4, None), (None, None), [4, 2], torch.tensor([4, 2]), (torch.tensor(4), 2)]
+)
+def test_forms_of_window_size(window, seed: int) -> None:
+    problem = Problem(CASE, seed, "cpu")
+    sides = tuple(-1 if side is None else int(side) for side in window)
+    expected = flash_attn.flash_attn_func(problem.q, problem.k, problem.v, window_size=sides)
+    actual = flash_attn.flash_attn_func(problem.q, problem.k, problem.v, window_size=window)
+    assert torch.equal(actual, expected)
+
+
+def test_packed_forms(seed: int) -> None:
+    """The same bits as three tensors; the gradient is one packed tensor."""
+    qkv = torch.randn(2, 20, 3, 4, 16, requires_grad=True)
+    q, k, v = (x.detach().contiguous().requires_grad_() for x in qkv.unbind(2))
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    expected.sum().backward()
+    gradients = torch.stack([x.grad for x in (q, k, v)], 2)
+    out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+    out.sum().backward()
+    assert torch.equal(out, expected) and torch.equal(qkv.grad, gradients)
+
+    kv = torch.stack([k, v], 2).detach().requires_grad_()
+    out = flash_attn.flash_attn_kvpacked_func(q.detach(), kv, causal=True)
+    out.sum().backward()
+    assert torch.equal(out, expected) and torch.equal(kv.grad, gradients[:, :, 1:])
+
+    cu = torch.tensor([0, 20, 40], dtype=torch.int32)
+    flat = qkv.detach().flatten(0, 1)
+    out = flash_attn.flash_attn_varlen_qkvpacked_func(flat, cu, 20, causal=True)
+    assert torch.equal(out, expected.flatten(0, 1))
+    out = flash_attn.flash_attn_varlen_kvpacked_func(
+        flat[:, 0], flat[:, 1:], cu, cu, 20, 20, causal=True
+    )
+    assert torch.equal(out, expected.flatten(0, 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 4, 8), (2, 5, 3, 8), (2, 5, 2, 4, 8)])
+def test_packed_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"flash_attn: qkv: must have shape \(batch, seqlen, 3, heads"
+    ):
+        flash_attn.flash_attn_qkvpacked_func(torch.zeros(shape))
+
+
+def test_returned_lse_has_a_gradient(seed: int) -> None:
+    q, k, v = torch.randn(3, 1, 9, 2, 8, dtype=torch.float64)
+    q.requires_grad_()
+    _, lse, probs = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert lse.requires_grad and not probs.requires_grad and lse.shape == (1, 2, 9)
+    (dq,) = torch.autograd.grad(lse.sum(), q)
+    p = (torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5).softmax(-1)
+    torch.testing.assert_close(dq, torch.einsum("bhij,bjhd->bihd", p, k) * 8**-0.5)
+
+
+def test_varlen_lse_is_unpadded() -> None:
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    q = torch.randn(9, 2, 8)
+    _, lse, _ = flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_attn_probs=True)
+    assert lse.shape == (2, 9) and lse.dtype == torch.float32
+
+
+def test_varlen_with_pages(seed: int) -> None:
+    """block_table on flash_attn_varlen_func: the keys of scattered pages."""
+    lengths, page = [37, 64, 5], 16
+    k, v = torch.randn(2, sum(lengths), 2, 8)
+    q = torch.randn(30, 4, 8)
+    cu_q = torch.tensor([0, 10, 20, 30], dtype=torch.int32)
+    cu_k = torch.tensor([0, 37, 101, 106], dtype=torch.int32)
+    table = torch.randperm(12).view(3, 4).int()
+    pages = torch.full((2, 13, page, 2, 8), torch.nan)
+    for cache, x in zip(pages, (k, v), strict=True):
+        for b, part in enumerate(x.split(lengths)):
+            for i, piece in enumerate(part.split(page)):
+                cache[table[b, i], : len(piece)] = piece
+    expected = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 10, 64, causal=True)
+    actual = flash_attn.flash_attn_varlen_func(
+        q, *pages, cu_q, cu_k, 10, 64, causal=True, block_table=table
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_private_forward_and_backward(seed: int) -> None:
+    """What ring attention and TransformerEngine call: gradients into tensors that they allocate."""
+    q, k, v, dout = torch.randn(4, 2, 12, 2, 16)
+    options = dict(dropout_p=0.0, softmax_scale=0.25, causal=True)
+    sides = dict(window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
+    out, lse, _, rng_state = flash_attn_interface._flash_attn_forward(
+        q, k, v, **options, **sides, return_softmax=False
+    )
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    flash_attn_interface._flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        **options,
+        **sides,
+        deterministic=False,
+        rng_state=rng_state,
+    )
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = flash_attn.flash_attn_func(*leaves, softmax_scale=0.25, causal=True)
+    assert torch.equal(out, expected)
+    for actual, e in zip((dq, dk, dv), torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert torch.equal(actual, e)
+
+
+@pytest.mark.parametrize("leaves_nothing", [(0, 4, 2, 8), (2, 0, 2, 8)])
+def test_nothing_in_nothing_out(leaves_nothing: tuple[int, ...]) -> None:
+    q = torch.zeros(leaves_nothing, requires_grad=True)
+    out = flash_attn.flash_attn_func(q, q, q)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == q.shape

@@ -1,0 +1,227 @@
+"""Which backend serves a call: never another than the one that was named, and reasons in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from cases import SM80, Case, Problem, each_target, op_arguments, run
+
+import flash_attn
+
+BACKENDS = {"aten", "sm80", "cuda"}
+CUDA_ONLY = ["sm80", "cuda"]
+
+
+def tensors(
+    device: str = "cpu", dtype: torch.dtype = torch.float16, d: int = 64
+) -> list[torch.Tensor]:
+    return [torch.randn(1, 9, 2, d, device=device).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", CUDA_ONLY)
+def test_a_named_backend_serves_or_raises(name: str) -> None:
+    with flash_attn.use_backend(name):
+        with pytest.raises(
+            RuntimeError, match=f"flash_attn: backend: .*{name} cannot serve this call"
+        ):
+            flash_attn.flash_attn_func(*tensors())
+        with pytest.raises(
+            RuntimeError, match=f"flash_attn: backend: .*{name} cannot serve this call"
+        ):
+            flash_attn.flash_decode_func(*tensors())
+    assert flash_attn.flash_attn_func(*tensors()).isfinite().all()
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="flash_attn: backend: expected one of .*aten.*got 'sm70'"):
+        flash_attn.use_backend("sm70")
+    arguments = op_arguments(Problem(Case(), 0, "cpu")) | dict(zip("qkv", tensors(), strict=True))
+    with pytest.raises(RuntimeError, match="flash_attn: backend: expected one of .*got sm70"):
+        torch.ops.flash_attn.fwd(
+            **arguments | {"max_seqlen_q": 9, "max_seqlen_k": 9}, backend="sm70"
+        )
+
+
+def test_blocks_nest_and_end() -> None:
+    def serves() -> str | None:
+        return flash_attn.can_use(*tensors()).backend
+
+    assert serves() == "aten"
+    with flash_attn.use_backend("sm80"):
+        assert serves() is None
+        with flash_attn.use_backend("aten"):
+            assert serves() == "aten"
+        assert serves() is None
+    assert serves() == "aten"
+    with pytest.raises(KeyError), flash_attn.use_backend("sm80"):
+        raise KeyError
+    assert serves() == "aten"
+
+
+def test_backward_stays_with_its_forward() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(dtype=torch.float32))
+    with flash_attn.use_backend("aten"):
+        out = flash_attn.flash_attn_func(q, k, v)
+    with flash_attn.use_backend("sm80"):
+        out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_every_reason_is_given() -> None:
+    q, k, v = tensors(dtype=torch.float32, d=320)
+    support = flash_attn.can_use(
+        q,
+        k,
+        v,
+        softcap=2.0,
+        dropout_p=0.1,
+        alibi_slopes=torch.ones(2),
+        attn_bias=torch.zeros(9, 9),
+        learnable_sink=torch.zeros(2),
+    )
+    assert support and support.backend == "aten"
+    assert set(support.reasons) >= BACKENDS - {"aten"}
+    why = " ".join(support.reasons["sm80"])
+    for word in ("CUDA", "dtype", "320", "softcap", "dropout_p", "alibi", "attn_bias", "sink"):
+        assert word in why, f"{word} missing from: {why}"
+    for name in support.reasons:
+        assert name in str(support)
+
+
+def test_asking_for_decode() -> None:
+    q, k, v = tensors()
+    support = flash_attn.can_use(q[:, :1], k, v, op="decode")
+    assert support.backend == "aten" and support.reasons["sm80"] and support.reasons["cuda"]
+    with pytest.raises(ValueError, match="flash_attn: op: "):
+        flash_attn.can_use(q, k, v, op="prefill")
+
+
+def test_asking_changes_nothing() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    q, k, v = tensors()
+    state = torch.get_rng_state()
+    flash_attn.can_use(q, k, v, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_asking_with_bad_input_raises_what_the_call_would() -> None:
+    q, k, v = tensors()
+    with pytest.raises(RuntimeError, match="flash_attn: v: "):
+        flash_attn.can_use(q, k, v[:, :3])
+
+
+@pytest.mark.gpu
+def test_kernels_come_first_on_a_gpu() -> None:
+    support = flash_attn.can_use(*tensors("cuda"))
+    assert support.backend.startswith("sm") and support.reasons["aten"] == []
+    assert flash_attn.can_use(*tensors("cuda"), op="decode").backend == "cuda"
+    assert flash_attn.can_use(*tensors("cuda", torch.float32)).backend == "aten"
+
+
+CASES = [
+    Case(dtype="fp16"),
+    Case(dtype="bf16", causal=True, window=(3, 0)),
+    Case(dtype="fp32"),
+    Case(dtype="fp16", d=264),
+    Case(dtype="fp16", d=64, d_v=257),
+    Case(dtype="fp16", softcap=1.0),
+    Case(dtype="fp16", alibi="head"),
+    Case(dtype="fp16", bias="bool"),
+    Case(dtype="fp16", sink=True),
+    Case(dtype="bf16", dropout_p=0.1),
+    Case(dtype="bf16", d=59),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tests_know_what_sm80_serves(case: Case, seed: int) -> None:
+    """Case.served_by, which picks the kernels' tests, says what the library says."""
+    problem = Problem(case.with_(seqlen_q=9), seed, "cuda")
+    if case.served_by("sm80"):
+        run(problem, "sm80")
+    else:
+        with pytest.raises(RuntimeError, match="cannot serve this call"):
+            run(problem, "sm80")
+
+
+@each_target(SM80)
+def test_a_kernel_really_runs(target) -> None:
+    """The profiler sees our kernel's name and no matmul of torch's."""
+    q, k, v = tensors("cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with flash_attn.use_backend(target.backend):
+            flash_attn.flash_attn_func(q, k, v)
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    assert any("flash_attn" in name and "sm80" in name for name in names), names
+    assert not any("gemm" in name for name in names), names
+
+
+@pytest.mark.gpu
+def test_one_warning_when_aten_serves_a_gpu_call() -> None:
+    """Once a reason, in a process of its own, and it says why."""
+    script = """
+import torch, warnings, flash_attn
+q = torch.randn(1, 9, 2, 64, device="cuda", dtype=torch.float16)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        flash_attn.flash_attn_func(q, q, q, softcap=2.0)
+    with flash_attn.use_backend("aten"):
+        flash_attn.flash_attn_func(q.float(), q.float(), q.float())
+    flash_attn.flash_attn_func(q, q, q)
+messages = [str(w.message) for w in caught if "flash_attn" in str(w.message)]
+assert len(messages) == 1 and "softcap" in messages[0] and "aten" in messages[0], messages
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+SMALL_SHARED_MEMORY = """
+import sys
+sys.path.insert(0, {tests!r})
+from cases import SM80, Case, check
+for d in (64, 96, 128, 192, 256):
+    for dtype in ("fp16", "bf16"):
+        for causal in (False, True):
+            case = Case(dtype=dtype, seqlen_q=200, seqlen_k=170, d=d, causal=causal, batch=1)
+            check(case, SM80, seed=d)
+            check(case.with_(deterministic=True, d_v=64), SM80, seed=d)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024])
+def test_tiles_fit_smaller_gpus(limit: int) -> None:
+    """99 KB is what a block gets on sm_86, sm_89 and sm_120, 163 KB on sm_80: forced, forward and
+    backward run."""
+    script = SMALL_SHARED_MEMORY.format(tests=os.path.dirname(__file__))
+    environment = os.environ | {"FLASH_ATTN_SMEM_LIMIT": str(limit)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, timeout=300, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads() -> None:
+    """Eight first calls at once give what one call gives."""
+    q, k, v = tensors(dtype=torch.float32)
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    results: list[torch.Tensor | None] = [None] * 8
+
+    def call(i: int) -> None:
+        results[i] = flash_attn.flash_attn_func(q, k, v, causal=True)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(result, expected) for result in results)

@@ -1,0 +1,224 @@
+"""Gradients against float64: q, k, v, bias, sink, through the output and through the LSE."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    ATTENTION_TARGETS,
+    SM80,
+    Case,
+    Problem,
+    Target,
+    check,
+    compare,
+    each_case,
+    each_target,
+    expect,
+    op_arguments,
+    run,
+    sample,
+)
+from numerics import assert_close
+from test_forward import HEAD_DIM_CASES, KERNEL_CHOICES, TERM_CHOICES, VALUE_DIM_CASES, cases_of
+
+KERNEL_BACKWARD = KERNEL_CHOICES | {
+    "lse_grad": [False, False, True],
+    "deterministic": [False, True],
+}
+TERM_BACKWARD = TERM_CHOICES | {"lse_grad": [False, True]}
+
+
+@each_case(cases_of(sample(80, seed=3, **KERNEL_BACKWARD)))
+def test_lengths_and_masks(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(cases_of(sample(90, seed=4, **TERM_BACKWARD)))
+def test_score_terms(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(HEAD_DIM_CASES + VALUE_DIM_CASES)
+def test_head_dims(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(
+    [
+        Case(
+            heads_q=2 * group, heads_kv=2, dtype="bf16", seqlen_q=17, seqlen_k=65, causal=True, d=32
+        )
+        for group in (1, 3, 5, 7, 8, 71)
+    ]
+)
+def test_query_heads_of_one_kv_head(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(
+    [
+        Case(batch=1, dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, d=d, spread=spread, causal=causal)
+        for dtype, n_q, n_k, d, causal in [
+            ("fp16", 512, 1024, 64, True),
+            ("bf16", 512, 513, 128, True),
+            ("bf16", 640, 512, 64, False),
+            ("fp32", 513, 700, 64, True),
+        ]
+        for spread in ("normal", "wide")
+    ]
+)
+def test_long_rows(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+BIAS_FORMS = ["full", "head", "batch", "key", "row", "matrix", "scalar", "inf"]
+
+
+@each_case(
+    [
+        Case(
+            bias=form,
+            bias_fp32=bias_fp32,
+            dtype=dtype,
+            seqlen_q=33,
+            seqlen_k=70,
+            causal=causal,
+            heads_q=6,
+        )
+        for form, (bias_fp32, dtype, causal) in itertools.product(
+            BIAS_FORMS, [(True, "bf16", False), (False, "bf16", True), (False, "fp32", True)]
+        )
+    ],
+    [ATEN_CPU, ATEN_CUDA],
+)
+def test_bias_gradient(case: Case, target: Target, seed: int) -> None:
+    """Summed over what the bias broadcasts, in the bias's shape and dtype."""
+    problem = Problem(case, seed, target.device)
+    results = run(problem, target.backend)
+    assert results["dbias"].shape == problem.attn_bias.shape
+    assert results["dbias"].dtype == problem.attn_bias.dtype
+    compare(problem, results, expect(problem))
+
+
+@each_case(
+    [
+        Case(sink=True, dtype=dtype, seqlen_q=40, seqlen_k=50, lse_grad=lse_grad, causal=True)
+        for dtype in ("fp16", "fp32", "fp64")
+        for lse_grad in (False, True)
+    ],
+    [ATEN_CPU, ATEN_CUDA],
+)
+def test_sink_gradient(case: Case, target: Target, seed: int) -> None:
+    problem = Problem(case, seed, target.device)
+    results = run(problem, target.backend)
+    assert results["dsink"].abs().min() > 0
+    compare(problem, results, expect(problem))
+
+
+@each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_gradient_through_the_lse_alone(dtype: str, target: Target, seed: int) -> None:
+    case = Case(dtype=dtype, seqlen_q=65, seqlen_k=90, causal=True, lse_grad=True)
+    if not case.served_by(target.backend):
+        pytest.skip(f"{target.backend} has no {dtype}")
+    problem = Problem(case, seed, target.device)
+    problem.dout = torch.zeros_like(problem.dout)
+    expected = expect(problem)
+    q, k, v = (x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    _, lse, _ = torch.ops.flash_attn.fwd(
+        q=q, k=k, v=v, **op_arguments(problem), backend=target.backend
+    )
+    dq, dk, dv = torch.autograd.grad(lse, (q, k, v), problem.dlse, materialize_grads=True)
+    assert not dv.count_nonzero(), "v has no part in the LSE"
+    for name, actual in (("dq", dq), ("dk", dk)):
+        assert_close(name, actual, expected.values[name], expected.conditions[name], q.dtype)
+
+
+SUBSETS = [
+    s
+    for n in range(1, 6)
+    for s in itertools.combinations(["q", "k", "v", "attn_bias", "learnable_sink"], n)
+]
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+@pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
+def test_requires_grad_on_a_subset(subset: tuple[str, ...], target: Target, seed: int) -> None:
+    """Each gradient is the one of the full call, bit for bit; inputs that need none get none."""
+    with_terms = target.backend == "aten"
+    if not with_terms and {"attn_bias", "learnable_sink"} & set(subset):
+        pytest.skip(f"{target.backend} has no bias and no sink")
+    case = Case(
+        seqlen_q=20, seqlen_k=30, dtype="bf16", bias="head" * with_terms, sink=with_terms, d=32
+    )
+    problem = Problem(case, seed, target.device)
+    full = run(problem, target.backend, deterministic=True)
+    tensors = {name: x.detach().clone() for name, x in problem.float_tensors().items()}
+    for name in subset:
+        tensors[name].requires_grad_()
+    arguments = op_arguments(problem) | tensors | {"backend": target.backend, "deterministic": True}
+    torch.ops.flash_attn.fwd(**arguments)[0].backward(problem.dout)
+    gradients = {"q": "dq", "k": "dk", "v": "dv", "attn_bias": "dbias", "learnable_sink": "dsink"}
+    for name, tensor in tensors.items():
+        if name in subset:
+            assert torch.equal(tensor.grad, full[gradients[name]]), name
+        else:
+            assert tensor.grad is None
+
+
+@each_case(
+    [
+        Case(dtype="bf16", seqlen_q=300, seqlen_k=200, d=d, heads_q=6, causal=causal, batch=3)
+        for d, causal in [(64, True), (128, False), (256, True)]
+    ]
+    + [
+        Case(dtype="fp16", lengths_q=(150, 0, 70), lengths_k=(70, 9, 190), d=96, lse_grad=True),
+        Case(dtype="fp32", seqlen_q=100, bias="key", dropout_p=0.2, sink=True, softcap=4.0),
+    ]
+)
+@pytest.mark.parametrize("asked_by", ["argument", "torch"])
+def test_deterministic(asked_by: str, case: Case, target: Target, seed: int) -> None:
+    """The same bits of every gradient, asked for by argument or by use_deterministic_algorithms."""
+    problem = Problem(case, seed, target.device)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        if asked_by == "argument":
+            return run(problem, target.backend, deterministic=True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return run(problem, target.backend)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    first = gradients()
+    compare(problem, first, expect(problem))
+    for _ in range(4):
+        again = gradients()
+        for name in first:
+            assert torch.equal(again[name], first[name]), name
+
+
+@each_case([Case(dtype="bf16", seqlen_q=256, seqlen_k=300, batch=3, d=128, causal=True)])
+def test_only_dq_may_vary_without_it(case: Case, target: Target, seed: int) -> None:
+    problem = Problem(case, seed, target.device)
+    first, again = run(problem, target.backend), run(problem, target.backend)
+    assert torch.equal(first["dk"], again["dk"]) and torch.equal(first["dv"], again["dv"])
+    condition = expect(problem).conditions["dq"]
+    assert_close("dq", again["dq"], first["dq"].double(), condition, problem.q.dtype)
+
+
+@each_target(*ATTENTION_TARGETS)
+def test_differentiating_twice_raises(target: Target, seed: int) -> None:
+    problem = Problem(Case(dtype="bf16", seqlen_q=9), seed, target.device)
+    q = problem.q.clone().requires_grad_()
+    out, _, _ = torch.ops.flash_attn.fwd(
+        q=q, k=problem.k, v=problem.v, **op_arguments(problem), backend=target.backend
+    )
+    (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_attn|not implemented|differentiat"):
+        torch.autograd.grad(dq.float().sum(), q)

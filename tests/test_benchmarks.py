@@ -1,0 +1,182 @@
+"""What of the benchmarks can be wrong without a GPU: counts, shapes, adapters, formats, parsers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def test_pairs_and_operations_count_what_the_mask_leaves():
+    from benchmarks.shapes import Case
+
+    full = Case(2, 100, 4, 64)
+    assert full.flops(backward=False) == 4 * 2 * 4 * 100**2 * 64
+    assert full.flops(backward=True) == 2.5 * full.flops(backward=False)
+    assert Case(2, 100, 4, 64, causal=True).flops(False) == full.flops(False) / 2
+    i, j = torch.arange(50)[:, None], torch.arange(50)
+    seen = ((j <= i) & (j >= i - 7)).sum().item()
+    assert Case(1, 50, 1, 64, causal=True, window=7).pairs() == seen
+    assert Case(1, 5, 1, 64, docs=(3, 5)).pairs() == 9 + 25
+
+
+def test_the_races_have_the_shapes_of_the_bars():
+    from benchmarks import shapes
+
+    dense = shapes.dense()
+    assert len(dense) == len(set(dense)) == 36
+    assert all(c.batch * c.seqlen == 16384 and c.heads * c.head_dim == 2048 for c in dense)
+    assert len(shapes.decode()) == 12
+    assert max(shapes.documents()) <= 16384 and len(shapes.documents()) == 64
+
+
+@pytest.mark.parametrize("name", ["aten", "naive", "flash", "math"])
+def test_adapters_agree(name):
+    from benchmarks import backends
+    from benchmarks.shapes import Case
+
+    case = Case(2, 33, 4, 16, causal=True)
+    inputs = backends.make_inputs(case, torch.float32, torch.device("cpu"))
+    expected = backends.forward("math", case, inputs)()
+    torch.testing.assert_close(backends.forward(name, case, inputs)(), expected)
+    for x, y in zip(
+        backends.backward(name, case, inputs)(),
+        backends.backward("math", case, inputs)(),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"window": 5},
+        {"softcap": 2.0},
+        {"alibi": True},
+        {"bias": "grad"},
+        {"sink": True},
+        {"docs": (7, 26)},
+        {"dropout": 0.5},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_ours_gets_every_feature(extra):
+    """A feature that the adapter forgot would time a plain call."""
+    from benchmarks import backends
+    from benchmarks.shapes import Case
+
+    sizes = dict(batch=1, seqlen=33, heads=2, head_dim=16, causal=True)
+    case, cpu = Case(**sizes | extra), torch.device("cpu")
+    inputs = backends.make_inputs(case, torch.float32, cpu)
+    out = backends.forward("aten", case, inputs)()
+    plain = Case(**sizes)
+    same = backends.make_inputs(plain, torch.float32, cpu)
+    assert (out.flatten() - backends.forward("aten", plain, same)().flatten()).abs().max() > 1e-3
+    grads = backends.backward("aten", case, inputs)()
+    assert len(grads) == 3 + ("bias" in extra) + ("sink" in extra)
+
+
+def test_a_peer_refuses_what_it_cannot():
+    from benchmarks import backends
+    from benchmarks.shapes import Case
+
+    case = Case(1, 8, 2, 16, causal=True, softcap=3.0)
+    inputs = backends.make_inputs(case, torch.float32, torch.device("cpu"))
+    for name in ("flash", "cudnn", "naive"):
+        with pytest.raises(backends.Unsupported, match="softcap"):
+            backends.forward(name, case, inputs)
+
+
+def test_ratios_and_geometric_means():
+    from benchmarks import results
+
+    assert results.ratios({"a": 2.0, "b": 4.0}, "a", ["b"], "more") == {"a/b": 0.5}
+    assert results.ratios({"a": 2.0, "b": 4.0}, "a", ["b"], "less") == {"a/b": 2.0}
+    assert results.ratios({"a": 2.0, "b": None}, "a", ["b"], "more") is None
+    records = [
+        results.record("fwd", {"d": d, "seqlen": s}, "x", {}, {"a/b": r})
+        for d, s, r in ((64, 1, 2.0), (64, 2, 8.0), (128, 1, 4.0))
+    ]
+    means = {
+        tuple(r["shape"].items()): r["values"]["a/b"]
+        for r in results.geometric_means(records, by=("d",))
+    }
+    assert means[("d", 64),] == pytest.approx(4.0) and means[("d", 128),] == pytest.approx(4.0)
+    assert means[("all", True),] == pytest.approx(4.0)
+
+
+def test_a_file_of_results_reads_back(tmp_path):
+    from benchmarks import results
+
+    records = [
+        results.run_record(torch.device("cpu"), "method"),
+        results.record("fwd", {"d": 64}, "ms", {"a": 1.5, "b": None}, {"a/b": 2.0}),
+    ]
+    results.write(tmp_path / "r.json", records)
+    assert results.read(tmp_path / "r.json") == records
+    assert {"date", "chip", "torch", "flash_attn", "commit"} <= records[0]["values"].keys()
+    text = results.show(records)
+    assert "fwd [ms]" in text and "1.5" in text and "a/b" in text
+
+
+def test_ncu_bytes_are_summed():
+    from benchmarks import io
+
+    output = """==PROF== Connected to process 1
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","gemm","dram__bytes_read.sum","byte","1,000"
+"0","gemm","dram__bytes_write.sum","byte","24"
+"1","softmax","dram__bytes_read.sum","byte","3"
+"1","softmax","gpu__time_duration.sum","ns","999"
+"""
+    assert io.parse(output) == 1027
+    assert io.parse("==ERROR== ERR_NVGPUCTRPERM") is None
+
+
+def test_ninja_log(tmp_path):
+    from benchmarks import build_time
+
+    log = tmp_path / ".ninja_log"
+    log.write_text(
+        "# ninja log v7\n"
+        "0\t1000\t1\tCMakeFiles/flash_attn.dir/csrc/aten/fwd.cpp.o\tabc\n"
+        "10\t4010\t1\tCMakeFiles/k.dir/csrc/sm80/fwd.cu.o\tdef\n"
+    )
+    assert build_time.file_times(log) == {"csrc/sm80/fwd.cu": 4.0, "csrc/aten/fwd.cpp": 1.0}
+    assert build_time.build_records(log, None)[0]["values"]["seconds"] == 4.01
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_prove_reports_a_failed_stage(tmp_path):
+    """Without a GPU no GPU test passes: the stage fails, the summary says so, the exit code too."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "sanitize")
+    assert done.returncode == 1
+    assert "| sanitize | FAILED |" in (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "results.json").is_file() and len(list(tmp_path.iterdir())) <= 8
+
+
+def test_prove_names_an_unknown_stage(tmp_path):
+    done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "nonsense")
+    assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+def test_race_without_a_gpu_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("-m", "benchmarks.race", "--kinds", "fwd")
+    assert done.returncode == 2 and "need a CUDA GPU" in done.stderr

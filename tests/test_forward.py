@@ -1,0 +1,418 @@
+"""Forward against float64: lengths, head dims, masks, score terms, extreme and poisoned inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    ATTENTION_TARGETS,
+    Case,
+    Problem,
+    Target,
+    check,
+    compare,
+    each_case,
+    each_target,
+    expect,
+    run,
+    sample,
+)
+from numerics import UNIT_ROUNDOFF, assert_close
+
+EDGES = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 111, 112, 113]
+EDGES += [127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257]
+HEADS = [(1, 1), (2, 1), (4, 4), (6, 2), (5, 1), (8, 1), (6, 6)]
+KERNEL_CHOICES = dict(
+    batch=[1, 2, 3],
+    seqlen_q=EDGES,
+    seqlen_k=EDGES,
+    heads=HEADS,
+    d=[32, 64, 72, 96, 128, 160, 192, 256],
+    dtype=["fp16", "bf16"],
+    causal=[False, True],
+    top_left=[False, True],
+    window=[(-1, -1), (-1, -1), (0, 0), (7, 9), (64, 0), (-1, 16), (128, 65)],
+    spread=["normal", "wide"],
+)
+TERM_CHOICES = dict(
+    batch=[1, 2],
+    seqlen_q=[1, 5, 16, 33, 64, 100, 129],
+    seqlen_k=[1, 8, 31, 64, 77, 128, 140],
+    heads=HEADS,
+    d=[8, 13, 32, 64, 96],
+    d_v=[None, 16, 40],
+    dtype=["fp16", "bf16", "fp32", "fp64"],
+    causal=[False, True],
+    top_left=[False, True],
+    window=[(-1, -1), (-1, -1), (3, 5), (32, 0)],
+    softcap=[0.0, 0.0, 5.0],
+    alibi=["", "head", "batch"],
+    bias=["", "full", "head", "batch", "key", "row", "matrix", "scalar", "bool", "padding", "inf"],
+    bias_fp32=[False, True],
+    sink=[False, True],
+    dropout_p=[0.0, 0.25],
+)
+
+
+def cases_of(points: list[dict]) -> list[Case]:
+    made = []
+    for point in points:
+        heads_q, heads_kv = point.pop("heads")
+        made.append(Case(heads_q=heads_q, heads_kv=heads_kv, **point))
+    return made
+
+
+@each_case(cases_of(sample(90, seed=1, **KERNEL_CHOICES)))
+def test_lengths_and_masks(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+@each_case(cases_of(sample(90, seed=2, **TERM_CHOICES)))
+def test_score_terms(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+HEAD_DIMS = [*range(8, 257, 8), 1, 3, 59, 111]
+HEAD_DIM_CASES = [
+    Case(batch=1, d=d, dtype=("fp16", "bf16")[i % 2], seqlen_q=70, seqlen_k=90, causal=i % 3 > 0)
+    for i, d in enumerate(HEAD_DIMS)
+]
+VALUE_DIM_CASES = [
+    Case(batch=1, d=d, d_v=d_v, dtype="bf16", seqlen_q=66, seqlen_k=40)
+    for d, d_v in [(192, 128), (64, 256), (128, 96), (96, 128), (40, 24), (17, 33), (256, 64)]
+]
+
+
+@each_case(HEAD_DIM_CASES + VALUE_DIM_CASES)
+def test_head_dims(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+@each_case([Case(d=d, seqlen_q=20, heads_q=2) for d in (257, 320, 576)], [ATEN_CPU, ATEN_CUDA])
+def test_head_dims_above_256(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(
+    [
+        Case(
+            heads_q=2 * group, heads_kv=2, dtype="fp16", seqlen_q=17, seqlen_k=65, causal=True, d=32
+        )
+        for group in (1, 2, 3, 5, 6, 7, 8, 16, 71)
+    ]
+)
+def test_query_heads_of_one_kv_head(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+@each_case(
+    [
+        Case(batch=1, dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, d=d, spread=spread, causal=causal)
+        for dtype, n_q, n_k, d, causal in [
+            ("fp16", 512, 1024, 64, True),
+            ("bf16", 512, 513, 128, True),
+            ("bf16", 640, 512, 64, False),
+            ("fp32", 513, 700, 64, True),
+        ]
+        for spread in ("normal", "wide")
+    ]
+)
+def test_long_rows(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+def window_cases() -> list[Case]:
+    cases = []
+    for seqlen_q, seqlen_k in ((96, 96), (40, 150), (150, 40)):
+        tile, longest = 64, max(seqlen_q, seqlen_k)
+        sides = [-1, 0, 1, tile - 1, tile, tile + 1, longest - 2, longest - 1, longest, 2 * longest]
+        sides.append(2**31 - 1)
+        for point in sample(14, seed=seqlen_q, left=sides, right=sides, top_left=[False, True]):
+            left, right = point.pop("left"), point.pop("right")
+            cases.append(
+                Case(
+                    seqlen_q=seqlen_q,
+                    seqlen_k=seqlen_k,
+                    window=(left, right),
+                    dtype="fp16",
+                    batch=1,
+                    d=32,
+                    **point,
+                )
+            )
+    return cases
+
+
+@each_case(window_cases())
+def test_windows(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+@each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(130, 130), (30, 130), (130, 30)])
+def test_causal_is_a_window(seqlen_q: int, seqlen_k: int, target: Target, seed: int) -> None:
+    """causal == (-1, 0) == (S - 1, 0) == (S, 0), bit for bit."""
+    longest = max(seqlen_q, seqlen_k)
+    case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype="bf16", causal=True)
+    expected = run(Problem(case, seed, target.device), target.backend)
+    for window in ((-1, 0), (longest - 1, 0), (longest, 0), (longest + 7, 0)):
+        problem = Problem(case.with_(causal=False, window=window), seed, target.device)
+        actual = run(problem, target.backend)
+        for name in ("out", "lse", "dk", "dv"):
+            assert torch.equal(actual[name], expected[name]), f"window {window}: {name}"
+
+
+@each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("right", [-1, 5])
+def test_causal_overrides_the_right_side(right: int, target: Target, seed: int) -> None:
+    case = Case(dtype="fp16", causal=True, window=(20, 0), seqlen_q=50, seqlen_k=70)
+    expected = run(Problem(case, seed, target.device), target.backend, backward=False)
+    problem = Problem(case.with_(window=(20, right)), seed, target.device)
+    actual = run(problem, target.backend, backward=False)
+    assert torch.equal(actual["out"], expected["out"])
+
+
+EXTREMES = {
+    "scores-of-minus-51200": lambda q, k, v: (q * 0 + 80, k * 0 - 80, v),
+    "scores-of-51200": lambda q, k, v: (q * 0 + 80, k * 0 + 80, v),
+    "all-1000": lambda q, k, v: (q * 0 + 1000, k * 0 + 1000, v * 0 + 1000),
+    "values-near-65504": lambda q, k, v: (q, k, v * 0 + 65000),
+    "maximum-rises": lambda q, k, v: (q * 0 + 1, ramp(k), v),
+    "maximum-falls": lambda q, k, v: (q * 0 + 1, -ramp(k), v),
+    "one-key-takes-all": lambda q, k, v: (q * 0 + 8, one_hot_key(k), v),
+}
+
+
+def ramp(k: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(k.size(1), device=k.device, dtype=k.dtype)
+    return (steps / 256)[None, :, None, None].expand_as(k).contiguous()
+
+
+def one_hot_key(k: torch.Tensor) -> torch.Tensor:
+    spike = torch.zeros_like(k)
+    spike[:, k.size(1) // 3] = 8
+    return spike
+
+
+@each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("data", list(EXTREMES))
+def test_extreme_scores(data: str, dtype: str, target: Target, seed: int) -> None:
+    case = Case(
+        dtype=dtype, seqlen_q=70, seqlen_k=200, batch=1, causal=data != "all-1000", spread=data
+    )
+    if not case.served_by(target.backend):
+        pytest.skip(f"{target.backend} has no {dtype}")
+    problem = Problem(case, seed, target.device)
+    problem.q, problem.k, problem.v = EXTREMES[data](problem.q, problem.k, problem.v)
+    results, expected = run(problem, target.backend), expect(problem)
+    compare(problem, results, expected)
+    # The common size of the scores cancels in the forward: there the plain rule holds.
+    assert_close(
+        "out", results["out"], expected.values["out"], expected.conditions["out"], problem.q.dtype
+    )
+
+
+@each_target(*ATTENTION_TARGETS)
+def test_subnormal_values_survive(target: Target, seed: int) -> None:
+    problem = Problem(Case(dtype="fp16", seqlen_q=40, seqlen_k=64), seed, target.device)
+    problem.v = torch.full_like(problem.v, 2.0**-20)
+    out = run(problem, target.backend, backward=False)["out"]
+    assert (out.double() / 2.0**-20 - 1).abs().max() <= 2.0**-4, "off by more than a last bit"
+
+
+EMPTY_ROW_CASES = [
+    Case(seqlen_q=100, seqlen_k=30, causal=True, dtype="fp16"),
+    Case(seqlen_q=200, seqlen_k=3, causal=True, dtype="bf16", heads_q=6),
+    Case(seqlen_q=30, seqlen_k=150, window=(-1, 0), top_left=True, dtype="fp16"),
+    Case(seqlen_q=150, seqlen_k=40, window=(5, 5), top_left=True, dtype="bf16"),
+    Case(seqlen_q=150, seqlen_k=70, window=(0, 0), dtype="fp16"),
+    Case(seqlen_q=0, seqlen_k=10, dtype="fp16"),
+    Case(seqlen_q=10, seqlen_k=0, dtype="bf16"),
+    Case(seqlen_q=10, seqlen_k=0, dtype="bf16", causal=True, lse_grad=True),
+    Case(seqlen_q=0, seqlen_k=0, dtype="fp16"),
+    Case(batch=0, dtype="bf16"),
+    Case(seqlen_q=10, seqlen_k=0, sink=True),
+    Case(seqlen_q=90, seqlen_k=20, causal=True, sink=True, lse_grad=True),
+    Case(seqlen_q=90, seqlen_k=20, causal=True, sink=True, softcap=5.0, alibi="head", bias="full"),
+]
+
+
+@each_case(EMPTY_ROW_CASES)
+def test_rows_without_keys(case: Case, target: Target, seed: int) -> None:
+    """out 0, LSE -inf (or the sink), gradients 0: the exact part of the standard."""
+    check(case, target, seed)
+
+
+def tiles(n: int, hidden: range) -> torch.Tensor:
+    keep = torch.ones(n, dtype=torch.bool)
+    for tile in hidden:
+        keep[64 * tile : 64 * (tile + 1)] = False
+    return keep
+
+
+HIDDEN_TILES = {
+    "first": range(0, 3),
+    "last": range(2, 5),
+    "even": range(0, 5, 2),
+    "odd": range(1, 5, 2),
+    "all": range(0, 5),
+}
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("form", ["bool", "-inf"])
+@pytest.mark.parametrize("hidden", list(HIDDEN_TILES))
+def test_hidden_tiles(hidden: str, form: str, target: Target, seed: int) -> None:
+    problem = Problem(
+        Case(seqlen_q=40, seqlen_k=320, dtype="fp32", bias="key"), seed, target.device
+    )
+    keep = tiles(320, HIDDEN_TILES[hidden]).to(target.device).expand(2, 1, 1, 320)
+    bias = problem.attn_bias
+    problem.attn_bias = keep.clone() if form == "bool" else bias.masked_fill(~keep, -torch.inf)
+    compare(problem, run(problem, target.backend), expect(problem))
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_rows_of_the_lowest_finite_bias(dtype: str, target: Target, seed: int) -> None:
+    """finfo.min hides a key. A row of nothing else is empty, or uniform as the number says; never
+    NaN."""
+    problem = Problem(Case(seqlen_q=20, seqlen_k=80, dtype=dtype, bias="full"), seed, target.device)
+    lowest = torch.finfo(problem.attn_bias.dtype).min
+    problem.attn_bias[:, :, ::2] = lowest
+    problem.attn_bias[:, :, 1::2, :70] = lowest
+    results, expected = run(problem, target.backend), expect(problem)
+    for name, x in results.items():
+        assert x.isfinite().all() or name == "lse", name
+    out, condition = expected.values["out"], expected.conditions["out"]
+    if results["lse"][0, 0, 0].isneginf():
+        assert (
+            not results["out"][:, ::2].count_nonzero() and not results["dq"][:, ::2].count_nonzero()
+        )
+        out[:, ::2] = 0
+    assert_close("out", results["out"], out, condition, problem.q.dtype)
+
+
+INVISIBLE = [
+    Case(seqlen_q=70, seqlen_k=200, causal=True, top_left=True, dtype="fp16"),
+    Case(seqlen_q=70, seqlen_k=200, window=(30, 10), dtype="bf16"),
+    Case(seqlen_q=70, seqlen_k=200, seqused_k=(130, 67), dtype="fp16"),
+    Case(seqlen_q=70, seqlen_k=200, leftpad_k=(130, 67), dtype="fp16", causal=True),
+    Case(seqlen_q=70, seqlen_k=200, bias="padding", dtype="fp32"),
+    Case(seqlen_q=70, seqlen_k=200, bias="padding", dtype="bf16", sink=True, causal=True),
+]
+
+
+@each_case(INVISIBLE)
+def test_nan_in_keys_that_nobody_sees(case: Case, target: Target, seed: int) -> None:
+    """Same bits as without the NaNs, forward and backward, and gradient 0 for those keys."""
+    problem = Problem(case, seed, target.device)
+    expected = expect(problem)
+    unseen = (expected.conditions["dv"] == 0).all(-1).all(-1)
+    assert 0 < unseen.sum() < unseen.numel()
+    clean = run(problem, target.backend, deterministic=True)
+    problem.k[unseen] = math.nan
+    problem.v[unseen] = math.nan
+    dirty = run(problem, target.backend, deterministic=True)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert torch.equal(dirty[name], clean[name]), name
+    compare(problem, dirty, expected)
+
+
+@each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_in_use_propagates(where: str, target: Target, seed: int) -> None:
+    """A NaN reaches the rows and heads that use it and no other."""
+    case = Case(dtype="fp16", seqlen_q=70, seqlen_k=100, heads_q=4, heads_kv=2)
+    problem = Problem(case, seed, target.device)
+    clean = run(problem, target.backend, backward=False)["out"]
+    hit = torch.zeros(clean.shape, dtype=torch.bool)
+    if where == "q":
+        problem.q[1, 33, 2, 5] = math.nan
+        hit[1, 33, 2] = True
+    elif where == "k":
+        problem.k[1, 50, 1, 5] = math.nan
+        hit[1, :, 2:] = True
+    else:
+        problem.v[1, 50, 1, 5] = math.nan
+        hit[1, :, 2:, 5] = True
+    out = run(problem, target.backend, backward=False)["out"]
+    assert torch.equal(out.isnan().cpu(), hit)
+    assert torch.equal(out[~hit.to(out.device)], clean[~hit.to(out.device)])
+
+
+@each_target(*ATTENTION_TARGETS)
+def test_nan_key_below_the_diagonal(target: Target, seed: int) -> None:
+    """Rows above the diagonal of a NaN key keep their bits, the others are NaN."""
+    problem = Problem(Case(dtype="bf16", seqlen_q=130, causal=True, batch=1), seed, target.device)
+    clean = run(problem, target.backend, backward=False)["out"]
+    problem.k[:, 75] = math.nan
+    out = run(problem, target.backend, backward=False)["out"]
+    assert torch.equal(out[:, :75], clean[:, :75])
+    assert out[:, 75:].isnan().all()
+
+
+@each_case(
+    [
+        Case(dtype="bf16", seqlen_q=65, seqlen_k=100, causal=True),
+        Case(dtype="fp16", lengths_q=(3, 0, 40), lengths_k=(9, 5, 33), tail=4),
+        Case(dtype="fp32", seqlen_q=33, bias="head", sink=True, softcap=3.0, dropout_p=0.2),
+    ]
+)
+@pytest.mark.parametrize("pattern", ["inf", "huge"])
+def test_what_memory_held_before_does_not_matter(
+    pattern: str, case: Case, target: Target, seed: int
+) -> None:
+    problem = Problem(case, seed, target.device)
+    expected = run(problem, target.backend, deterministic=True)
+    actual = run(problem, target.backend, pattern=pattern, deterministic=True)
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+PROBS_CASES = [
+    Case(seqlen_q=40, seqlen_k=70),
+    Case(seqlen_q=70, seqlen_k=40, causal=True, softcap=5.0, alibi="batch"),
+    Case(seqlen_q=40, seqlen_k=70, dtype="fp64", dropout_p=0.3, bias="head", sink=True),
+    Case(seqlen_q=40, seqlen_k=70, dtype="bf16", dropout_p=0.3, window=(9, 0)),
+    Case(lengths_q=(7, 0, 33), lengths_k=(20, 5, 18), dropout_p=0.3),
+]
+
+
+@each_case(PROBS_CASES, [ATEN_CPU, ATEN_CUDA])
+def test_attention_probabilities(case: Case, target: Target, seed: int) -> None:
+    """S_dmask is the normalised P of each head, negative where dropout drops it."""
+    problem = Problem(case, seed, target.device)
+    probs = run(problem, target.backend, backward=False, return_probs=True)["probs"].cpu().double()
+    expected = expect(problem, backward=False)
+    assert probs.shape == expected.probs.shape
+    assert torch.equal(probs < 0, expected.probs < 0)
+    accumulator = UNIT_ROUNDOFF[torch.float64 if case.dtype == "fp64" else torch.float32]
+    unit = UNIT_ROUNDOFF[problem.q.dtype] + 16 * accumulator * (1 + expected.largest_score)
+    assert ((probs - expected.probs).abs() <= unit * expected.probs.abs()).all()
+
+
+@each_target(*ATTENTION_TARGETS)
+def test_probabilities_come_only_on_request(target: Target, seed: int) -> None:
+    problem = Problem(Case(dtype="fp16"), seed, target.device)
+    assert run(problem, target.backend, backward=False)["probs"].numel() == 0
+
+
+@each_case(
+    [
+        Case(dtype="bf16", seqlen_q=200, seqlen_k=300, causal=True, d=128),
+        Case(dtype="fp16", lengths_q=(70, 3, 129), lengths_k=(70, 190, 1), d=64),
+        Case(dtype="fp32", seqlen_q=100, bias="row", dropout_p=0.1, sink=True),
+    ]
+)
+def test_same_bits_every_time(case: Case, target: Target, seed: int) -> None:
+    problem = Problem(case, seed, target.device)
+    first = run(problem, target.backend, backward=False)
+    for _ in range(5):
+        again = run(problem, target.backend, backward=False)
+        assert all(torch.equal(again[name], first[name]) for name in first)

@@ -1,0 +1,83 @@
+"""One small case a kernel instantiation: what compute-sanitizer runs (pytest -m sanitize), every
+path a warp can take.
+
+The reference is computed on the CPU, so that a sanitizer sees little but our kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cases import DECODE_CUDA, SM80, Case, Target, check, each_case
+from test_decode import DecodeCase, each_decode
+from test_decode import check as check_decode
+
+HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
+# Ragged to both sides of a tile, an empty sequence, an empty row, GQA, masks on both sides.
+SHAPES = {
+    "causal": dict(batch=1, seqlen_q=70, seqlen_k=130, causal=True),
+    "full": dict(batch=2, seqlen_q=33, seqlen_k=65),
+    "window": dict(batch=1, seqlen_q=140, seqlen_k=70, window=(20, 5)),
+    "varlen": dict(
+        lengths_q=(65, 0, 9), lengths_k=(33, 7, 130), tail=3, causal=True, lse_grad=True
+    ),
+    "used": dict(
+        lengths_q=(40, 9),
+        lengths_k=(70, 65),
+        seqused_q=(33, 9),
+        seqused_k=(64, 3),
+        leftpad_k=(5, 0),
+    ),
+}
+
+
+def kernel_cases() -> list[Case]:
+    cases = []
+    for d in HEAD_DIM_CLASSES:
+        for i, shape in enumerate(SHAPES.values()):
+            for j, deterministic in enumerate((False, True)):
+                dtype = ("fp16", "bf16")[(i + j) % 2]
+                cases.append(
+                    Case(
+                        d=d,
+                        dtype=dtype,
+                        deterministic=deterministic,
+                        heads_q=4,
+                        heads_kv=2,
+                        **shape,
+                    )
+                )
+    cases.append(Case(d=40, d_v=24, dtype="fp16", seqlen_q=33, seqlen_k=20, causal=True))
+    cases.append(Case(d=192, d_v=128, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))
+    cases.append(Case(d=13, dtype="bf16", seqlen_q=33, seqlen_k=20))
+    return cases
+
+
+@each_case(kernel_cases(), [SM80], marks=[pytest.mark.sanitize])
+def test_sm80(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+def decode_kernel_cases() -> list[DecodeCase]:
+    return [
+        DecodeCase(
+            d=d,
+            dtype=dtype,
+            num_splits=splits,
+            heads_q=heads_q,
+            lengths=(0, 65, 130),
+            capacity=130,
+            **more,
+        )
+        for d in HEAD_DIM_CLASSES
+        for dtype in ("fp16", "bf16")
+        for splits, heads_q, more in (
+            (1, 2, {}),
+            (3, 16, {"window": (40, 0)}),
+            (5, 6, {"seqlen_q": 3}),
+        )
+    ]
+
+
+@each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
+def test_decode(case: DecodeCase, target: Target, seed: int) -> None:
+    check_decode(case, target, seed)

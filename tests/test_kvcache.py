@@ -1,0 +1,210 @@
+"""flash_attn_with_kvcache: append, rotate, attend; the cache is written where it must be and
+nowhere else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import ATEN_CPU, ATEN_CUDA, Target, each_target, use
+
+import flash_attn
+from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.reference import attention_ref
+
+
+def problem(target: Target, new: int = 3, capacity: int = 40, heads: int = 2):
+    make = dict(device=target.device, dtype=torch.float32)
+    q = torch.randn(3, new, 2 * heads, 16, **make)
+    k, v = torch.randn(3, new, heads, 16, **make), torch.randn(3, new, heads, 16, **make)
+    caches = [torch.randn(3, capacity, heads, 16, **make) for _ in range(2)]
+    lengths = torch.tensor([5, 0, 30], dtype=torch.int32, device=target.device)
+    return q, k, v, *caches, lengths
+
+
+def expect(q, k_cache, v_cache, lengths, **options) -> torch.Tensor:
+    cpu = [x.cpu() for x in (q, k_cache, v_cache)]
+    return attention_ref(*cpu, seqused_k=lengths.cpu(), **options)[0].float()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("causal", [False, True])
+def test_append(causal: bool, target: Target) -> None:
+    q, k, v, k_cache, v_cache, lengths = problem(target)
+    wanted_k, wanted_v = k_cache.clone(), v_cache.clone()
+    for b, n in enumerate(lengths.tolist()):
+        wanted_k[b, n : n + 3], wanted_v[b, n : n + 3] = k[b], v[b]
+    with use(target):
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=causal, return_softmax_lse=True
+        )
+    assert torch.equal(k_cache, wanted_k) and torch.equal(v_cache, wanted_v)
+    assert_close(out, expect(q, k_cache, v_cache, lengths + 3, causal=causal))
+    assert lse.shape == (3, 4, 3)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("start", [38, 39, 40, 41, 1000, -1, -3, -1000])
+def test_append_never_writes_outside(start: int, target: Target) -> None:
+    """A full cache, more than full, a negative length: what fits is written, the rest is
+    dropped."""
+    q, k, v, *_ = problem(target)
+    buffer = torch.randn(2, 5, 40, 2, 16, device=target.device)
+    before = buffer.clone()
+    k_cache, v_cache = buffer[:, 1:4]
+    lengths = torch.tensor([3, start, 7], dtype=torch.int32, device=target.device)
+    with use(target):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+    wanted = before.clone()
+    for b, n in enumerate(lengths.tolist()):
+        for i in range(3):
+            if 0 <= n + i < 40:
+                wanted[0, b + 1, n + i], wanted[1, b + 1, n + i] = k[b, i], v[b, i]
+    assert torch.equal(buffer, wanted)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_append_to_pages(page_size: int, target: Target) -> None:
+    q, k, v, k_cache, v_cache, lengths = problem(target, capacity=42)
+    pages_each = -(-42 // page_size)
+    table = torch.randperm(3 * pages_each + 2)[: 3 * pages_each].view(3, -1).int().to(target.device)
+    pools = []
+    for cache in (k_cache, v_cache):
+        pool = torch.full((3 * pages_each + 2, page_size, 2, 16), math.nan, device=target.device)
+        padded = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, pages_each * page_size - 42))
+        pool[table.flatten().long()] = padded.reshape(-1, page_size, 2, 16)
+        pools.append(pool)
+    with use(target):
+        expected = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True
+        )
+        actual = flash_attn.flash_attn_with_kvcache(
+            q, *pools, k, v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+    assert_close(actual, expected.cpu())
+    for pool, cache in zip(pools, (k_cache, v_cache), strict=True):
+        assert torch.equal(pool[table.long()].flatten(1, 2)[:, :42], cache)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary(causal: bool, interleaved: bool, target: Target) -> None:
+    q, k, v, k_cache, v_cache, lengths = problem(target)
+    angles = torch.randn(40, 4, device=target.device)
+    cos, sin = angles.cos(), angles.sin()
+    wanted_k = apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=lengths)
+    turned_q = apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=lengths)
+    if not causal:
+        turned_q = torch.cat(
+            [
+                apply_rotary_emb(q[:, i : i + 1], cos, sin, interleaved, seqlen_offsets=lengths)
+                for i in range(3)
+            ],
+            1,
+        )
+    with use(target):
+        out = flash_attn.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=lengths,
+            causal=causal,
+            rotary_interleaved=interleaved,
+        )
+    for b, n in enumerate(lengths.tolist()):
+        assert torch.equal(k_cache[b, n : n + 3], wanted_k[b])
+    assert_close(out, expect(turned_q, k_cache, v_cache, lengths + 3, causal=causal))
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_cache_rows_of_a_larger_pool(target: Target) -> None:
+    q, k, v, *_, lengths = problem(target)
+    k_cache, v_cache = torch.randn(2, 7, 40, 2, 16, device=target.device)
+    before = k_cache.clone()
+    rows = torch.tensor([6, 2, 0], dtype=torch.int32, device=target.device)
+    with use(target):
+        out = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=rows
+        )
+    assert torch.equal(k_cache[[1, 3, 4, 5]], before[[1, 3, 4, 5]])
+    assert_close(out, expect(q, k_cache[rows.long()], v_cache[rows.long()], lengths + 3))
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_leftpad(target: Target) -> None:
+    q, _, _, k_cache, v_cache, lengths = problem(target)
+    left = torch.tensor([2, 0, 11], dtype=torch.int32, device=target.device)
+    with use(target):
+        out = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=left, causal=True
+        )
+    assert_close(out, expect(q, k_cache, v_cache, lengths, leftpad_k=left.cpu(), causal=True))
+
+
+@pytest.mark.parametrize("length", [0, 17, 40])
+def test_length_as_a_number(length: int) -> None:
+    q, _, _, k_cache, v_cache, _ = problem(ATEN_CPU)
+    lengths = torch.full((3,), length, dtype=torch.int32)
+    actual = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length)
+    assert torch.equal(
+        actual, flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+    )
+    assert_close(actual, expect(q, k_cache, v_cache, lengths))
+
+
+BAD = {
+    "k without v": (dict(k=torch.zeros(3, 3, 2, 16)), "flash_attn: v: "),
+    "no length to append at": (
+        dict(k=torch.zeros(3, 3, 2, 16), v=torch.zeros(3, 3, 2, 16)),
+        "flash_attn: cache_seqlens: ",
+    ),
+    "cos without sin": (dict(rotary_cos=torch.zeros(40, 4)), "flash_attn: rotary_sin: "),
+    "length above the capacity": (
+        dict(cache_seqlens=41),
+        "flash_attn: cache_seqlens: .*40.*got 41",
+    ),
+    "int64 lengths": (
+        dict(cache_seqlens=torch.tensor([1, 2, 3])),
+        "flash_attn: cache_seqlens: .*int32",
+    ),
+    "too many splits": (dict(num_splits=257), "flash_attn: num_splits: "),
+    "rotary without new keys": (
+        dict(rotary_cos=torch.zeros(40, 4), rotary_sin=torch.zeros(40, 4)),
+        "flash_attn: rotary_cos: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_errors(mistake: str) -> None:
+    q, _, _, k_cache, v_cache, _ = problem(ATEN_CPU)
+    options, message = BAD[mistake]
+    with pytest.raises(RuntimeError, match=message):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **options)
+
+
+def test_generating_token_by_token_is_one_forward() -> None:
+    """Eight steps through the cache: the rows of one causal call."""
+    q, k, v = torch.randn(3, 2, 8, 2, 16)
+    k_cache, v_cache = torch.full((2, 2, 8, 2, 16), math.nan)
+    steps = []
+    for i in range(8):
+        now = slice(i, i + 1)
+        steps.append(
+            flash_attn.flash_attn_with_kvcache(
+                q[:, now], k_cache, v_cache, k[:, now], v[:, now], cache_seqlens=i, causal=True
+            )
+        )
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    torch.testing.assert_close(torch.cat(steps, 1), expected)

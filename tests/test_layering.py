@@ -1,0 +1,170 @@
+"""The folders are the architecture: who may include whom, where asm stands, how long a file may
+be."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+SOURCES = sorted(
+    path
+    for path in CSRC.rglob("*")
+    if path.suffix in (".h", ".cpp", ".cu", ".cuh") and "example" not in path.parts
+)
+PYTHON = sorted([*(ROOT / "flash_attn").rglob("*.py"), *(ROOT / "tests").glob("*.py")])
+
+pytestmark = pytest.mark.skipif(not SOURCES, reason="no source tree beside the tests")
+
+# What each folder may include; itself always. core/ is plain C++ and lies under everything.
+ALLOWED = {
+    "core": set(),
+    "cuda/ptx": set(),
+    "cuda/tile": {"core", "cuda/ptx"},
+    "cuda/attn": {"core", "cuda/tile", "cuda/ptx"},
+    "cuda": {"core", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "cuda/inst": {"core", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "sm80": {"core", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "sm80/inst": {"core", "sm80", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "sm90/ptx": {"cuda/ptx"},
+    "sm90/tile": {"core", "cuda/tile", "cuda/ptx", "sm90/ptx"},
+    "sm90": {"core", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx", "sm90/tile", "sm90/ptx"},
+    "sm90/inst": {"core", "sm90", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "aten": set(),
+    "bindings": {"core", "aten"},
+}
+TORCH_FOLDERS = {"bindings", "aten"}
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|pybind11)/")
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+MAX_LINES = 450
+
+
+@cache
+def text(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def code(path: Path) -> str:
+    """Without comments and string literals."""
+    without = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', " ", text(path), flags=re.DOTALL)
+    return without
+
+
+def folder(path: Path) -> str:
+    return path.parent.relative_to(CSRC).as_posix()
+
+
+def resolve(path: Path, name: str) -> Path | None:
+    """The file of ours that an include names: beside the file, or from csrc/."""
+    for candidate in (path.parent / name, CSRC / name):
+        if candidate.is_file():
+            return candidate.resolve()
+    return None
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=ids)
+def test_includes_point_downward(path: Path) -> None:
+    here = folder(path)
+    assert here in ALLOWED, f"{here} is not on the map of the house: add its arrows here"
+    for quote, name in INCLUDE.findall(text(path)):
+        if TORCH_HEADER.match(name):
+            assert here in TORCH_FOLDERS, f"{name}: only {TORCH_FOLDERS} know torch"
+            continue
+        target = resolve(path, name)
+        if target is None:
+            assert quote == "<", f"{name} is not a file of ours and stands in quotes"
+            continue
+        there = folder(target)
+        assert there == here or there in ALLOWED[here], f"{here} may not include {there} ({name})"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix in (".h", ".cuh")], ids=ids)
+def test_headers_are_included_once(path: Path) -> None:
+    assert "#pragma once" in text(path)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=ids)
+def test_asm_stands_in_ptx(path: Path) -> None:
+    if path.parent.name != "ptx":
+        assert not re.search(r"\basm\b", code(path)), "asm belongs in a ptx/ folder"
+
+
+FORBIDDEN = {
+    "an attention op of torch's": r"scaled_dot_product|_flash_attention|_efficient_attention"
+    r"|_cudnn_attention|_fused_sdp|_native_multi_head",
+    "a device synchronisation": r"cuda(Device|Stream|Event)Synchronize|\bsynchronize\s*\(",
+    "an exit": r"\b(exit|abort|_exit|quick_exit)\s*\(",
+    "a print": r"\b(printf|fprintf|puts)\s*\(|std::c(out|err)\b",
+    "a user check that dies": r"\bassert\s*\(",
+    "CUTLASS": r"cutlass|cute::",
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_nowhere_in_csrc(what: str) -> None:
+    found = [ids(path) for path in SOURCES if re.search(FORBIDDEN[what], code(path))]
+    assert not found, f"{what} in {found}"
+
+
+def test_no_kernel_includes_torch_through_the_build() -> None:
+    """The kernels' target has no torch include path."""
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    for call in re.findall(
+        r"target_(?:include_directories|link_libraries)\((flash_attn_kernels[^)]*)\)", cmake
+    ):
+        assert "torch" not in call.lower()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=ids)
+def test_file_length(path: Path) -> None:
+    assert text(path).count("\n") <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PYTHON], ids=ids)
+def test_no_leftovers(path: Path) -> None:
+    """No notes to oneself and no commented-out code (// ends with a semicolon or an opening
+    brace)."""
+    if path.name == Path(__file__).name:
+        return
+    body = text(path)
+    assert not re.search(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b", body)
+    if path.suffix != ".py":
+        dead = [line for line in body.splitlines() if re.match(r"\s*//\s*\S.*[;{]\s*$", line)]
+        dead = [
+            line
+            for line in dead
+            if re.search(r"[=()]", line) and not re.search(r"[a-z]+ [a-z]+ [a-z]+", line)
+        ]
+        assert not dead, dead
+
+
+def test_every_source_is_built() -> None:
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    forgotten = [
+        ids(path)
+        for path in SOURCES
+        if path.suffix in (".cpp", ".cu") and path.relative_to(ROOT).as_posix() not in cmake
+    ]
+    assert not forgotten, forgotten
+
+
+def test_python_reaches_the_library_through_one_module() -> None:
+    """Only _library loads _C, and no Python of ours calls torch's own attention but the races and
+    the demo."""
+    for path in (ROOT / "flash_attn").rglob("*.py"):
+        body = text(path)
+        if path.name != "_library.py":
+            assert not re.search(
+                r"^\s*(from flash_attn import _C|import flash_attn\._C)", body, re.MULTILINE
+            ), path
+        if "cli" not in path.parts:
+            assert "functional.scaled_dot_product_attention(" not in body, path

@@ -1,0 +1,171 @@
+"""Memory: O(seqlen) beyond inputs and outputs, measured. The matrix S would be O(seqlen^2)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import ATEN_CUDA, SM80, Case, Problem, Target, each_target, run, use
+
+import flash_attn
+
+# Peak resident memory above what it was before the call, in MiB, in a process of its own: what
+# malloc took, whoever asked.
+CPU_SCRIPT = """
+import sys, torch, flash_attn
+torch.set_num_threads(2)
+seqlen, backward, bias = int(sys.argv[1]), sys.argv[2] == "backward", sys.argv[3] == "bias"
+
+def peak_mib():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+def attend(n):
+    q, k, v = (torch.randn(1, n, 2, 64, requires_grad=backward) for _ in range(3))
+    attn_bias = torch.randn(1, 2, 1, n, requires_grad=backward) if bias else None
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak_mib()
+    out = flash_attn.flash_attn_func(q, k, v, attn_bias=attn_bias, causal=True)
+    if backward:
+        out.sum().backward()
+    return peak_mib() - before
+
+attend(256)
+print(attend(seqlen))
+"""
+
+
+def cpu_peak_mib(seqlen: int, direction: str, bias: str) -> float:
+    arguments = [sys.executable, "-c", CPU_SCRIPT, str(seqlen), direction, bias]
+    done = subprocess.run(arguments, check=True, timeout=300, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("bias", ["plain", "bias"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_cpu_memory_is_linear(direction: str, bias: str) -> None:
+    """Four times the length takes about four times the memory; S alone would take 512 MiB."""
+    short, long = cpu_peak_mib(2048, direction, bias), cpu_peak_mib(8192, direction, bias)
+    row_mib = 8192 * 2 * 64 * 4 / 2**20
+    tensors = 1 if direction == "forward" else 5
+    assert long < tensors * row_mib + 48, f"{long:.1f} MiB at length 8192"
+    assert long < 4 * short + 24, f"{short:.1f} MiB at 2048, {long:.1f} MiB at 8192"
+
+
+def cuda_peak_mib(target: Target, seqlen: int, backward: bool) -> float:
+    """Above the inputs."""
+    q, k, v = (
+        torch.randn(1, seqlen, 4, 64, device="cuda", dtype=torch.float16, requires_grad=backward)
+        for _ in range(3)
+    )
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with use(target):
+        out = flash_attn.flash_attn_func(q, k, v, causal=True)
+        if backward:
+            out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+@each_target(ATEN_CUDA, SM80)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_cuda_memory_is_linear(backward: bool, target: Target) -> None:
+    cuda_peak_mib(target, 128, backward)
+    short, long = (cuda_peak_mib(target, n, backward) for n in (4096, 16384))
+    assert long < 4.4 * short + 1
+    if target.backend == "sm80":
+        output_mib = 16384 * 4 * 64 * 2 / 2**20
+        lse_mib = 16384 * 4 * 4 / 2**20
+        # Backward: dout, dq, dk, dv in 16 bits, delta, and dq in fp32 (twice an output).
+        expected = output_mib + lse_mib + (6 * output_mib + lse_mib) * backward
+        assert long <= expected * 1.05 + 2, f"{long:.1f} MiB, expected {expected:.1f}"
+
+
+@each_target(SM80)
+def test_plain_forward_allocates_the_output_and_the_lse_alone(target: Target) -> None:
+    q = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.float16)
+    with use(target):
+        flash_attn.flash_attn_func(q, q, q)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        out, lse, probs = flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 2
+    assert probs.numel() == 0 and out.numel() and lse.numel()
+
+
+@each_target(SM80)
+def test_aligned_views_are_read_in_place(target: Target) -> None:
+    """A packed qkv takes no more memory than three tensors; a misaligned one takes copies."""
+
+    def count(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+        with use(target):
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            flash_attn.flash_attn_func(q, k, v)
+            return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    packed = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.float16)
+    plain = count(*(x.contiguous() for x in packed.unbind(2)))
+    assert count(*packed.unbind(2)) == plain
+    odd = torch.randn(2, 300, 3, 4, 65, device="cuda", dtype=torch.float16)[..., :64]
+    assert count(*odd.unbind(2)) == plain + 3
+
+
+@each_target(SM80)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["batch", "stride"])
+def test_offsets_beyond_32_bits(where: str, target: Target, seed: int) -> None:
+    """More than 2^31 elements, and strides above 2^31: the far end has the bits of the same call
+    alone."""
+    if torch.cuda.mem_get_info()[0] < 80 << 30:
+        pytest.skip("needs 80 GB of free GPU memory")
+    if where == "batch":
+        batch = (2**31) // (64 * 8 * 128) + 3
+        q, k, v = (
+            torch.randn(batch, 64, 8, 128, device="cuda", dtype=torch.float16) for _ in range(3)
+        )
+    else:
+        buffer = torch.empty(2**31 + 2**24, device="cuda", dtype=torch.float16)
+        shape, strides = (2, 64, 8, 128), (2**31, 1024, 128, 1)
+        views = [buffer.as_strided(shape, strides, i * 2**20) for i in range(3)]
+        for view in views:
+            view.normal_()
+        q, k, v = views
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with use(target):
+        out = flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
+        gradients = torch.autograd.grad(out.narrow(0, out.size(0) - 1, 1).sum(), leaves)
+        last = [x[-1:].contiguous().requires_grad_() for x in (q, k, v)]
+        expected = flash_attn.flash_attn_func(*last, causal=True, deterministic=True)
+        expected_gradients = torch.autograd.grad(expected.sum(), last)
+    assert torch.equal(out[-1:], expected)
+    for actual, e in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(actual[-1:], e)
+        assert not actual[:-1].count_nonzero()
+
+
+@each_target(SM80)
+@pytest.mark.slow
+def test_many_batches_heads_and_tiles(target: Target, seed: int) -> None:
+    """More than 65,535 of each: a grid's y and z dimension end there."""
+    for case in (
+        Case(batch=66_000, seqlen_q=1, seqlen_k=2, heads_q=1, heads_kv=1, d=32, dtype="fp16"),
+        Case(batch=1, seqlen_q=1, seqlen_k=2, heads_q=66_000, heads_kv=1, d=32, dtype="fp16"),
+    ):
+        problem = Problem(case, seed, "cuda")
+        q, k, v = problem.q.float(), problem.k.float(), problem.v.float()
+        p = torch.einsum("bihd,bjkd->bhij", q, k).mul(case.d**-0.5).softmax(-1)
+        expected = torch.einsum("bhij,bjkd->bihd", p, v)
+        results = run(problem, target.backend)
+        torch.testing.assert_close(results["out"].float(), expected, rtol=1e-2, atol=2e-3)
+        assert all(results[name].isfinite().all() for name in ("dq", "dk", "dv"))
+    tall = torch.randn(1, 65_536 * 64 + 70, 1, 32, device="cuda", dtype=torch.float16)
+    with use(target):
+        out = flash_attn.flash_attn_func(tall, tall[:, :9], tall[:, :9])
+        end = flash_attn.flash_attn_func(tall[:, -6:], tall[:, :9], tall[:, :9])
+    torch.testing.assert_close(out[:, -6:], end, rtol=1e-2, atol=1e-3)

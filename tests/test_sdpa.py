@@ -1,0 +1,168 @@
+"""scaled_dot_product_attention as a drop-in: torch's signature, torch's meaning."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import ATEN_CPU, ATEN_CUDA, SM80, Target, each_target, use
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+import flash_attn
+
+
+def test_signature() -> None:
+    parameters = inspect.signature(flash_attn.scaled_dot_product_attention).parameters
+    defaults = {name: p.default for name, p in parameters.items()}
+    empty = inspect.Parameter.empty
+    assert list(defaults.items()) == [
+        ("query", empty),
+        ("key", empty),
+        ("value", empty),
+        ("attn_mask", None),
+        ("dropout_p", 0.0),
+        ("is_causal", False),
+        ("scale", None),
+        ("enable_gqa", False),
+    ]
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...] | None = None
+    mask: tuple[int, ...] | None = None
+    bool_mask: bool = False
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def options(self) -> dict:
+        return {"is_causal": self.is_causal, "scale": self.scale, "enable_gqa": self.enable_gqa}
+
+
+CALLS = [
+    Call("plain", (2, 3, 33, 16), (2, 3, 40, 16)),
+    Call("causal", (2, 3, 33, 16), (2, 3, 33, 16), is_causal=True),
+    Call("causal, fewer queries", (2, 3, 20, 16), (2, 3, 33, 16), is_causal=True),
+    Call("causal, more queries", (2, 3, 33, 16), (2, 3, 20, 16), is_causal=True),
+    Call("three dimensions", (6, 33, 16), (6, 40, 16)),
+    Call("two dimensions", (33, 16), (40, 16)),
+    Call("five dimensions", (2, 2, 3, 9, 16), (2, 2, 3, 12, 16)),
+    Call("value's head dim", (2, 3, 9, 16), (2, 3, 12, 16), (2, 3, 12, 24)),
+    Call("gqa", (2, 6, 9, 16), (2, 2, 12, 16), enable_gqa=True),
+    Call("gqa, causal", (2, 6, 12, 16), (2, 3, 12, 16), enable_gqa=True, is_causal=True),
+    Call("broadcast batch", (2, 3, 9, 16), (1, 3, 12, 16)),
+    Call("broadcast heads", (2, 3, 9, 16), (2, 1, 12, 16)),
+    Call("scale", (2, 3, 9, 16), (2, 3, 12, 16), scale=0.05),
+    Call("mask of rows and keys", (2, 3, 9, 16), (2, 3, 12, 16), mask=(9, 12)),
+    Call("mask of keys", (2, 3, 9, 16), (2, 3, 12, 16), mask=(2, 1, 1, 12)),
+    Call("mask, full", (2, 3, 9, 16), (2, 3, 12, 16), mask=(2, 3, 9, 12)),
+    Call("mask, three dimensions", (6, 9, 16), (6, 12, 16), mask=(6, 9, 12)),
+    Call("mask, five dimensions", (2, 2, 3, 9, 16), (2, 2, 3, 12, 16), mask=(2, 1, 3, 9, 12)),
+    Call("bool mask", (2, 3, 9, 16), (2, 3, 12, 16), mask=(2, 1, 9, 12), bool_mask=True),
+    Call(
+        "bool mask and gqa",
+        (2, 6, 9, 16),
+        (2, 2, 12, 16),
+        mask=(9, 12),
+        bool_mask=True,
+        enable_gqa=True,
+    ),
+]
+
+
+def outcome(function, tensors: list[torch.Tensor], dout: torch.Tensor, mask, options: dict):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.detach().requires_grad_()
+        leaves.append(mask)
+    out = function(*leaves[:3], attn_mask=mask, **options)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_same_as_torch(call: Call, target: Target) -> None:
+    """Output and gradients in float64, mask's included."""
+    make = dict(dtype=torch.float64, device=target.device)
+    tensors = [
+        torch.randn(shape, **make) for shape in (call.query, call.key, call.value or call.key)
+    ]
+    mask = None
+    if call.mask is not None:
+        mask = torch.randn(call.mask, **make)
+        mask = mask > -0.8 if call.bool_mask else mask
+    with sdpa_kernel(SDPBackend.MATH):
+        shape = torch_sdpa(*tensors, attn_mask=mask, **call.options).shape
+        dout = torch.randn(shape, **make)
+        expected = outcome(torch_sdpa, tensors, dout, mask, call.options)
+    with use(target):
+        actual = outcome(flash_attn.scaled_dot_product_attention, tensors, dout, mask, call.options)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-11)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sixteen_bits(is_causal: bool, target: Target) -> None:
+    tensors = [
+        torch.randn(2, 4, 65, 64, device=target.device, dtype=torch.bfloat16) for _ in range(3)
+    ]
+    with use(target):
+        actual = flash_attn.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch_sdpa(*(x.double() for x in tensors), is_causal=is_causal)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_causal_and_mask_together_raise() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        flash_attn.scaled_dot_product_attention(
+            x, x, x, attn_mask=torch.ones(4, 4) > 0, is_causal=True
+        )
+
+
+def test_different_heads_need_enable_gqa() -> None:
+    q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="enable_gqa"):
+        flash_attn.scaled_dot_product_attention(q, k, k)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_dropout(target: Target) -> None:
+    """Every weight is 0 or 1 / (1 - p) times its value, about p of them 0, and the seed repeats
+    it."""
+    n = 64
+    q = torch.zeros(1, 2, n, n, device=target.device)
+    v = torch.eye(n, device=target.device).expand(1, 2, n, n)
+    torch.manual_seed(1)
+    with use(target):
+        weights = flash_attn.scaled_dot_product_attention(q, q, v, dropout_p=0.25)
+        torch.manual_seed(1)
+        again = flash_attn.scaled_dot_product_attention(q, q, v, dropout_p=0.25)
+    assert torch.equal(weights, again)
+    kept = weights > 0
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / n / 0.75))
+    assert abs(kept.double().mean() - 0.75) < 6 * (0.25 * 0.75 / kept.numel()) ** 0.5
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_a_row_that_the_mask_empties_is_zero(target: Target) -> None:
+    q = torch.randn(1, 2, 4, 8, device=target.device)
+    mask = torch.ones(4, 4, dtype=torch.bool, device=target.device)
+    mask[2] = False
+    with use(target):
+        out = flash_attn.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert not out[:, :, 2].count_nonzero() and out[:, :, [0, 1, 3]].abs().min() > 0
