@@ -1,4 +1,4 @@
-// One block of query rows against some keys: forward's main loop, that decode runs as well.
+// One block of query rows against some keys: forward's main loop (fwd.cpp), which decode runs too.
 #pragma once
 
 #include <tuple>
@@ -9,7 +9,8 @@
 
 namespace flash_attn::aten {
 
-// The softmax state of the rows after those of `keys` that they see. sink: Slice::sink_column, or undefined.
+// The softmax state of the rows after those of `keys` that they see. sink: Slice::sink_column, or
+// undefined.
 OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const at::Tensor& sink);
 
 // out (zeros) like q with v's head dim, lse (−inf): what no sequence covers stays as it is.

@@ -1,12 +1,12 @@
-// Which keys a block of query rows sees, and the other way round: plain integers, no tensors.
+// Which keys a block of query rows sees: plain integers, no tensors.
 //
-//            keys 0 . . . . . . . 7        offset = len_k - len_q = 2 (bottom-right), right = 0 (causal), left = 3
-//   query 0    1 1 1 0 0 0 0 0             rows {2, 3, 4}:
-//         1    1 1 1 1 0 0 0 0               visible_keys = [1, 7)   what any of the rows sees: the rest is skipped
-//         2    0 1 1 1 1 0 0 0               full_keys    = [3, 5)   what all of the rows see: needs no mask
-//         3    0 0 1 1 1 1 0 0
-//         4    0 0 0 1 1 1 1 0
-//         5    0 0 0 0 1 1 1 1
+//            keys 0 1 2 3 4 5 6 7      offset = len_k - len_q = 2 (bottom-right), left = 3,
+//   query 0    1 1 1 0 0 0 0 0         right = 0 (causal). The block of rows {2, 3, 4}:
+//         1    1 1 1 1 0 0 0 0
+//         2    0 1 1 1 1 0 0 0         visible_keys = [1, 7)  what any of its rows sees:
+//         3    0 0 1 1 1 1 0 0                                the rest is skipped
+//         4    0 0 0 1 1 1 1 0         full_keys    = [3, 5)  what all of its rows see:
+//         5    0 0 0 0 1 1 1 1                                needs no mask
 #pragma once
 
 #include <algorithm>
@@ -27,11 +27,6 @@ struct Block {
   }
 };
 
-// The part of block's grid cell that starts at `first`: blocks of at most `step` positions, in order.
-inline Block next_block(Block range, int64_t first, int64_t step) {
-  return {first, std::min(first + step, range.last)};
-}
-
 // Query i sees the keys i + offset - left .. i + offset + right.
 struct Band {
   static constexpr int64_t kNoLimit = int64_t{1} << 40;  // beyond any length, far from overflow
@@ -46,9 +41,6 @@ struct Band {
   }
   Block full_keys(Block rows) const {
     return {rows.last - 1 + offset - left, rows.first + 1 + offset + right};
-  }
-  Block visible_rows(Block keys) const {
-    return {keys.first - offset - right, keys.last - offset + left};
   }
 };
 

@@ -1,6 +1,7 @@
-// Backward, after FlashAttention-2: nothing of the size of S was kept, so each tile of P is computed again from Q, K and LSE.
+// Backward, after FlashAttention-2: nothing of the size of S was kept, so each tile of P is
+// computed again from Q, K and LSE.
 //
-//   δ_i = rowsum(dO_i ∘ O_i) − dLSE_i                 (= Σ_j P_ij dP_ij, minus what flows in through LSE)
+//   δ_i = rowsum(dO_i ∘ O_i) − dLSE_i                 = Σ_j P_ij dP_ij, less what LSE passes on
 //   for each block of keys j
 //     for each block of rows i that sees keys j
 //       S   = scale · Q_i K_jᵀ                        softcap, bias, ALiBi; −inf where masked
@@ -16,6 +17,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <optional>
 #include <vector>
 
 #include "aten/attention.h"
@@ -56,9 +58,8 @@ std::vector<RowBlock> load_row_blocks(const Slice& slice, const Tensor& dout, co
     r.q = slice.scaled_queries(r.rows);
     r.dout = slice.tile(dout, r.rows);
     r.lse = slice.lse_column(lse, r.rows);
-    r.delta =
-        (r.dout * slice.tile(out, r.rows)).sum(-1, /*keepdim=*/true);  // δ = rowsum(dO ∘ O) − dLSE
-    if (dlse.defined()) r.delta.sub_(slice.tile(dlse, r.rows));
+    r.delta = (r.dout * slice.tile(out, r.rows)).sum(-1, /*keepdim=*/true);  // δ = rowsum(dO ∘ O)
+    if (dlse.defined()) r.delta.sub_(slice.tile(dlse, r.rows));              //     − dLSE
     r.dq = at::zeros_like(r.q);
     blocks.push_back(std::move(r));
   }
@@ -82,18 +83,20 @@ void backward_tile(const Slice& slice, const GradMask& need, RowBlock& r, Block 
   const ScoreTile tile = terms.scores(r.q, k, r.rows, keys, {r.q, k, v, r.dout, r.delta});
   const Tensor p = tile.probabilities(r.lse);  // P = exp(S − LSE)
   const Tensor dropout = slice.dropout_factors(r.rows, keys);
-  if (need.v) {  // dV += dropout(P)ᵀ dO
-    tile.add_transposed_product(dv, dropout.defined() ? p * dropout : p, r.dout);
+  if (need.v) {
+    const Tensor kept = dropout.defined() ? p * dropout : p;
+    tile.add_transposed_product(dv, kept, r.dout);  // dV += dropout(P)ᵀ dO
   }
   if (!need.q && !need.k && !need.bias) return;
 
-  Tensor ds = product(r.dout, v.transpose(-2, -1));  // dP = dropout(dO Vᵀ)
-  if (dropout.defined()) ds.mul_(dropout);
-  ds.sub_(r.delta).mul_(p);  // dS = P ∘ (dP − δ)
+  Tensor ds = product(r.dout, v.transpose(-2, -1));  // dP = dO Vᵀ
+  if (dropout.defined()) ds.mul_(dropout);           // dP = dropout(dP)
+  ds.sub_(r.delta).mul_(p);                          // dS = P ∘ (dP − δ)
   tile.remask(ds, 0);
   if (need.bias) add_bias_grad(dbias, slice.unpack_queries(ds), r.rows, keys);
-  if (tile.tanh.defined())
-    ds.addcmul_(ds * tile.tanh, tile.tanh, -1);          // dS ∘= 1 − tanh²(S / softcap)
+  if (tile.tanh.defined()) {
+    ds.addcmul_(ds * tile.tanh, tile.tanh, -1);  // dS ∘= 1 − tanh²(S / softcap)
+  }
   if (need.q) tile.add_product(r.dq, ds, k);             // dQ += dS K
   if (need.k) tile.add_transposed_product(dk, ds, r.q);  // dK += dSᵀ Q
 }
@@ -116,11 +119,11 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
         left.first = keys.last;
       }
     }
-    const double to_scale =
-        terms.softmax_scale / terms.query_scale();  // the factor that q has not brought
-    if (need.k)
-      grads.dk.narrow(2, block.first, block.size()).copy_(slice.unpack_keys(dk) * to_scale);
-    if (need.v) grads.dv.narrow(2, block.first, block.size()).copy_(slice.unpack_keys(dv));
+    const auto place = [&](const Tensor& x) { return x.narrow(2, block.first, block.size()); };
+    // The scaled q of the tiles has brought query_scale into dK already.
+    const double rest = terms.softmax_scale / terms.query_scale();
+    if (need.k) place(grads.dk).copy_(slice.unpack_keys(dk) * rest);
+    if (need.v) place(grads.dv).copy_(slice.unpack_keys(dv));
   }
   for (const RowBlock& r : row_blocks) {
     if (need.q) {

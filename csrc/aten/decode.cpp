@@ -1,15 +1,10 @@
-// Decode: a few new queries against a long cache. There are too few rows to give every core (or GPU) work, so the keys
-// are cut into splits that are attended to independently, and their softmax states (o, l, m) are merged at the end:
+// Decode: a few new queries against a long cache. There are too few rows to give all cores work, so
+// the keys are cut into splits, and the splits' softmax states (o, l, m) are merged at the end:
 //
 //   for each split s of the keys                      (in parallel)
 //     (o_s, l_s, m_s) = attend(Q, K_s, V_s)           forward's loop
 //   m = max_s m_s,  l = Σ_s exp(m_s − m) l_s,  o = Σ_s exp(m_s − m) o_s
 //   O = o / l,  LSE = m + log l
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -24,7 +19,7 @@ using at::Tensor;
 
 namespace {
 
-// Where num_splits is left to us. A constant, so that a sequence's result has the same bits in every batch.
+// Where num_splits is 0. A constant, so that a sequence's result has the same bits in every batch.
 constexpr int64_t kKeysPerSplit = 1024;
 
 // Some rows of a slice against one split of the keys that they see.
@@ -53,7 +48,8 @@ void cut_into_splits(const Slice& slice, Block rows, int64_t num_splits,
 // A paged cache (num_pages, page_size, heads, d) gathered to (batch, capacity, heads, d).
 struct GatheredCache {
   Tensor k, v;
-  Tensor key_exists;  // bool (batch, 1, 1, capacity): false where block_table names no page
+  // bool (batch, 1, 1, capacity), false where block_table names no page; undefined: it always does.
+  Tensor key_exists;
 };
 
 GatheredCache gather_pages(const DecodeArgs& args) {
@@ -70,10 +66,9 @@ GatheredCache gather_pages(const DecodeArgs& args) {
     return cache.index_select(0, index).view(
         {table.size(0), table.size(1) * page_size, cache.size(2), cache.size(3)});
   };
-  if (host_reads(named) && named.all().item<bool>())
-    return {gather(args.k_cache), gather(args.v_cache), {}};
-  return {gather(args.k_cache), gather(args.v_cache),
-          named.repeat_interleave(page_size, 1).unsqueeze(1).unsqueeze(1)};
+  const bool known_good = host_reads(named) && named.all().item<bool>();
+  const Tensor key_exists = named.repeat_interleave(page_size, 1).unsqueeze(1).unsqueeze(1);
+  return {gather(args.k_cache), gather(args.v_cache), known_good ? Tensor() : key_exists};
 }
 
 Args as_attention(const DecodeArgs& args, const GatheredCache& cache) {

@@ -31,18 +31,18 @@ Dropout::Dropout(double probability, const Tensor& rng_state, const Tensor& head
 }
 
 Tensor Dropout::keep(Block rows, Block keys) const {
-  // Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011): two multipliers, two Weyl constants, ten rounds.
+  // Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
   constexpr int64_t kMul0 = 0xD2511F53, kMul1 = 0xCD9E8D57;
   constexpr int64_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
 
-  // The counter starts as four small tensors that broadcast to (batch, heads, rows, keys / 4); the rounds mix them.
+  // The counter starts as four small tensors that broadcast to (batch, heads, rows, keys / 4).
   const Block fours = {keys.first / 4, (keys.last + 3) / 4};
   const at::TensorOptions int64 = heads_.options();
   std::array<Tensor, 4> word = {at::arange(fours.first, fours.last, int64),
                                 at::arange(rows.first, rows.last, int64).unsqueeze(-1), heads_,
                                 offset_};
   for (int64_t round = 0; round < 10; ++round) {
-    // A product of two words fits 64 bits; int64 holds the same bits, and low/high read them as unsigned.
+    // The product of two words fits 64 bits: int64 holds them, low and high read them unsigned.
     const Tensor a = word[0] * kMul0, b = word[2] * kMul1;
     const Tensor key0 = low(key_low_ + round * kWeyl0), key1 = low(key_high_ + round * kWeyl1);
     word = {high(b).bitwise_xor(word[1]).bitwise_xor(key0), low(b),

@@ -1,5 +1,6 @@
-// Dropout's keep-mask as a pure function of (seed, offset, batch, head, query, key): one Philox4x32-10 block gives the
-// words of four neighbouring keys, so that each backend and each tiling draws the same mask.
+// Dropout's keep-mask as a pure function of (seed, offset, batch, head, query, key), so that each
+// backend and each tiling draws the same: one Philox4x32-10 block gives the words of four
+// neighbouring keys, and a key is kept where its word is >= round(probability · 2^32).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +12,7 @@ namespace flash_attn::aten {
 class Dropout {
  public:
   Dropout() = default;
-  // rng_state int64 (2): seed, offset. heads int64 (batch, heads, 1, 1): batch index · heads_q + head.
+  // rng_state int64 (2): seed, offset. heads int64 (batch, heads, 1, 1): batch · heads_q + head.
   Dropout(double probability, const at::Tensor& rng_state, const at::Tensor& heads);
 
   explicit operator bool() const { return probability_ > 0; }

@@ -1,4 +1,4 @@
-// Forward, after FlashAttention-2: for each block of query rows, one pass over the keys that it sees.
+// Forward, after FlashAttention-2: for each block of query rows one pass over the keys it sees.
 //
 //   for each block of rows i                          (in parallel)
 //     m = −inf, l = 0, o = 0
@@ -17,11 +17,11 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
-#include <limits>
+#include <utility>
+#include <vector>
 
 #include "aten/attend.h"
 #include "aten/attention.h"
-#include "aten/parallel.h"
 #include "aten/tile.h"
 
 namespace flash_attn::aten {
@@ -37,8 +37,8 @@ OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const Tensor& s
     const Block block = slice.first_keys(rows, left);
     const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
 
-    const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ
-    Tensor p = state.step(tile.s);  // P = exp(S − m'), after which m, l, o follow
+    const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ …
+    Tensor p = state.step(tile.s);  // P = exp(S − m'); m, l, o
     if (slice.terms.dropout) p.mul_(slice.dropout_factors(rows, block));  // P = dropout(P)
     tile.add_product(state.o, p, v);                                      // o += P V
 
@@ -55,7 +55,6 @@ std::tuple<Tensor, Tensor> make_outputs(const Args& args) {
 
   sizes.pop_back();
   std::swap(sizes[sizes.size() - 2], sizes.back());
-  constexpr double kInf = std::numeric_limits<double>::infinity();
   return {out, at::full(sizes, -kInf, options.dtype(compute_dtype(args.q)))};
 }
 

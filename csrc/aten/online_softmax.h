@@ -1,7 +1,8 @@
-// Softmax over keys that arrive in pieces. The state of a block of query rows is (o, l, m): what the keys so far add up to,
+// Softmax over keys that arrive in pieces. The state of a block of query rows is (o, l, m), what
+// the keys so far add up to:
 //   m = max S      l = Σ 2^(S − m)      o = Σ 2^(S − m) v
-// and two such states of disjoint keys merge into that of their union, in any order: tiles, splits, a sink.
-// S is in units of log 2 (score.h).
+// The states of two sets of keys merge into that of their union, in any order. S is in units of
+// log 2 (score.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,14 @@ namespace flash_attn::aten {
 struct OnlineSoftmax {
   at::Tensor o;        // (rows, d_v) or (matrices, rows, d_v), not normalised
   at::Tensor row_sum;  // l, (…, rows, 1)
-  at::Tensor
-      row_max;  // m, (…, rows, 1); no keys yet: the lowest finite number, so that S − m is never −inf + inf
+  // m, (…, rows, 1). Without keys the lowest finite number, so that S − m is never −inf + inf.
+  at::Tensor row_max;
 
-  // No keys; with a sink (…, rows, 1), its logit in natural units enters the sum as a key without a value.
+  // No keys. A sink (…, rows, 1), its logits in natural units, is a key without a value.
   static OnlineSoftmax start(const at::Tensor& q, int64_t head_dim_v, const at::Tensor& sink);
 
-  // Takes the next scores in: brings what came before to the new m, adds P = 2^(s − m) to l and returns it (in place
-  // of s). The caller then adds P V to o.
+  // Takes the next scores in: brings what came before to the new m, adds P = 2^(s − m) to l and
+  // returns it (in place of s). The caller then adds P V to o.
   at::Tensor step(at::Tensor s);
   void merge(const OnlineSoftmax& other);
 

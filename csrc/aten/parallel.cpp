@@ -14,7 +14,8 @@ void run_tasks(int64_t count, bool independent, const std::function<void(int64_t
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
   }
-  // parallel_for would cut the tasks into equal runs; causal tasks are not equal, so each worker draws from one counter.
+  // parallel_for would cut the tasks into runs of equal length, but causal tasks differ in work:
+  // each worker draws from one counter instead.
   const at::ThreadLocalState caller;
   std::atomic<int64_t> next = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {

@@ -3,9 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/minimum.h>
-#include <ATen/ops/zeros_like.h>
-
-#include <limits>
+#include <ATen/ops/where.h>
 
 #include "aten/tile.h"
 
@@ -13,16 +11,9 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
-
 Block ScoreTerms::visible_keys(Block rows, int64_t seqlen_k) const {
   const Block all = {0, seqlen_k};
   return band_offset.defined() ? all : all & band.visible_keys(rows);
-}
-
-Block ScoreTerms::visible_rows(Block keys, int64_t seqlen_q) const {
-  const Block all = {0, seqlen_q};
-  return band_offset.defined() ? all : all & band.visible_rows(keys);
 }
 
 Block ScoreTerms::full_keys(Block rows, Block visible) const {
@@ -42,54 +33,60 @@ ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows
     tile.s = tile.tanh * (softcap * kLog2E);  // S = softcap · tanh(S / softcap)
   }
   Tensor s = unpack(tile.s, batch, heads);
-  if (bias.defined() && bias.scalar_type() != at::kBool) {  // S += bias
-    s.add_(bias_tile(bias, rows, keys).to(s.scalar_type()), kLog2E);
+  const at::TensorOptions options = s.options();
+  const bool additive_bias = bias.defined() && bias.scalar_type() != at::kBool;
+  if (additive_bias) {
+    s.add_(bias_tile(bias, rows, keys).to(options), kLog2E);  // S += bias
   }
-  if (alibi_slopes.defined()) {  // S -= slope · |diagonal − key|
-    s.addcmul_(alibi_slopes.to(s.scalar_type()),
-               steps_from_diagonal(rows, keys, s.options()).abs_(), -kLog2E);
+  if (alibi_slopes.defined()) {  // S −= slope · |key − diagonal|
+    const Tensor distance = steps_beyond(0, rows, keys, options).abs_();
+    s.addcmul_(alibi_slopes.to(options), distance, -kLog2E);
   }
-  const Tensor masked = mask(rows, keys);  // S = −inf where masked
-  if (masked.defined()) s.masked_fill_(masked, -kInf);
-  const Tensor bound = band_bound(rows, keys, s.options());
-  if (bound.defined()) at::minimum_out(s, s, bound);
+  const std::vector<Tensor> bounds = this->bounds(rows, keys, options);
+  for (const Tensor& bound : bounds) at::minimum_out(s, s, bound);  // S = −inf where masked
 
-  const bool may_mask = masked.defined() || bound.defined() || bias.defined();
-  tile.careful = may_mask && !known_finite(operands);
+  tile.careful = (!bounds.empty() || additive_bias) && !known_finite(operands);
   if (tile.careful) {
-    // The minimum of NaN and −inf is NaN, and so is NaN − inf with a bias of −inf.
-    Tensor all = at::zeros_like(s, at::kBool);
-    if (masked.defined()) all.logical_or_(masked);
-    if (bound.defined()) all.logical_or_(bound.lt(0));
-    if (bias.defined() && bias.scalar_type() != at::kBool) {
-      all.logical_or_(bias_tile(bias, rows, keys).eq(-kInf));
+    // min(NaN, −inf) is NaN, and so is NaN − inf with a bias of −inf.
+    Tensor masked = additive_bias ? bias_tile(bias, rows, keys).eq(-kInf) : Tensor();
+    for (const Tensor& bound : bounds) {
+      masked = masked.defined() ? masked.logical_or(bound.lt(0)) : bound.lt(0);
     }
-    tile.masked = all.view(tile.s.sizes());
+    tile.masked = masked.expand_as(s).reshape(tile.s.sizes());
     tile.remask(tile.s, -kInf);
     if (tile.tanh.defined()) tile.remask(tile.tanh, 0);
   }
   return tile;
 }
 
-Tensor ScoreTerms::steps_from_diagonal(Block rows, Block keys, at::TensorOptions options) const {
-  // Counted from the tile's corner: whatever the lengths, small distances stay exact in fp32.
+Tensor ScoreTerms::steps_beyond(int64_t step, Block rows, Block keys,
+                                at::TensorOptions options) const {
+  // Counted from the tile's corner, and the corner's distance in integers: however long the
+  // sequences, what is near stays exact in fp32.
+  const int64_t corner = keys.first - rows.first - band.offset - step;
   const Tensor row = at::arange(rows.size(), options).unsqueeze(-1);
-  Tensor first = at::arange(keys.size(), options) + double(keys.first - rows.first - band.offset);
-  if (band_offset.defined()) first = first - band_offset;
-  return first - row;
+  const Tensor key = at::arange(keys.size(), options);
+  if (!band_offset.defined()) return key + static_cast<double>(corner) - row;
+  return key + (corner - band_offset).to(options) - row;
 }
 
-Tensor ScoreTerms::band_bound(Block rows, Block keys, at::TensorOptions options) const {
-  if (!band.limited()) return {};
-  if (!band_offset.defined() && band.full_keys(rows).contains(keys)) return {};
-  const Tensor steps = steps_from_diagonal(rows, keys, options);
-  Tensor inside;  // > 0 inside of the band, < 0 outside, never 0
-  if (band.right < Band::kNoLimit) inside = band.right + 0.5 - steps;
-  if (band.left < Band::kNoLimit) {
-    const Tensor right_of_start = steps + (band.left + 0.5);
-    inside = inside.defined() ? at::minimum(inside, right_of_start) : right_of_start;
+std::vector<Tensor> ScoreTerms::bounds(Block rows, Block keys, at::TensorOptions options) const {
+  std::vector<Tensor> bounds;
+  if (band.limited() && (band_offset.defined() || !band.full_keys(rows).contains(keys))) {
+    // The half keeps 0 away, whose product with inf is NaN.
+    if (band.right < Band::kNoLimit) {
+      bounds.push_back(steps_beyond(band.right, rows, keys, options).sub_(0.5).mul_(-kInf));
+    }
+    if (band.left < Band::kNoLimit) {
+      bounds.push_back(steps_beyond(-band.left, rows, keys, options).add_(0.5).mul_(kInf));
+    }
   }
-  return inside.mul_(kInf);
+  const auto bound_where = [&](const Tensor& seen) {
+    bounds.push_back(at::where(seen, kInf, -kInf).to(options));
+  };
+  if (key_exists.defined()) bound_where(key_exists.narrow(-1, keys.first, keys.size()));
+  if (bias.defined() && bias.scalar_type() == at::kBool) bound_where(bias_tile(bias, rows, keys));
+  return bounds;
 }
 
 Tensor ScoreTerms::bias_tile(const Tensor& bias, Block rows, Block keys) {
@@ -97,16 +94,6 @@ Tensor ScoreTerms::bias_tile(const Tensor& bias, Block rows, Block keys) {
   if (bias.size(2) > 1) part = part.narrow(2, rows.first, rows.size());
   if (bias.size(3) > 1) part = part.narrow(3, keys.first, keys.size());
   return part;
-}
-
-Tensor ScoreTerms::mask(Block rows, Block keys) const {
-  Tensor masked;
-  if (key_exists.defined()) masked = key_exists.narrow(-1, keys.first, keys.size()).logical_not();
-  if (bias.defined() && bias.scalar_type() == at::kBool) {
-    const Tensor dropped = bias_tile(bias, rows, keys).logical_not();
-    masked = masked.defined() ? masked.logical_or(dropped) : dropped;
-  }
-  return masked;
 }
 
 Tensor ScoreTile::probabilities(const Tensor& lse) const {

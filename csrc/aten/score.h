@@ -1,13 +1,14 @@
 // The scores of a tile, the same for forward, backward and decode:
 //   S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask
 //
-// Scores are kept in units of log 2 (S · log2 e), because softmax then needs exp2, which takes half the time of exp on
-// CPUs (0.5 against 1.0 ns an element), and 37 times less where results are denormal.
+// Scores are kept in units of log 2 (S · log2 e): softmax then needs exp2, which takes half the
+// time of exp on a CPU (0.5 against 1.0 ns an element; 2 against 37 where results are denormal).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
+#include <vector>
 
 #include "aten/block_range.h"
 #include "aten/dropout.h"
@@ -19,10 +20,10 @@ constexpr double kLn2 = 0.6931471805599453;
 
 struct ScoreTile {
   at::Tensor s;       // scores · log2 e, a tile (tile.h)
-  at::Tensor masked;  // bool, shaped like s; defined if careful
+  at::Tensor masked;  // bool, shaped like s; undefined unless careful
   at::Tensor tanh;    // tanh(S / softcap), shaped like s; undefined without softcap
-  bool careful =
-      false;  // something is masked, and NaN or inf may be in what is multiplied with this tile
+  // Something is masked, and NaN or inf may be in what is multiplied with this tile.
+  bool careful = false;
 
   // P = exp(S − LSE) in place of s; lse: Slice::lse_column.
   at::Tensor probabilities(const at::Tensor& lse) const;
@@ -38,17 +39,17 @@ struct ScoreTerms {
   int64_t batch, heads;  // query heads
   double softmax_scale;
   double softcap = 0;
-  Band band;  // of every sequence, or without an offset where that is in band_offset
-  at::Tensor
-      band_offset;  // int64 (batch, 1, 1, 1) where only the device knows the lengths, else undefined
-  at::Tensor key_exists;  // bool (batch, 1, 1, seqlen_k), or undefined: all do
-  at::Tensor bias;  // each dimension 1 or that of (batch, heads, seqlen_q, seqlen_k), or undefined
-  at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1), or undefined
+  Band band;
+
+  // Undefined where the call has no such term.
+  at::Tensor band_offset;   // int64 (batch, 1, 1, 1), where only the device knows the lengths
+  at::Tensor key_exists;    // bool (batch, 1, 1, seqlen_k)
+  at::Tensor bias;          // bool or float, (batch, heads, seqlen_q, seqlen_k), each may be 1
+  at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1)
   Dropout dropout;
 
-  // A superset of the keys that a block of rows sees, and of the rows that see a block of keys.
+  // A superset of the keys that a block of rows sees.
   Block visible_keys(Block rows, int64_t seqlen_k) const;
-  Block visible_rows(Block keys, int64_t seqlen_q) const;
   // Of `visible`, the keys that all of the rows see by the band alone.
   Block full_keys(Block rows, Block visible) const;
 
@@ -57,17 +58,16 @@ struct ScoreTerms {
   // `operands`: all tensors that are multiplied with this tile or enter it, for ScoreTile::careful.
   ScoreTile scores(const at::Tensor& scaled_q, const at::Tensor& k, Block rows, Block keys,
                    std::initializer_list<at::Tensor> operands) const;
-  // The part of bias (or of a tensor shaped like it) that belongs to a tile, dimensions of size 1 kept.
+  // The part of bias, or of a tensor shaped like it, that belongs to a tile; size 1 stays 1.
   static at::Tensor bias_tile(const at::Tensor& bias, Block rows, Block keys);
 
  private:
-  // bool, true where a key does not exist or a bool bias says no; undefined: nowhere.
-  at::Tensor mask(Block rows, Block keys) const;
-  // key − diagonal of the query, (1 or batch, 1, rows, keys) or (rows, keys).
-  at::Tensor steps_from_diagonal(Block rows, Block keys, at::TensorOptions options) const;
-  // +inf inside of the band, −inf outside, so that min(S, bound) masks: 0.35 ns an element on a CPU where a bool mask and
-  // masked_fill take 2.1. Undefined: all inside.
-  at::Tensor band_bound(Block rows, Block keys, at::TensorOptions options) const;
+  // How many steps each key lies beyond (the query's diagonal + step), negative before it:
+  // (1 or batch, 1, rows, keys) or (rows, keys).
+  at::Tensor steps_beyond(int64_t step, Block rows, Block keys, at::TensorOptions options) const;
+  // Tensors that broadcast to (batch, heads, rows, keys), +inf where a key is seen and −inf where
+  // not: min(S, bound) masks in 0.35 ns an element on a CPU, a bool mask and masked_fill in 2.1.
+  std::vector<at::Tensor> bounds(Block rows, Block keys, at::TensorOptions options) const;
 };
 
 }  // namespace flash_attn::aten

@@ -1,4 +1,5 @@
-// Where the sequences of a call lie in its tensors: dense or varlen, with lengths that the host may read, or may not.
+// Where the sequences of a call lie in its tensors: dense or varlen, with lengths that the host may
+// read or may not.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,8 +29,8 @@ class Sequences {
   at::Tensor lengths() const;  // int64 (batch)
   at::Tensor exists() const;   // bool (batch, max_length): before the sequence's end
 
-  // Some batches of x (batch, seqlen, heads, d) or (total, heads, d) as (batches, heads, length, d): a view, or where
-  // padded() a copy with zeros behind the sequences' ends.
+  // Some batches of x (batch, seqlen, heads, d) or (total, heads, d) as (batches, heads, length,
+  // d): a view, or where padded() a copy with zeros behind the sequences' ends.
   at::Tensor load(const at::Tensor& x, Block batches) const;
   // The same without a copy, not padded().
   at::Tensor view(const at::Tensor& x, Block batches) const;
@@ -42,8 +43,8 @@ class Sequences {
   struct Place {
     int64_t start, length;
   };
-  at::Tensor padded_index()
-      const;  // int64 (batch, max_length): row of the flattened tokens, total_ for padding
+  // int64 (batch · max_length): the row of the flattened tokens, total_ for padding.
+  at::Tensor padded_index() const;
 
   bool varlen_;
   int64_t batch_, total_, max_length_;

@@ -3,7 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 
-#include <limits>
+#include <algorithm>
 
 #include "aten/parallel.h"
 #include "aten/tile.h"
@@ -14,8 +14,9 @@ using at::Tensor;
 
 namespace {
 
-// 256 · 512 fp32 scores with the K and V rows that they need fit the second-level cache of one core (1 MB). Elsewhere
-// one operation covers a tile of every head, and a tile has to be large enough to pay for its launches.
+// 256 · 512 fp32 scores with the K and V rows that they need fit the second-level cache of one core
+// (1 MB). Elsewhere one operation covers a tile of every head, and a tile has to be large enough to
+// pay for its launches.
 struct TileShape {
   int64_t rows, keys;
 };
@@ -47,8 +48,8 @@ Block Slice::key_block(int64_t index) const {
 }
 
 Block Slice::first_keys(Block rows, Block range) const {
-  // Products of 257 columns are slower than of 256: the edges between masked and full move to multiples of 64, so that a
-  // masked block may begin or end with keys that all rows see.
+  // Products of 257 columns are slower than of 256: the edges between masked and full move to
+  // multiples of 64, so that a masked block may begin or end with keys that all rows see.
   constexpr int64_t kEdge = 64;
   const Block seen_by_all = terms.full_keys(rows, range);
   const Block full = {divide_up(seen_by_all.first, kEdge) * kEdge,
@@ -81,7 +82,6 @@ Tensor Slice::sink_column(Block rows) const {
 }
 
 Tensor Slice::lse_column(const Tensor& lse, Block rows) const {
-  constexpr double kInf = std::numeric_limits<double>::infinity();
   const Tensor column = tile(lse, rows) * kLog2E;
   column.masked_fill_(column.eq(-kInf), kInf);
   if (row_exists.defined()) {
@@ -127,7 +127,8 @@ void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) 
   const Slice first = slice(0);
   const int64_t blocks = divide_up(queries.max_length(), rows_per_block(first));
   run_tasks(slices * blocks, /*independent=*/true, [&](int64_t task) {
-    // The last rows first: with a causal mask they have the most work, and the ends of the workers meet.
+    // The last rows first: with a causal mask they have the most work, and so the workers end
+    // together.
     const Slice slice = task < blocks ? first : this->slice(task / blocks);
     const Block rows = slice.row_block(blocks - 1 - task % blocks);
     if (rows.size() > 0) body(slice, rows);

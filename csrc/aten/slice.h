@@ -1,5 +1,5 @@
-// A call cut into slices: on the CPU one sequence and one kv head with the query heads that share it, elsewhere
-// everything at once. Inside a slice all tensors are (batch, heads, length, d).
+// A call cut into slices: on the CPU one sequence and one kv head with the query heads that share
+// it, elsewhere everything at once. Inside a slice all tensors are (batch, heads, length, d).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,13 +23,14 @@ struct Slice {
   int64_t seqlen_q() const { return q.size(2); }
   int64_t seqlen_k() const { return k.size(2); }
 
-  // Blocks of query rows. The heads that share a kv head stand in one tile, so a block has fewer rows of each.
+  // Blocks of query rows. Heads that share a kv head share a tile: a block has fewer rows of each.
   int64_t count_row_blocks() const;
   Block row_block(int64_t index) const;
   // Blocks of keys, counted from 0.
   int64_t count_key_blocks() const;
   Block key_block(int64_t index) const;
-  // The first block of keys of a range that is not empty. It ends early where tiles begin or cease to need a mask.
+  // The first block of keys of a range that is not empty. It ends early where tiles begin or cease
+  // to need a mask.
   Block first_keys(Block rows, Block range) const;
 
   // Rows of a tensor of this slice as a tile (tile.h).
@@ -38,13 +39,14 @@ struct Slice {
   at::Tensor unpack_queries(const at::Tensor& tile) const;
   at::Tensor unpack_keys(const at::Tensor& tile) const;
 
-  // Dropout's factors for a tile of probabilities, 0 or 1 / (1 - dropout_p); undefined without dropout.
+  // Dropout's factors for a tile, 0 or 1 / (1 - dropout_p); undefined without dropout.
   at::Tensor dropout_factors(Block rows, Block keys) const;
   // Rows of q, times ScoreTerms::query_scale.
   at::Tensor scaled_queries(Block rows) const;
   // The sink's logit for each of the rows as a column, or undefined.
   at::Tensor sink_column(Block rows) const;
-  // lse as a column in units of log 2. Rows without keys: +inf in place of −inf, so that exp2(S − LSE) is 0 there.
+  // lse as a column in units of log 2. Rows without keys: +inf in place of −inf, so that
+  // exp2(S − LSE) is 0 there.
   at::Tensor lse_column(const at::Tensor& lse, Block rows) const;
 };
 
@@ -72,10 +74,11 @@ class Call {
   bool one_slice_;
 };
 
-// lse (batch, heads, seqlen) or (heads, total) as tokens: (batch, seqlen, heads, 1) or (total, heads, 1).
+// lse (batch, heads, seqlen) or (heads, total) as (batch, seqlen, heads, 1) or (total, heads, 1).
 at::Tensor lse_tokens(const at::Tensor& lse);
 
-// A view of the part of x, broadcastable to (batch, heads_q, …), that belongs to a slice; always 4 dimensions.
+// A view of the part of x, broadcastable to (batch, heads_q, …), that belongs to a slice; always 4
+// dimensions.
 at::Tensor broadcast_part(const at::Tensor& x, const Slice& slice);
 
 }  // namespace flash_attn::aten

@@ -60,7 +60,6 @@ void add_masked_product(Tensor acc, const Tensor& a, const Tensor& b, const Tens
   // How many non-finite numbers enter each sum, and whether they all pull to the same infinity.
   const Tensor count = product(attended, finite.logical_not().to(a.scalar_type()));
   const Tensor pull = product(a.sign(), infinity_sign);
-  constexpr double kInf = std::numeric_limits<double>::infinity();
   constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
   const Tensor same_sign = at::where(pull == count, kInf, at::where(pull == -count, -kInf, kNaN));
 

@@ -1,20 +1,24 @@
-// A tile: some rows of q, k, v, … as a matrix (or a batch of matrices) in the dtype that is computed in, and the two
-// matrix products of attention. A tile has 2 dimensions where there is one matrix, else 3.
+// A tile: some rows of q, k, v, … as a matrix, or a batch of matrices, in the dtype that is
+// computed in; and products of tiles. A tile has 2 dimensions where there is one matrix, else 3.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
+#include <limits>
 
 #include "aten/block_range.h"
 
 namespace flash_attn::aten {
 
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
 // fp64 stays; fp16, bf16 and fp32 are computed in fp32.
 at::ScalarType compute_dtype(const at::Tensor& x);
 
-// (batch, heads, rows, d) as a tile of matrices, one for each batch and kv head, and the way back. The query heads that
-// share a kv head are more rows of the same matrix: (batch · kv heads, heads per kv head · rows, d).
+// (batch, heads, rows, d) as a tile with one matrix for each batch and kv head, and the way back.
+// Query heads that share a kv head are more rows of the same matrix:
+// (batch · kv heads, heads per kv head · rows, d).
 at::Tensor pack(const at::Tensor& x, int64_t matrices);
 at::Tensor unpack(const at::Tensor& tile, int64_t batch, int64_t heads);
 
@@ -27,12 +31,13 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b);
 // acc += a b
 void add_product(at::Tensor acc, const at::Tensor& a, const at::Tensor& b);
 
-// acc += a b, where a is zero at `masked` and NaN or inf in the rows of b that it meets there stay out (0 · NaN = NaN).
-// Non-finite rows of b that are not masked enter by the rules of floating point.
+// acc += a b, where a is zero at `masked` and what it meets there in b stays out, NaN and inf too
+// (0 · NaN = NaN). Elsewhere NaN and inf of b enter by the rules of floating point.
 void add_masked_product(at::Tensor acc, const at::Tensor& a, const at::Tensor& b,
                         const at::Tensor& masked);
 
-// Whether all numbers in these tensors are finite. False where the host would have to wait for a device to know.
+// Whether all numbers in these tensors are finite; false where the host would have to wait for a
+// device to know.
 bool known_finite(std::initializer_list<at::Tensor> tensors);
 
 }  // namespace flash_attn::aten
