@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor> decode(const DecodeArgs& args) {
       cut_into_splits(slice, slice.row_block(i), args.num_splits, pieces);
     }
   }
-  run_tasks(pieces.size(), /*independent=*/true, [&](int64_t i) {
+  run_tasks(pieces.size(), /*independent=*/host_reads(args.q), [&](int64_t i) {
     Piece& piece = pieces[i];
     const Tensor sink = piece.first ? piece.slice->sink_column(piece.rows) : Tensor();
     piece.state = attend(*piece.slice, piece.rows, piece.keys, sink);

@@ -15,7 +15,8 @@ bool host_reads(const at::Tensor& x);
 // task(0), …, task(count - 1), in any order. With enough tasks each core takes the next one that is
 // left and the operations inside run on that core alone, so that a tile stays in its cache; with
 // fewer, or where tasks write to the same places, they run one after the other and their operations
-// use all cores.
+// use all cores. On a device they do too: workers would launch on streams of their own, and all tiles
+// would live at once.
 void run_tasks(int64_t count, bool independent, const std::function<void(int64_t)>& task);
 
 }  // namespace flash_attn::aten

@@ -43,6 +43,7 @@ struct ScoreTerms {
 
   // Undefined where the call has no such term.
   at::Tensor band_offset;   // int64 (batch, 1, 1, 1), where only the device knows the lengths
+  at::Tensor query_exists;  // bool (batch, 1, seqlen_q, 1)
   at::Tensor key_exists;    // bool (batch, 1, 1, seqlen_k)
   at::Tensor bias;          // bool or float, (batch, heads, seqlen_q, seqlen_k), each may be 1
   at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1)

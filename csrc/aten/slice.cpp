@@ -118,7 +118,8 @@ bool Call::owns_bias() const {
 }
 
 void Call::for_slices(bool independent, const std::function<void(const Slice&)>& body) const {
-  run_tasks(count_slices(), independent, [&](int64_t index) { body(slice(index)); });
+  run_tasks(count_slices(), independent && host_reads(args.q),
+            [&](int64_t index) { body(slice(index)); });
 }
 
 void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) const {
@@ -126,7 +127,7 @@ void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) 
   if (slices == 0) return;
   const Slice first = slice(0);
   const int64_t blocks = divide_up(queries.max_length(), rows_per_block(first));
-  run_tasks(slices * blocks, /*independent=*/true, [&](int64_t task) {
+  run_tasks(slices * blocks, /*independent=*/host_reads(args.q), [&](int64_t task) {
     // The last rows first: with a causal mask they have the most work, and so the workers end
     // together.
     const Slice slice = task < blocks ? first : this->slice(task / blocks);
@@ -173,6 +174,7 @@ ScoreTerms Call::terms(const Slice& slice) const {
   } else if (!args.top_left) {
     terms.band.offset = slice.seqlen_k() - slice.seqlen_q();
   }
+  if (queries.padded()) terms.query_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
   if (keys.padded()) terms.key_exists = keys.exists().unsqueeze(1).unsqueeze(1);
   if (args.attn_bias) terms.bias = broadcast_part(*args.attn_bias, slice);
   if (args.alibi_slopes) {

@@ -23,41 +23,47 @@
 //                 dQ(m) += dS K                          // reductions in global memory
 //                 sync                                   // all warps are done with the tiles
 //
-// The loop here hides the loads: with two stages Q, dO(m + 1) come in during iteration m; with one
-// stage Q(m + 1) during Pᵀ dO and dS K, dO(m + 1) during dS K, after one sync more each. The last sync is the first one of the next iteration.
+// The last sync is the first one of the next iteration. How the loop here hides the loads:
+//
+//   two stages: Q, dO(m + 1) come in during iteration m.
+//
+//     products    │ Q Kᵀ   dO Vᵀ │ dSᵀ Q   Pᵀ dO   dS K │
+//     loads       │ Q, dO(m + 1)  ………………………………………………… │
+//     sync       ▲              ▲
+//
+//   one stage: Q(m + 1) comes in from dSᵀ Q on, dO(m + 1) from Pᵀ dO on, each after a sync of its
+//   own, and S is computed before dO is waited for.
+//
+//     products    │ Q Kᵀ │ dO Vᵀ │ dSᵀ Q │ Pᵀ dO │ dS K │
+//     loads        dO(m) …│               Q(m + 1) ………………
+//     sync       ▲       ▲      ▲       ▲       ▲
+//
+// A burst of dQ's reductions holds up the loads from shared memory behind it. Either dS K comes
+// last and they drain while the next iteration starts; or (spread_dq) it comes first and they go
+// one by one between the steps of dSᵀ Q and Pᵀ dO. On an H200 at 8k keys the first is 1 to 5 % faster
+// with two stages up to d = 128; at d = 192 and 256 one stage with spread reductions is 8 % faster
+// than two stages.
 //
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
 #pragma once
 
-#include "../cuda/attn/dq_accum.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
-#include "../cuda/ptx/red.cuh"
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
+#include "../cuda/tile/warp_grid.cuh"
 #include "bwd.h"
 #include "bwd_config.h"
 #include "bwd_dq.cuh"
+#include "bwd_dq_reduction.cuh"
 
 namespace flash_attn::sm80 {
 
-// A warp's place in a grid of warps, and its part of a kRows × kCols result.
-template <int kWarps, int kGridRows, int kRows, int kCols>
-struct WarpGrid {
-  static constexpr int kGridCols = kWarps / kGridRows;
-  static constexpr int kWarpRows = kRows / kGridRows, kWarpCols = kCols / kGridCols;
-  static_assert(kWarpRows % 16 == 0 && kWarpCols % 16 == 0);
-  using Part = Accumulator<kWarpRows / 16, kWarpCols>;
-
-  int row = static_cast<int>(threadIdx.x) / 32 / kGridCols;
-  int col = static_cast<int>(threadIdx.x) / 32 % kGridCols;
-};
-
 // The thread block's keys: block_idx · kBlockN … of those that count.
-struct KeyBlock {
+struct BwdKeyBlock {
   int batch_idx, head_kv, first_key;
 };
 
@@ -85,28 +91,10 @@ struct BwdTraits {
     PTile p, ds;
     float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
     SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
-    KeyBlock keys;
+    BwdKeyBlock keys;
+    BlockRange range;  // of queries
   };
   static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
-};
-
-// Columns of a tile as B, dealt out to kWarps warps 16 at a time: warp w multiplies by 16·w … 16·w
-// + 15, then by the same kWarps · 16 further on. (Neighbouring columns a warp would break
-// SmemTile::advance's rule when a warp has 48.)
-template <int kWarps, typename Tile>
-struct DealtColumns {
-  SmemOperandB<Tile, Layout::kKOuter> operand;
-
-  __device__ __forceinline__ DealtColumns(const Tile& tile, int warp, int lane)
-      : operand(tile, warp * 16, lane) {}
-  __device__ __forceinline__ void load(uint32_t (&block)[4], int n, int k) const {
-    operand.load(block, n * kWarps, k);
-  }
-};
-
-// One iteration's queries.
-struct QueryBlock {
-  int head, first_row;
 };
 
 // Brings in what belongs to a block of queries: Q, dO, LSE, delta.
@@ -122,17 +110,17 @@ class QueryLoader {
 
   // The caller commits.
   __device__ __forceinline__ void start_q(const typename Traits::QTile& tile,
-                                          const QueryBlock& block) const {
+                                          const BwdQueryBlock& block) const {
     load(tile, params_.q, params_.q_strides, params_.head_dim, block);
   }
   __device__ __forceinline__ void start_dout(const typename Traits::QTile& tile,
-                                             const QueryBlock& block) const {
+                                             const BwdQueryBlock& block) const {
     load(tile, params_.dout, params_.dout_strides, params_.head_dim_v, block);
   }
 
   // The first kBlockM threads bring in one LSE each, the next kBlockM one delta. 0 for rows that do
   // not exist: as their Q and dO are 0 too, so are their dP, dS and Pᵀ dO.
-  __device__ __forceinline__ void start_row_values(int parity, const QueryBlock& block) const {
+  __device__ __forceinline__ void start_row_values(int parity, const BwdQueryBlock& block) const {
     const int thread = threadIdx.x, row = thread % Traits::kBlockM;
     if (thread >= 2 * Traits::kBlockM) return;
     const bool is_lse = thread < Traits::kBlockM;
@@ -147,7 +135,7 @@ class QueryLoader {
  private:
   __device__ __forceinline__ void load(const typename Traits::QTile& tile, const void* tensor,
                                        const Strides& strides, int num_cols,
-                                       const QueryBlock& block) const {
+                                       const BwdQueryBlock& block) const {
     const Element* matrix =
         static_cast<const Element*>(tensor) +
         SeqlenInfo::offset(strides, smem_.keys.batch_idx, block.head, smem_.seqlen.q_begin);
@@ -158,6 +146,38 @@ class QueryLoader {
   const BwdParams& params_;
   typename Traits::SharedStorage& smem_;
 };
+
+// K or V of the thread block. The caller commits.
+template <typename Traits>
+__device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
+                                          const typename Traits::SharedStorage& smem,
+                                          const void* tensor, const Strides& strides,
+                                          int num_cols) {
+  const auto* matrix =
+      static_cast<const typename Traits::Element*>(tensor) +
+      SeqlenInfo::offset(strides, smem.keys.batch_idx, smem.keys.head_kv, smem.seqlen.k_begin);
+  TileLoader<typename Traits::KTile, Traits::kThreads>(matrix, strides.row, num_cols, threadIdx.x)
+      .load(tile, smem.keys.first_key, smem.seqlen.len_k);
+}
+
+// -inf for the scores that attention does not see.
+template <typename Traits>
+__device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
+                                            const BwdParams& params,
+                                            const typename Traits::SharedStorage& smem,
+                                            const BwdQueryBlock& block) {
+  using Grid = typename Traits::ScoreGrid;
+  const Grid grid;
+  const int lane = threadIdx.x % 32;
+  const AttentionWindow window(params, smem.seqlen.len_q, smem.seqlen.len_k);
+  int query[Grid::Part::kRows];
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    query[row] =
+        block.first_row + grid.row * Grid::kWarpRows + row / 2 * 16 + fragment_row(row, lane);
+  }
+  mask_keys(S, window, query, smem.keys.first_key + grid.col * Grid::kWarpCols, lane);
+}
 
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
@@ -183,7 +203,11 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
         to_lse_log2(smem.lse[parity][first_row + row / 2 * 16 + fragment_row(row, lane)]);
   }
   recompute_probabilities(P, scale_log2, lse_log2, masked, mask);  // P = exp(S - LSE)
-  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(               // dP = dO Vᵀ
+  if constexpr (Traits::kStages == 1) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // dO(i) is there
+  }
+  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // dP = dO Vᵀ
       dS, Rows(smem.dout[stage], first_row, lane), Cols(smem.v, first_col, lane));
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
@@ -195,85 +219,6 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
   store_rounded(smem.ds, dS, first_row, first_col, lane);
 }
 
-// A block's part of dQ = dS K on its way into dq_accum.
-template <typename Traits>
-class DqReduction {
-  using Grid = typename Traits::DqGrid;
-  using Part = typename Grid::Part;
-  static constexpr int kReductions = Part::kRows * Part::kN / 16;  // of four values a lane
-
- public:
-  __device__ __forceinline__ void compute(const BwdParams& params, const QueryBlock& block,
-                                          const typename Traits::SharedStorage& smem) {
-    const Grid grid;
-    const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
-    gemm_smem<typename Traits::Element, Traits::kBlockN, Into::kZero>(
-        dQ_,
-        SmemOperandA<Part::kMBlocks, 16, Layout::kKInner, typename Traits::PTile>(smem.ds,
-                                                                                  first_row, lane),
-        DealtColumns<Grid::kGridCols, typename Traits::KTile>(smem.k, grid.col, lane));
-    const int64_t sequence_row = params.cu_seqlens_q == nullptr
-                                     ? int64_t{smem.keys.batch_idx} * params.seqlen_q
-                                     : smem.seqlen.q_begin;
-    const int row = block.first_row + first_row + lane / 4;
-    rows_left_ = smem.seqlen.len_q - row;
-    accum_ = params.dq_accum +
-             (block.head * params.dq_accum_rows + sequence_row + row) * Traits::kHeadDim +
-             grid.col * 16;
-  }
-
-  // Sends off the step-th of num_steps shares; both are known at compile time.
-  __device__ __forceinline__ void send(int step, int num_steps) const {
-#pragma unroll
-    for (int i = 0; i < kReductions; ++i) {
-      if (i * num_steps / kReductions == step) reduce(i / (Part::kN / 16), i % (Part::kN / 16));
-    }
-  }
-
- private:
-  __device__ __forceinline__ void reduce(int row, int n) const {
-    const int t = threadIdx.x % 4;
-    // Rows behind len_q add 0, wherever that is (dq_accum has kBwdDqAccumPadding rows more): a
-    // branch would keep the compiler from spreading the reductions.
-    const bool exists = row * 8 < rows_left_;
-    float* block_of_16 = accum_ + row * 8 * Traits::kHeadDim + n * 16 * Grid::kGridCols;
-    float value[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      value[i] = exists ? dQ_.data[row / 2][2 * n + i / 2][row % 2 * 2 + i % 2] : 0.f;
-    }
-    if constexpr (dq_accum_position(0, 1) == 1) {
-      ptx::red_add_v4(block_of_16 + dq_accum_position(t, 0), value[0], value[1], value[2],
-                      value[3]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::red_add(block_of_16 + dq_accum_position(t, i), value[i]);
-    }
-  }
-
-  Part dQ_;
-  float* accum_;
-  int rows_left_;  // before len_q, from this lane's first row on
-};
-
-// Pᵀ or dSᵀ as A. With each 16 columns goes a share of the reductions: in one burst they would hold
-// up the loads from shared memory behind them (measured: 4 % at d = 128, 11 % at d = 256).
-template <typename Traits, int kFirstStep, bool kSumDq>
-struct RowsAndReductions {
-  using Grid = typename Traits::DkvGrid;
-  static constexpr int kSteps = Traits::kBlockM / 16;
-  SmemOperandA<Grid::Part::kMBlocks, 16, Layout::kKOuter, typename Traits::PTile> operand;
-  const DqReduction<Traits>& dq;
-
-  __device__ __forceinline__ RowsAndReductions(const typename Traits::PTile& tile, int lane,
-                                               const DqReduction<Traits>& reduction)
-      : operand(tile, Grid().row * Grid::kWarpRows, lane), dq(reduction) {}
-  __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
-    operand.load(blocks, k);
-    if constexpr (kSumDq) dq.send(kFirstStep + k / 16, 2 * kSteps);
-  }
-};
-
 // Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
 template <typename Traits, bool kSumDq>
 __device__ __forceinline__ void compute_loop(const BwdParams& params,
@@ -282,48 +227,37 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
                                              typename Traits::DkvGrid::Part& dV) {
   using Element = typename Traits::Element;
   using Grid = typename Traits::DkvGrid;
-  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
+  constexpr int kBlockM = Traits::kBlockM, kStages = Traits::kStages;
+  constexpr bool kSpreadDq = Traits::kTile.spread_dq;
   using Cols = DealtColumns<Grid::kGridCols, typename Traits::QTile>;
   // With one stage dO comes in later than Q, in a group of its own.
   constexpr int kPendingLoads = kStages == 1 ? 1 : 0;
   const Grid grid;
-  const int thread = threadIdx.x, lane = thread % 32;
-  const SeqlenInfo& seqlen = smem.seqlen;
-  const KeyBlock& keys = smem.keys;
+  const int lane = threadIdx.x % 32;
+  const BlockRange range = smem.range;
+  if (range.begin == range.end) return;
 
-  const BlockRange range = BlockRange::of_queries<kBlockM, kBlockN>(
-      AttentionWindow(params, seqlen.len_q, seqlen.len_k), keys.first_key);
-  const int group = params.heads_q / params.heads_kv;
-  const int iterations = (range.end - range.begin) * group;
-  if (iterations == 0) return;
-
-  const auto load_keys = [&](const typename Traits::KTile& tile, const void* tensor,
-                             const Strides& strides, int num_cols) {
-    const Element* matrix =
-        static_cast<const Element*>(tensor) +
-        SeqlenInfo::offset(strides, keys.batch_idx, keys.head_kv, seqlen.k_begin);
-    TileLoader<typename Traits::KTile, Traits::kThreads>(matrix, strides.row, num_cols, thread)
-        .load(tile, keys.first_key, seqlen.len_k);
-  };
   const QueryLoader<Traits> queries(params, smem);
 
-  load_keys(smem.k, params.k, params.k_strides, params.head_dim);
-  load_keys(smem.v, params.v, params.v_strides, params.head_dim_v);
-  QueryBlock next{.head = keys.head_kv * group, .first_row = range.begin * kBlockM};
+  load_keys<Traits>(smem.k, smem, params.k, params.k_strides, params.head_dim);
+  load_keys<Traits>(smem.v, smem, params.v, params.v_strides, params.head_dim_v);
+  const int group = params.heads_q / params.heads_kv;
+  const int end_head = (smem.keys.head_kv + 1) * group;
+  BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
   queries.start_row_values(0, next);
   queries.start_q(smem.q[0], next);
   if (kStages == 1) ptx::cp_async_commit();
   queries.start_dout(smem.dout[0], next);
   ptx::cp_async_commit();
 #pragma unroll 1
-  for (int i = 0; i < iterations; ++i) {
-    const QueryBlock block = next;
+  for (int i = 0; next.head < end_head; ++i) {
+    const BwdQueryBlock block = next;
     const int stage = i % kStages, m = block.first_row / kBlockM;
-    const bool more = i + 1 < iterations;
     next.first_row += kBlockM;
     if (next.first_row == range.end * kBlockM) {
       next = {.head = block.head + 1, .first_row = range.begin * kBlockM};
     }
+    const bool more = next.head < end_head;
     ptx::cp_async_wait<kPendingLoads>();
     __syncthreads();  // Q(i) is there, all warps are done with iteration i - 1
     if (kStages == 2 && more) {
@@ -335,23 +269,13 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
 
     compute_scores<Traits>(  // P, dS
         smem, stage, i % 2, params.softmax_scale * kLog2E,
-        m < range.full_begin || m >= range.full_end, [&](typename Traits::ScoreGrid::Part& S) {
-          const typename Traits::ScoreGrid score_grid;
-          const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
-          int query[Traits::ScoreGrid::Part::kRows];
-#pragma unroll
-          for (int row = 0; row < S.kRows; ++row) {
-            query[row] = block.first_row + score_grid.row * Traits::ScoreGrid::kWarpRows +
-                         row / 2 * 16 + fragment_row(row, lane);
-          }
-          mask_keys(S, window, query,
-                    keys.first_key + score_grid.col * Traits::ScoreGrid::kWarpCols, lane);
-        });
+        m < range.full_begin || m >= range.full_end,
+        [&](typename Traits::ScoreGrid::Part& S) { mask_scores<Traits>(S, params, smem, block); });
     __syncthreads();  // P, dS are there
 
     DqReduction<Traits> dq;
-    if constexpr (kSumDq) dq.compute(params, block, smem);  // dQ = dS K
-    gemm_smem<Element, kBlockM, Into::kSum>(                // dK += dSᵀ Q
+    if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem);  // dQ = dS K
+    gemm_smem<Element, kBlockM, Into::kSum>(                             // dK += dSᵀ Q
         dK, RowsAndReductions<Traits, 0, kSumDq>(smem.ds, lane, dq),
         Cols(smem.q[stage], grid.col, lane));
     if (kStages == 1 && more) {
@@ -368,6 +292,10 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       queries.start_dout(smem.dout[0], next);
       ptx::cp_async_commit();
     }
+    if constexpr (kSumDq && !kSpreadDq) {
+      dq.compute(params, block, smem);  // dQ = dS K
+      dq.send(0, 1);
+    }
   }
 }
 
@@ -379,7 +307,7 @@ __device__ __forceinline__ void store_rows(void* gradient, const Strides& stride
                                            const typename Traits::KTile& tile) {
   using Element = typename Traits::Element;
   const SeqlenInfo seqlen = smem.seqlen;
-  const KeyBlock keys = smem.keys;
+  const BwdKeyBlock keys = smem.keys;
   constexpr int kRowChunks = Traits::kHeadDim / kChunk;
   const int leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
   Element* matrix =
@@ -417,6 +345,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     smem.seqlen = seqlen;
     smem.keys = {.batch_idx = tile.batch_idx, .head_kv = tile.head, .first_key = first_key};
+    smem.range = BlockRange::of_queries<Traits::kBlockM, Traits::kBlockN>(
+        AttentionWindow(params, seqlen.len_q, seqlen.len_k), first_key);
   }
   __syncthreads();
 

@@ -26,6 +26,7 @@ struct BwdTile {
   int score_warps;  // S, dP (queries × keys): rows of the grid
   int dkv_warps;    // dK, dV (keys × head dim): rows of the grid
   int dq_warps;     // dQ (queries × head dim): rows of the grid
+  bool spread_dq;   // dQ's reductions one by one under the next products, not all at the end
 };
 
 template <int kHeadDim, SmemBudget kBudget>
@@ -38,7 +39,8 @@ inline constexpr BwdTile kBwdTile<64, SmemBudget::kLarge> = {.block_m = 128,
                                                              .stages = 2,
                                                              .score_warps = 4,
                                                              .dkv_warps = 4,
-                                                             .dq_warps = 4};
+                                                             .dq_warps = 4,
+                                                             .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<64, SmemBudget::kSmall> = {.block_m = 64,
                                                              .block_n = 128,
@@ -46,7 +48,8 @@ inline constexpr BwdTile kBwdTile<64, SmemBudget::kSmall> = {.block_m = 64,
                                                              .stages = 2,
                                                              .score_warps = 2,
                                                              .dkv_warps = 4,
-                                                             .dq_warps = 4};
+                                                             .dq_warps = 4,
+                                                             .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<96, SmemBudget::kLarge> = {.block_m = 64,
                                                              .block_n = 128,
@@ -54,7 +57,8 @@ inline constexpr BwdTile kBwdTile<96, SmemBudget::kLarge> = {.block_m = 64,
                                                              .stages = 2,
                                                              .score_warps = 2,
                                                              .dkv_warps = 4,
-                                                             .dq_warps = 4};
+                                                             .dq_warps = 4,
+                                                             .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<96, SmemBudget::kSmall> = {.block_m = 64,
                                                              .block_n = 64,
@@ -62,7 +66,8 @@ inline constexpr BwdTile kBwdTile<96, SmemBudget::kSmall> = {.block_m = 64,
                                                              .stages = 2,
                                                              .score_warps = 4,
                                                              .dkv_warps = 4,
-                                                             .dq_warps = 4};
+                                                             .dq_warps = 4,
+                                                             .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<128, SmemBudget::kLarge> = {.block_m = 64,
                                                               .block_n = 128,
@@ -70,7 +75,8 @@ inline constexpr BwdTile kBwdTile<128, SmemBudget::kLarge> = {.block_m = 64,
                                                               .stages = 2,
                                                               .score_warps = 2,
                                                               .dkv_warps = 4,
-                                                              .dq_warps = 2};
+                                                              .dq_warps = 2,
+                                                              .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<128, SmemBudget::kSmall> = {.block_m = 64,
                                                               .block_n = 64,
@@ -78,15 +84,17 @@ inline constexpr BwdTile kBwdTile<128, SmemBudget::kSmall> = {.block_m = 64,
                                                               .stages = 1,
                                                               .score_warps = 4,
                                                               .dkv_warps = 2,
-                                                              .dq_warps = 2};
+                                                              .dq_warps = 2,
+                                                              .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<192, SmemBudget::kLarge> = {.block_m = 64,
                                                               .block_n = 64,
                                                               .num_warps = 8,
-                                                              .stages = 2,
+                                                              .stages = 1,
                                                               .score_warps = 4,
                                                               .dkv_warps = 2,
-                                                              .dq_warps = 2};
+                                                              .dq_warps = 2,
+                                                              .spread_dq = true};
 template <>
 inline constexpr BwdTile kBwdTile<192, SmemBudget::kSmall> = {.block_m = 32,
                                                               .block_n = 64,
@@ -94,7 +102,8 @@ inline constexpr BwdTile kBwdTile<192, SmemBudget::kSmall> = {.block_m = 32,
                                                               .stages = 1,
                                                               .score_warps = 2,
                                                               .dkv_warps = 2,
-                                                              .dq_warps = 2};
+                                                              .dq_warps = 2,
+                                                              .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdTile<256, SmemBudget::kLarge> = {.block_m = 64,
                                                               .block_n = 64,
@@ -102,7 +111,8 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kLarge> = {.block_m = 64,
                                                               .stages = 1,
                                                               .score_warps = 4,
                                                               .dkv_warps = 2,
-                                                              .dq_warps = 2};
+                                                              .dq_warps = 2,
+                                                              .spread_dq = true};
 template <>
 inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .block_n = 32,
@@ -110,7 +120,8 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .stages = 1,
                                                               .score_warps = 2,
                                                               .dkv_warps = 2,
-                                                              .dq_warps = 2};
+                                                              .dq_warps = 2,
+                                                              .spread_dq = false};
 
 // Rows of dq_accum behind the last one: a block of queries that ends inside a block of this many
 // rows adds zeros there.

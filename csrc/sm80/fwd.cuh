@@ -74,9 +74,10 @@ struct FwdWork {
   Element* out;
   float* lse;
   AttentionWindow window;
-  BlockRange range;  // of keys
-  int first_row;     // of the block's queries, within the sequence
-  int segment_q;     // rows to write
+  BlockRange range;        // of keys
+  int first_key, end_key;  // what the block's queries see together
+  int first_row;           // of the block's queries, within the sequence
+  int segment_q;           // rows to write
 
   __device__ __forceinline__ FwdWork(const FwdParams& params, const TileCoordinates& tile,
                                      const SeqlenInfo& seqlen)
@@ -94,6 +95,8 @@ struct FwdWork {
     lse = params.lse + tile.batch_idx * params.lse_batch_stride +
           tile.head * params.lse_head_stride + seqlen.q_begin;
     range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
+    first_key = window.first_key(first_row);
+    end_key = window.end_key(min(first_row + Traits::kBlockM, window.len_q()) - 1);
   }
 };
 
@@ -145,24 +148,25 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
   // opaque() and V's reversed order of threads keep the threads' addresses from living across the
   // products, in registers that the accumulators need.
   const auto load = [&](const auto& tile, const Element* matrix, int64_t row_stride, int num_cols,
-                        int first_row, int num_rows, unsigned thread) {
+                        unsigned thread, int first_row, int num_rows, int skipped_rows) {
     using Tile = std::remove_cvref_t<decltype(tile)>;
     TileLoader<Tile, Traits::kThreads>(matrix, row_stride, num_cols, ptx::opaque(thread))
-        .load(tile, first_row, num_rows);
+        .load(tile, first_row, num_rows, skipped_rows);
   };
   const auto load_k = [&](int n) {
-    load(smem.k, work.k, params.k_strides.row, params.head_dim, n * kBlockN, work.window.len_k(),
-         threadIdx.x);
+    load(smem.k, work.k, params.k_strides.row, params.head_dim, threadIdx.x, n * kBlockN,
+         work.end_key, 0);
   };
+  // What nobody sees is not read: its P is 0, but 0 · NaN would reach O.
   const auto load_v = [&](int n) {
-    load(smem.v, work.v, params.v_strides.row, params.head_dim_v, n * kBlockN, work.window.len_k(),
-         Traits::kThreads - 1 - threadIdx.x);
+    load(smem.v, work.v, params.v_strides.row, params.head_dim_v,
+         Traits::kThreads - 1 - threadIdx.x, n * kBlockN, work.end_key, work.first_key);
   };
 
   int n = work.range.end - 1;
   if (n < work.range.begin) return;
-  load(smem.q, work.q, params.q_strides.row, params.head_dim, work.first_row, work.window.len_q(),
-       threadIdx.x);
+  load(smem.q, work.q, params.q_strides.row, params.head_dim, threadIdx.x, work.first_row,
+       work.window.len_q(), 0);
   load_k(n);
   ptx::cp_async_commit();
 #pragma unroll 1

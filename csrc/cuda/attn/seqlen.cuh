@@ -18,22 +18,22 @@ namespace flash_attn {
 // Row numbers are within the batch entry for dense tensors, within the whole tensor for varlen
 // (whose batch stride is 0), so that batch_idx · strides.batch + row · strides.row + head ·
 // strides.head addresses both. Lengths that live on the device may hold anything and are clamped to
-// the tensors. Varlen: sequence number params.batch stands for the rows behind cu_seqlens[batch],
-// none of which count.
+// the tensors. Varlen: the sequences number -1 and params.batch stand for the rows before
+// cu_seqlens[0] and behind cu_seqlens[batch], none of which count.
 struct SeqlenInfo {
   int64_t q_begin, k_begin, segment_k_begin;
   int segment_q, len_q, segment_k, len_k;
 
   __device__ __forceinline__ SeqlenInfo(const AttnParams& params, int batch_idx) {
-    const bool tail = batch_idx == params.batch;
-    segment(params.cu_seqlens_q, params.total_q, params.seqlen_q, batch_idx, tail, q_begin,
+    const bool outside = batch_idx < 0 || batch_idx == params.batch;
+    segment(params.cu_seqlens_q, params.total_q, params.seqlen_q, batch_idx, params.batch, q_begin,
             segment_q);
-    segment(params.cu_seqlens_k, params.total_k, params.seqlen_k, batch_idx, tail, segment_k_begin,
-            segment_k);
-    len_q = tail ? 0 : used(params.seqused_q, batch_idx, segment_q);
-    const int end_k = tail ? 0 : used(params.seqused_k, batch_idx, segment_k);
+    segment(params.cu_seqlens_k, params.total_k, params.seqlen_k, batch_idx, params.batch,
+            segment_k_begin, segment_k);
+    len_q = outside ? 0 : used(params.seqused_q, batch_idx, segment_q);
+    const int end_k = outside ? 0 : used(params.seqused_k, batch_idx, segment_k);
     const int leftpad =
-        tail || params.leftpad_k == nullptr ? 0 : used(params.leftpad_k, batch_idx, end_k);
+        outside || params.leftpad_k == nullptr ? 0 : used(params.leftpad_k, batch_idx, end_k);
     k_begin = segment_k_begin + leftpad;
     len_k = end_k - leftpad;
   }
@@ -54,15 +54,15 @@ struct SeqlenInfo {
   }
 
   __device__ __forceinline__ static void segment(const int32_t* cu_seqlens, int64_t total,
-                                                 int seqlen, int batch_idx, bool tail,
+                                                 int seqlen, int batch_idx, int batch,
                                                  int64_t& begin, int& length) {
     if (cu_seqlens == nullptr) {
       begin = 0;
-      length = tail ? 0 : seqlen;
+      length = batch_idx < batch ? seqlen : 0;
       return;
     }
-    begin = clamp(cu_seqlens[batch_idx], 0, total);
-    const int64_t end = tail ? total : clamp(cu_seqlens[batch_idx + 1], begin, total);
+    begin = batch_idx < 0 ? 0 : clamp(cu_seqlens[batch_idx], 0, total);
+    const int64_t end = batch_idx == batch ? total : clamp(cu_seqlens[batch_idx + 1], begin, total);
     length = static_cast<int>(end - begin);
   }
 };

@@ -9,7 +9,7 @@
 namespace flash_attn {
 
 struct TileCoordinates {
-  int batch_idx;  // varlen: `batch` for the rows behind the last sequence
+  int batch_idx;  // varlen: -1, `batch` for the rows before the first, behind the last sequence
   int head;
   int block;  // of kBlock rows; from the last to the first, because with a causal mask the last
               // rows see most keys
@@ -21,10 +21,10 @@ struct TileCoordinates {
 // the longest blocks of all its heads come first, so that the last blocks to start are short ones.
 //
 // Varlen: the lengths are on the device, so the grid is sized from total and batch: sequence b owns
-// the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b. That is enough, as
+// the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b + 1. It is enough, as
 // ⌈(y - x) / B⌉ <= ⌊y / B⌋ - ⌊x / B⌋ + 1, and costs at most one empty tile a sequence; the caller's
-// max_seqlen is not trusted. T ascends, so a warp finds its b by a 32-ary search. Number `batch`
-// owns the rows behind the last sequence.
+// max_seqlen is not trusted. T ascends, so a warp finds its b by a 32-ary search. Numbers -1 and
+// `batch` own the rows before the first and behind the last sequence.
 template <int kBlock>
 struct TileScheduler {
   const int32_t* cu_seqlens;  // null: dense
@@ -40,7 +40,7 @@ struct TileScheduler {
     TileScheduler scheduler{
         .cu_seqlens = cu_seqlens, .total = total, .batch = batch, .heads = heads};
     const int64_t blocks = cu_seqlens == nullptr ? (int64_t{seqlen} + kBlock - 1) / kBlock
-                                                 : total / kBlock + batch + 1;
+                                                 : total / kBlock + batch + 2;
     const int64_t pairs = cu_seqlens == nullptr ? int64_t{batch} * heads : heads;
     if (blocks * pairs > INT32_MAX) {
       throw std::runtime_error("flash_attn: batch * heads * seqlen: expected at most " +
@@ -76,7 +76,7 @@ struct TileScheduler {
 
   __device__ __forceinline__ TileCoordinates varlen_tile(int tile_idx) const {
     const int head = tile_idx / blocks_per_head, tile_of_head = tile_idx % blocks_per_head;
-    int low = 0, high = batch + 1;  // T(low) <= tile_of_head < T(high)
+    int low = -1, high = batch + 1;  // T(low) <= tile_of_head < T(high)
     while (high - low > 1) {
       const int step = (high - low + 31) / 32;
       const int probe = low + static_cast<int>(threadIdx.x % 32) * step;
@@ -92,8 +92,9 @@ struct TileScheduler {
   }
 
   __device__ __forceinline__ int first_tile(int batch_idx) const {
+    if (batch_idx < 0) return 0;
     const int64_t row = min(max(int64_t{cu_seqlens[batch_idx]}, int64_t{0}), total);
-    return static_cast<int>(row / kBlock) + batch_idx;
+    return static_cast<int>(row / kBlock) + batch_idx + 1;
   }
 #endif
 };

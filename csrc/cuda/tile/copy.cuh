@@ -17,6 +17,7 @@ class TileLoader {
   using Element = typename Tile::Element;
   static constexpr int kRowsAtOnce = kThreads / Tile::kSlabChunks;
   static_assert(Tile::kRows % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
+  static_assert(Tile::kRows / kRowsAtOnce < 32);
 
  public:
   // matrix: element (0, 0); 16-byte aligned, row_stride and num_cols multiples of 8.
@@ -32,14 +33,31 @@ class TileLoader {
   // num_rows and in columns from num_cols on become 0 and are not read. The caller commits and
   // waits.
   __device__ __forceinline__ void load(const Tile& tile, int first_row, int num_rows) const {
-    const Element* source = source_ + first_row * row_stride_;
     const int rows_left = num_rows - first_row - static_cast<int>(row_);
+    load_if(tile, first_row, [&](int row) { return row < rows_left; });
+  }
+
+  // The same, with zeros for the rows before skipped_rows too.
+  __device__ __forceinline__ void load(const Tile& tile, int first_row, int num_rows,
+                                       int skipped_rows) const {
+    // One bit for each of the thread's rows: a register for both limits.
+    const int before = first_row + static_cast<int>(row_);
+    const uint32_t end_bit = 1u << rows_up_to(num_rows - before);
+    const uint32_t valid_rows = end_bit - min(1u << rows_up_to(skipped_rows - before), end_bit);
+    load_if(tile, first_row, [&](int row) { return (valid_rows >> row / kRowsAtOnce & 1) != 0; });
+  }
+
+ private:
+  template <typename Predicate>
+  __device__ __forceinline__ void load_if(const Tile& tile, int first_row,
+                                          const Predicate& is_valid) const {
+    const Element* source = source_ + first_row * row_stride_;
     const uint32_t destination = tile.address(row_, col_);
 #pragma unroll
     for (int row = 0; row < Tile::kRows; row += kRowsAtOnce) {
 #pragma unroll
       for (int slab_col = 0; slab_col < Tile::kCols; slab_col += Tile::kSlabCols) {
-        const bool valid = row < rows_left && static_cast<int>(slab_col + col_) < num_cols_;
+        const bool valid = is_valid(row) && static_cast<int>(slab_col + col_) < num_cols_;
         ptx::cp_async_16(Tile::advance(destination, row, slab_col), source + slab_col,
                          valid ? 16 : 0);
       }
@@ -47,7 +65,11 @@ class TileLoader {
     }
   }
 
- private:
+  // How many of the rows 0, kRowsAtOnce, 2 · kRowsAtOnce … of a tile are less than limit.
+  __device__ __forceinline__ static int rows_up_to(int limit) {
+    return min(max(limit + kRowsAtOnce - 1, 0) / kRowsAtOnce, Tile::kRows / kRowsAtOnce);
+  }
+
   unsigned row_, col_;  // this thread's chunk in the first rows of a tile
   int num_cols_;
   int64_t row_stride_;

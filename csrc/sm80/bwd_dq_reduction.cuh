@@ -1,0 +1,94 @@
+// dQ of one block of queries, on its way from the registers of bwd.cuh's kernel into dq_accum.
+#pragma once
+
+#include "../cuda/attn/dq_accum.cuh"
+#include "../cuda/ptx/red.cuh"
+#include "../cuda/tile/gemm.cuh"
+#include "../cuda/tile/warp_grid.cuh"
+
+namespace flash_attn::sm80 {
+
+// One iteration's queries.
+struct BwdQueryBlock {
+  int head, first_row;
+};
+
+// A block's part of dQ = dS K on its way into dq_accum.
+template <typename Traits>
+class DqReduction {
+  using Grid = typename Traits::DqGrid;
+  using Part = typename Grid::Part;
+  static constexpr int kReductions = Part::kRows * Part::kN / 16;  // of four values a lane
+
+ public:
+  __device__ __forceinline__ void compute(const BwdParams& params, const BwdQueryBlock& block,
+                                          const typename Traits::SharedStorage& smem) {
+    const Grid grid;
+    const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
+    gemm_smem<typename Traits::Element, Traits::kBlockN, Into::kZero>(
+        dQ_,
+        SmemOperandA<Part::kMBlocks, 16, Layout::kKInner, typename Traits::PTile>(smem.ds,
+                                                                                  first_row, lane),
+        DealtColumns<Grid::kGridCols, typename Traits::KTile>(smem.k, grid.col, lane));
+    const int64_t sequence_row = params.cu_seqlens_q == nullptr
+                                     ? int64_t{smem.keys.batch_idx} * params.seqlen_q
+                                     : smem.seqlen.q_begin;
+    const int row = block.first_row + first_row + lane / 4;
+    rows_left_ = smem.seqlen.len_q - row;
+    accum_ = params.dq_accum +
+             (block.head * params.dq_accum_rows + sequence_row + row) * Traits::kHeadDim +
+             grid.col * 16;
+  }
+
+  // Sends off the step-th of num_steps shares; both are known at compile time.
+  __device__ __forceinline__ void send(int step, int num_steps) const {
+#pragma unroll
+    for (int i = 0; i < kReductions; ++i) {
+      if (i * num_steps / kReductions == step) reduce(i / (Part::kN / 16), i % (Part::kN / 16));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void reduce(int row, int n) const {
+    const int t = threadIdx.x % 4;
+    // Rows behind len_q add 0, wherever that is (dq_accum has kBwdDqAccumPadding rows more): a
+    // branch would keep the compiler from spreading the reductions.
+    const bool exists = row * 8 < rows_left_;
+    float* block_of_16 = accum_ + row * 8 * Traits::kHeadDim + n * 16 * Grid::kGridCols;
+    float value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      value[i] = exists ? dQ_.data[row / 2][2 * n + i / 2][row % 2 * 2 + i % 2] : 0.f;
+    }
+    if constexpr (dq_accum_position(0, 1) == 1) {
+      ptx::red_add_v4(block_of_16 + dq_accum_position(t, 0), value[0], value[1], value[2],
+                      value[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::red_add(block_of_16 + dq_accum_position(t, i), value[i]);
+    }
+  }
+
+  Part dQ_;
+  float* accum_;
+  int rows_left_;  // before len_q, from this lane's first row on
+};
+
+// Pᵀ or dSᵀ as A; with spread_dq a share of the reductions goes with each 16 columns.
+template <typename Traits, int kFirstStep, bool kSumDq>
+struct RowsAndReductions {
+  using Grid = typename Traits::DkvGrid;
+  static constexpr int kSteps = Traits::kBlockM / 16;
+  SmemOperandA<Grid::Part::kMBlocks, 16, Layout::kKOuter, typename Traits::PTile> operand;
+  const DqReduction<Traits>& dq;
+
+  __device__ __forceinline__ RowsAndReductions(const typename Traits::PTile& tile, int lane,
+                                               const DqReduction<Traits>& reduction)
+      : operand(tile, Grid().row * Grid::kWarpRows, lane), dq(reduction) {}
+  __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
+    operand.load(blocks, k);
+    if constexpr (kSumDq && Traits::kTile.spread_dq) dq.send(kFirstStep + k / 16, 2 * kSteps);
+  }
+};
+
+}  // namespace flash_attn::sm80
