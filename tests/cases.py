@@ -57,8 +57,12 @@ class Target:
 ATEN_CPU = Target("cpu", "aten")
 ATEN_CUDA = Target("cuda", "aten")
 SM80 = Target("cuda", "sm80")
+SM90 = Target("cuda", "sm90")  # forward only: the gradients come from sm80, given its out and LSE
 DECODE_CUDA = Target("cuda", "cuda")
 ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
+OP_TARGETS = (*ATTENTION_TARGETS, SM90)  # what run() serves
+# Not aten on CUDA: padding changes the shapes of its products, and with them cuBLAS's algorithms.
+BITWISE_TARGETS = (ATEN_CPU, SM80, SM90)
 DECODE_TARGETS = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 
 
@@ -158,7 +162,7 @@ class Case:
         )
 
     def served_by(self, backend: str) -> bool:
-        """What core/backend.cpp says of sm80; test_backends.py holds the two together."""
+        """What core/backend.cpp says of the kernels; test_backends.py holds the two together."""
         if backend == "aten":
             return True
         terms = self.softcap or self.alibi or self.bias or self.sink or self.dropout_p
@@ -175,7 +179,7 @@ def param(case: object, target: Target, *marks: pytest.MarkDecorator):
 
 
 def each_case(
-    cases: Iterable[Case], targets: Sequence[Target] = ATTENTION_TARGETS, marks: Sequence = ()
+    cases: Iterable[Case], targets: Sequence[Target] = OP_TARGETS, marks: Sequence = ()
 ) -> pytest.MarkDecorator:
     """Parametrise (case, target) over the backends that serve each case."""
     unique = dict.fromkeys(cases)
@@ -323,6 +327,21 @@ def op_arguments(problem: Problem) -> dict:
 DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "attn_bias": "dbias", "learnable_sink": "dsink"}
 
 
+def sm80_gradients(arguments: dict, out, lse, dout, dlse) -> dict[str, torch.Tensor]:
+    """The gradients that follow another backend's forward."""
+    given = {name: x for name, x in arguments.items() if name not in ("return_probs", "backend")}
+    dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
+        dout=dout,
+        dlse=dlse,
+        out=out,
+        softmax_lse=lse,
+        grad_mask=[True, True, True, False, False],
+        backend=SM80.backend,
+        **{n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()},
+    )
+    return {"dq": dq, "dk": dk, "dv": dv}
+
+
 def run(
     problem: Problem,
     backend: str,
@@ -348,9 +367,12 @@ def run(
 
     with dirty_allocator(problem.device, pattern):
         arguments = op_arguments(problem) | tensors | {"backend": backend} | overrides
-        out, lse, probs = torch.ops.flash_attn.fwd(**arguments)
+        with torch.set_grad_enabled(backend != SM90.backend):
+            out, lse, probs = torch.ops.flash_attn.fwd(**arguments)
         results = {"out": out.detach(), "lse": lse.detach(), "probs": probs.detach()}
-        if backward:
+        if backward and backend == SM90.backend:
+            results |= sm80_gradients(arguments, out, lse, dout, dlse)
+        elif backward:
             outputs, incoming = ([out, lse], [dout, dlse]) if dlse is not None else ([out], [dout])
             gradients = torch.autograd.grad(outputs, [tensors[n] for n in needed], incoming)
             results |= {DIFFERENTIABLE[n]: g for n, g in zip(needed, gradients, strict=True)}

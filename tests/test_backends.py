@@ -13,8 +13,8 @@ from cases import SM80, Case, Problem, each_target, op_arguments, run
 
 import flash_attn
 
-BACKENDS = {"aten", "sm80", "cuda"}
-CUDA_ONLY = ["sm80", "cuda"]
+BACKENDS = {"aten", "sm80", "sm90", "cuda"}
+CUDA_ONLY = ["sm80", "sm90", "cuda"]
 
 
 def tensors(

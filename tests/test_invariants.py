@@ -8,7 +8,16 @@ import random
 
 import pytest
 import torch
-from cases import ATTENTION_TARGETS, Case, Problem, Target, each_case, each_target, run
+from cases import (
+    ATTENTION_TARGETS,
+    BITWISE_TARGETS,
+    Case,
+    Problem,
+    Target,
+    each_case,
+    each_target,
+    run,
+)
 from einops import rearrange, repeat
 from numerics import UNIT_ROUNDOFF, assert_close
 
@@ -156,7 +165,7 @@ def test_a_sequence_alone_has_the_same_bits(case: Case, target: Target, seed: in
         assert torch.equal(results[name], together[name][1:2]), name
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*BITWISE_TARGETS)
 @pytest.mark.parametrize("draw", range(4))
 def test_a_varlen_sequence_does_not_depend_on_its_neighbours(
     draw: int, target: Target, seed: int

@@ -7,7 +7,7 @@ The reference is computed on the CPU, so that a sanitizer sees little but our ke
 from __future__ import annotations
 
 import pytest
-from cases import DECODE_CUDA, SM80, Case, Target, check, each_case
+from cases import DECODE_CUDA, SM80, SM90, Case, Target, check, each_case
 from test_decode import DecodeCase, each_decode
 from test_decode import check as check_decode
 
@@ -52,8 +52,8 @@ def kernel_cases() -> list[Case]:
     return cases
 
 
-@each_case(kernel_cases(), [SM80], marks=[pytest.mark.sanitize])
-def test_sm80(case: Case, target: Target, seed: int) -> None:
+@each_case(kernel_cases(), [SM80, SM90], marks=[pytest.mark.sanitize])
+def test_kernels(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 

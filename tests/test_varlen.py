@@ -9,7 +9,9 @@ import random
 import pytest
 import torch
 from cases import (
+    ATEN_CUDA,
     ATTENTION_TARGETS,
+    BITWISE_TARGETS,
     Case,
     Problem,
     Target,
@@ -136,8 +138,10 @@ def test_seqused_and_leftpad(case: Case, target: Target, seed: int) -> None:
 
 @each_case(USED)
 def test_rows_that_do_not_count_may_hold_nan(case: Case, target: Target, seed: int) -> None:
+    """Rows that the lengths leave out; on aten also those that only the mask leaves out."""
     problem = Problem(case, seed, target.device)
-    expected = expect(problem)
+    counted = case if target.backend == "aten" else case.with_(causal=False, window=(-1, -1))
+    expected = expect(Problem(counted, seed, target.device))
     clean = run(problem, target.backend, deterministic=True)
     unused_k = (expected.conditions["dv"] == 0).all(-1).all(-1)
     unused_q = (expected.values["lse"] == -math.inf).movedim(-2, -1).all(-1)
@@ -171,8 +175,11 @@ def test_max_seqlen_is_a_hint(maximum: str, target: Target, seed: int) -> None:
     factor = {"exact": 1, "twice": 2, "huge": 1000}[maximum]
     options = {"max_seqlen_q": problem.max_q * factor, "max_seqlen_k": problem.max_k * factor}
     actual = run(problem, target.backend, deterministic=True, **options)
-    for name in expected:
-        assert torch.equal(actual[name], expected[name]), name
+    if target == ATEN_CUDA:  # cuBLAS chooses its algorithm by the padded shape
+        compare(problem, actual, expect(problem))
+    else:
+        for name in expected:
+            assert torch.equal(actual[name], expected[name]), name
 
 
 @each_target(*ATTENTION_TARGETS)
@@ -205,7 +212,10 @@ def test_garbage_in_the_index_tensors(draw: int, which: str, target: Target, see
     index = problem.index_tensors() | {which: garbage}
     problem.max_q = problem.max_k = 202  # what a segment can grow to
     problem.index_tensors = lambda: index
-    compare(problem, run(problem, target.backend), expect(problem))
+    results = run(problem, target.backend)
+    clamped = garbage.clamp(0, 202)
+    if not starting or (clamped.diff() >= 0).all():  # segments that overlap have no right result
+        compare(problem, results, expect(problem))
 
 
 @each_target(*ATTENTION_TARGETS)
@@ -220,7 +230,7 @@ def test_index_tensors_of_any_stride(target: Target, seed: int) -> None:
     assert torch.equal(out, expected["out"])
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*BITWISE_TARGETS)
 def test_varlen_is_dense_without_padding(target: Target, seed: int) -> None:
     dense = Problem(
         Case(batch=3, seqlen_q=70, seqlen_k=100, dtype="bf16", causal=True), seed, target.device
