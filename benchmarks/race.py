@@ -141,6 +141,9 @@ def graph_of(calls: list[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tens
         graph.replay()
         return outputs[0]
 
+    # The graph reads what the calls own (their cache_seqlens): once freed, other data would stand
+    # there, be taken for lengths, and the replays would read next to nothing.
+    replay.calls = calls
     return replay
 
 

@@ -93,6 +93,9 @@ def rng_state(like: Tensor, /) -> Tensor:
 def explain_fwd(*fwd_arguments: object) -> tuple[str, dict[str, list[str]]]:
     """The backend that serves fwd of these arguments, and every other's reasons why not."""
 
+def explain_bwd(*fwd_arguments: object) -> tuple[str, dict[str, list[str]]]:
+    """The same for the backward that would follow fwd of these arguments."""
+
 def explain_decode(*decode_arguments: object) -> tuple[str, dict[str, list[str]]]:
     """The backend that serves decode of these arguments, and every other's reasons why not."""
 

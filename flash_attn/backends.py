@@ -23,9 +23,9 @@ class use_backend:
         with use_backend("sm80"):
             out = flash_attn_func(q, k, v)  # never another backend
 
-    The backward of a call belongs to the forward's backend. Blocks nest; the innermost counts. The
-    choice is process-wide, for all threads. torch.compile guards on it: compiled code follows the
-    block it runs in.
+    The backward of a call belongs to the forward's backend, which must serve both. Blocks nest; the
+    innermost counts. The choice is process-wide, for all threads. torch.compile guards on it:
+    compiled code follows the block it runs in.
 
     Raises:
         ValueError: no backend has that name.
@@ -105,17 +105,18 @@ def can_use(
 
     Arguments:
         q, k, v: the call's tensors; for op="decode" q, k_cache and v_cache.
-        op: "fwd", a call of flash_attn_func (with cu_seqlens_q: of flash_attn_varlen_func),
-            backward included; or "decode", a call of flash_decode_func.
+        op: "fwd", a call of flash_attn_func (with cu_seqlens_q: of flash_attn_varlen_func);
+            "bwd", its backward pass; or "decode", a call of flash_decode_func.
         others: as in that function. Options of the other op are ignored.
 
     Raises:
         RuntimeError: what the call itself would raise: no backend serves such tensors.
         ValueError: op, or causal_alignment.
     """
-    if op == "fwd":
+    if op in ("fwd", "bwd"):
         dropout = dropout_p > 0.0
-        chosen, reasons = C.explain_fwd(
+        explain = C.explain_fwd if op == "fwd" else C.explain_bwd
+        chosen, reasons = explain(
             *_call.fwd_arguments(
                 q,
                 k,
@@ -163,7 +164,7 @@ def can_use(
             None,
         )
     else:
-        raise ValueError(f'flash_attn: op: expected "fwd" or "decode", got {op!r}')
+        raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {op!r}')
     forced = _call.forced_backend()
     if forced is None or forced == chosen:
         return Support(chosen, reasons)

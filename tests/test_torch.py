@@ -57,7 +57,7 @@ def op_call(case: Case, target: Target, seed: int, **options) -> dict:
     )
 
 
-@each_case(OP_CASES)
+@each_case(OP_CASES, ATTENTION_TARGETS)
 @pytest.mark.slow
 def test_opcheck_fwd(case: Case, target: Target, seed: int) -> None:
     torch.library.opcheck(
@@ -65,7 +65,7 @@ def test_opcheck_fwd(case: Case, target: Target, seed: int) -> None:
     )
 
 
-@each_case(OP_CASES[:1])
+@each_case(OP_CASES[:1], ATTENTION_TARGETS)
 def test_opcheck_with_strides(case: Case, target: Target, seed: int) -> None:
     """The meta kernel's strides are the real ones for views too."""
     call = op_call(case, target, seed)
@@ -76,7 +76,7 @@ def test_opcheck_with_strides(case: Case, target: Target, seed: int) -> None:
     )
 
 
-@each_case(OP_CASES)
+@each_case(OP_CASES, ATTENTION_TARGETS)
 def test_opcheck_bwd(case: Case, target: Target, seed: int) -> None:
     call = op_call(case, target, seed)
     out, lse, _ = torch.ops.flash_attn.fwd(**call)

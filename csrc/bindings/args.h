@@ -127,6 +127,7 @@ FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
 // The backend that serves a call, and every other one with its reasons why not.
 using Explanation = std::tuple<std::string, std::map<std::string, std::vector<std::string>>>;
 FLASH_ATTN_API Explanation explain_fwd(const FwdArgs& args);
+FLASH_ATTN_API Explanation explain_bwd(const FwdArgs& args);  // of the backward that would follow
 FLASH_ATTN_API Explanation explain_decode(const DecodeArgs& args);
 FLASH_ATTN_API std::vector<std::string> backend_names();
 

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "args.h"
+#include "to_params.h"
 
 namespace flash_attn {
 namespace {
@@ -112,6 +112,9 @@ FwdResult fwd_autograd(const FwdArgs& args) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_fwd(args);
   }
+  // A backend that was named has to serve the backward too: better refused here than in the middle
+  // of it.
+  if (args.backend) select_backend(backward_shape(args), args.backend);
   const variable_list results =
       Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args);
   return {results[0], results[1], results[2]};

@@ -21,6 +21,11 @@ Explanation explain_fwd(const FwdArgs& args) {
   return explain(call_shape(args), args.backend);
 }
 
+Explanation explain_bwd(const FwdArgs& args) {
+  check(args.attn);
+  return explain(backward_shape(args), args.backend);
+}
+
 Explanation explain_decode(const DecodeArgs& args) {
   check(args);
   return explain(call_shape(args), args.backend);

@@ -9,7 +9,9 @@
 namespace flash_attn {
 namespace {
 
-FwdResult fwd_sm80(AttnArgs attn) {
+using Kernel = void (*)(const FwdParams&, const cuda::DeviceInfo&, Stream);
+
+FwdResult run(Kernel kernel, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -32,7 +34,13 @@ FwdResult fwd_sm80(AttnArgs attn) {
     params.lse = lse.data_ptr<float>();
     params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
     params.lse_head_stride = lse.stride(-2);
-    sm80::run_fwd(params, device_info_of(q), stream_of(q));
+    at::Tensor tile_counter;
+    params.tile_counter = nullptr;
+    if (kernel == &sm90::run_fwd) {
+      tile_counter = at::empty({1}, q.options().dtype(at::kInt));
+      params.tile_counter = tile_counter.data_ptr<int32_t>();
+    }
+    kernel(params, device_info_of(q), stream_of(q));
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::empty({0}, q.options())};
@@ -44,8 +52,10 @@ FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   switch (select_backend(call_shape(args), args.backend)) {
+    case Backend::kSm90:
+      return run(&sm90::run_fwd, args.attn);
     case Backend::kSm80:
-      return fwd_sm80(args.attn);
+      return run(&sm80::run_fwd, args.attn);
     default:
       return aten::fwd(to_aten(args.attn), args.return_probs);
   }

@@ -28,6 +28,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("decode", wrap_pybind_function_no_gil(&Decode::from_list<&decode_op>));
   module.def("rng_state", wrap_pybind_function_no_gil(&call_rng_state));
   module.def("explain_fwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_fwd>));
+  module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));
   module.def("explain_decode", wrap_pybind_function(&ExplainDecode::from_list<&explain_decode>));
   module.def("backend_names", &backend_names);
 }

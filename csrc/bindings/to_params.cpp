@@ -33,8 +33,8 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
           .paged = false};
 }
 
-CallShape call_shape_of(const AttnArgs& args, bool return_probs) {
-  CallShape call = call_shape_of(Op::kAttention, args.q, args.v);
+CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
+  CallShape call = call_shape_of(op, args.q, args.v);
   call.bias = args.attn_bias.has_value();
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
@@ -56,8 +56,13 @@ void warn_once(const std::string& reasons) {
 
 }  // namespace
 
-CallShape call_shape(const FwdArgs& args) { return call_shape_of(args.attn, args.return_probs); }
-CallShape call_shape(const BwdArgs& args) { return call_shape_of(args.attn, false); }
+CallShape call_shape(const FwdArgs& args) {
+  return call_shape_of(Op::kForward, args.attn, args.return_probs);
+}
+CallShape call_shape(const BwdArgs& args) { return call_shape_of(Op::kBackward, args.attn, false); }
+CallShape backward_shape(const FwdArgs& args) {
+  return call_shape_of(Op::kBackward, args.attn, false);
+}
 CallShape call_shape(const DecodeArgs& args) {
   CallShape call = call_shape_of(Op::kDecode, args.q, args.v_cache);
   call.alibi = args.alibi_slopes.has_value();

@@ -14,6 +14,7 @@ namespace flash_attn {
 
 CallShape call_shape(const FwdArgs& args);
 CallShape call_shape(const BwdArgs& args);
+CallShape backward_shape(const FwdArgs& args);  // of the backward that would follow
 CallShape call_shape(const DecodeArgs& args);
 
 // core's choice; a call on a GPU that falls to aten warns once for each set of reasons.

@@ -36,6 +36,8 @@ std::vector<std::string> why_not_cuda(const CallShape& call) {
 
 std::string_view name(Backend backend) {
   switch (backend) {
+    case Backend::kSm90:
+      return "sm90";
     case Backend::kSm80:
       return "sm80";
     case Backend::kCuda:
@@ -59,19 +61,26 @@ Backend backend_from_name(std::string_view wanted) {
 std::vector<std::string> why_not(Backend backend, const CallShape& call) {
   if (backend == Backend::kAten) return {};
   std::vector<std::string> reasons;
-  if (backend == Backend::kSm80) {
-    if (call.op == Op::kDecode) return {"it has no decode kernel"};
-    reasons = why_not_cuda(call);
-    if (call.bias) reasons.emplace_back("attn_bias is not supported");
-    if (call.dropout) reasons.emplace_back("dropout_p is not supported");
-    if (call.return_probs) reasons.emplace_back("return_attn_probs is not supported");
-  } else {
+  if (backend == Backend::kCuda) {
     if (call.op != Op::kDecode) return {"it serves flash_decode_func only"};
     reasons = why_not_cuda(call);
     if (call.head_dim % 8 != 0) reasons.emplace_back("head_dim is not a multiple of 8");
-    if (call.head_dim != call.head_dim_v)
+    if (call.head_dim != call.head_dim_v) {
       reasons.emplace_back("k_cache and v_cache differ in head_dim");
+    }
     if (call.paged) reasons.emplace_back("block_table is not supported");
+    return reasons;
+  }
+  if (call.op == Op::kDecode) return {"it has no decode kernel"};
+  reasons = why_not_cuda(call);
+  if (call.bias) reasons.emplace_back("attn_bias is not supported");
+  if (call.dropout) reasons.emplace_back("dropout_p is not supported");
+  if (call.return_probs) reasons.emplace_back("return_attn_probs is not supported");
+  if (backend == Backend::kSm90) {
+    if (call.op == Op::kBackward) reasons.emplace_back("it has no backward kernel");
+    if (kBuiltWithCuda && call.on_cuda && call.compute_capability != 90) {
+      reasons.emplace_back("the GPU is not of compute capability 9.0");
+    }
   }
   return reasons;
 }

@@ -10,10 +10,11 @@
 
 namespace flash_attn {
 
-enum class Backend : uint8_t { kSm80, kCuda, kAten };  // best first
-inline constexpr Backend kBackends[] = {Backend::kSm80, Backend::kCuda, Backend::kAten};
+enum class Backend : uint8_t { kSm90, kSm80, kCuda, kAten };  // best first
+inline constexpr Backend kBackends[] = {Backend::kSm90, Backend::kSm80, Backend::kCuda,
+                                        Backend::kAten};
 
-enum class Op : uint8_t { kAttention, kDecode };  // kAttention: forward and backward
+enum class Op : uint8_t { kForward, kBackward, kDecode };
 
 // All that the choice depends on.
 struct CallShape {

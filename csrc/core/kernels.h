@@ -29,4 +29,10 @@ int64_t bwd_dq_accum_rows(const BwdParams& params);
 int bwd_dq_accum_cols(const BwdParams& params);
 }  // namespace sm80
 
+namespace sm90 {
+// Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
+// and bf16.
+void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+}  // namespace sm90
+
 }  // namespace flash_attn

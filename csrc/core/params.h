@@ -58,6 +58,8 @@ struct FwdParams : AttnParams {
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
   int64_t lse_batch_stride, lse_head_stride;  // varlen: batch stride 0. Rows are contiguous
+
+  int32_t* tile_counter;  // workspace: one number, zeroed by the launch; only sm90 asks for it
 };
 
 struct BwdParams : AttnParams {

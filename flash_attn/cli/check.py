@@ -80,22 +80,24 @@ def make_call(case: Case, dtype: torch.dtype, device: torch.device) -> Call:
     )
 
 
-def backends_for(case: Case, call: Call) -> list[str]:
-    """The one that serves the call, and the others that could."""
+def backends_for(case: Case, call: Call, op: str = "fwd") -> list[str]:
+    """The one that serves the call (or its backward), and the others that could."""
     import flash_attn
 
-    op = {"op": "decode"} if case.decode else {}
-    support = flash_attn.can_use(call.q, call.k, call.v, **op, **call.options)
+    op = "decode" if case.decode else op
+    support = flash_attn.can_use(call.q, call.k, call.v, op=op, **call.options)
     return [support.backend, *(name for name, why in support.reasons.items() if not why)]
 
 
-def run_attention(call: Call) -> dict[str, torch.Tensor]:
+def run_attention(call: Call, backward: bool) -> dict[str, torch.Tensor]:
     import flash_attn
 
     varlen = "cu_seqlens_q" in call.options
     attend = flash_attn.flash_attn_varlen_func if varlen else flash_attn.flash_attn_func
-    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    leaves = [x.detach().requires_grad_(backward) for x in (call.q, call.k, call.v)]
     out = attend(*leaves, **call.options)
+    if not backward:
+        return {"out": out}
     grads = torch.autograd.grad(out, leaves, call.dout)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
@@ -149,8 +151,9 @@ def rows(device: torch.device, only: str | None) -> Iterator[tuple[list[str | No
             names = [n for n in backends_for(case, call) if only in (None, n)]
             exact = truth(case, call) if names else {}
             for name in names:
+                backward = not case.decode and name in backends_for(case, call, "bwd")
                 with flash_attn.use_backend(name):
-                    results = run_decode(call) if case.decode else run_attention(call)
+                    results = run_decode(call) if case.decode else run_attention(call, backward)
                 errors = {t: relative_error(x, exact[t]) for t, x in results.items()}
                 # NaN is no pass
                 passed = all(error <= limit(t, dtype) for t, error in errors.items())

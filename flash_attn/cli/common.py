@@ -68,8 +68,9 @@ def check_backend(name: str | None, device: torch.device, head_dim: int) -> None
 
     check_backend_name(name)
     q = torch.empty(1, 8, 1, head_dim, device=device, dtype=usual_dtype(device))
-    support = flash_attn.can_use(q, q, q, causal=True)
-    reasons = support.reasons.get(name, [])
+    reasons: list[str] = []
+    for op in ("fwd", "bwd"):
+        reasons = reasons or flash_attn.can_use(q, q, q, op=op, causal=True).reasons.get(name, [])
     if reasons:
         raise CliError(f"--backend: {name} cannot serve this: {'; '.join(reasons)}")
 

@@ -1,0 +1,11 @@
+// The forward kernel's instances: one a dtype and head-dim class, in inst/fwd_d*.cu.
+#pragma once
+
+#include "../core/kernels.h"
+
+namespace flash_attn::sm90 {
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+
+}  // namespace flash_attn::sm90

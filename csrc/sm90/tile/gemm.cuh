@@ -1,0 +1,101 @@
+// Matrix products of one warpgroup with wgmma: C (+)= A B, A of 64 rows. The products are
+// asynchronous: the caller commits and waits.
+#pragma once
+
+#include <cstdint>
+
+#include "../../cuda/tile/fragment.cuh"
+#include "../../cuda/tile/gemm.cuh"
+#include "../../cuda/tile/smem_tile.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace flash_attn::sm90 {
+
+// A warpgroup's view of an operand that lies in a SmemTile, which must be 1024-byte aligned: wgmma
+// takes the swizzle from the address. Its descriptor (PTX ISA "Matrix descriptor") is
+//
+//   bits 0-13 address / 16 │ 16-29 leading offset / 16 │ 32-45 stride offset / 16 │ 62-63 swizzle
+//
+// Blocks of 8 rows of a slab (1024 bytes with 64 columns, 512 with 32) are what the offsets count:
+//
+//   kKInner: rows are m or n, columns k        kKOuter: rows are k, columns n
+//            slab 0   slab 1                            slab 0   slab 1
+//   rows 0-7  ┌──┐     ┌──┐                    rows 0-7  ┌──┐     ┌──┐
+//             │  │     │  │   │ stride                   │  │     │  │   │ stride
+//   rows 8-15 ├──┤     ├──┤   ▼                rows 8-15 ├──┤     ├──┤   ▼
+//             k 0-63   k 64-127                          n 0-63   n 64-127
+//                                                           ───────▶ leading
+//   One product takes k … k + 15: 32 bytes further in a row, or 16 rows further. The leading offset
+//   is unused in the first form.
+template <Layout kLayout, typename Tile>
+class WgmmaOperand {
+  static constexpr int kRowBytes = Tile::kSlabCols * 2;
+  static constexpr uint32_t kSwizzle = Tile::kSlabCols == 64 ? 1 : 2;  // 128 or 64 bytes
+  static constexpr uint32_t kHigh = kSwizzle << 30 | 8 * kRowBytes / 16;
+  static constexpr uint32_t kLeading = kLayout == Layout::kKOuter ? Tile::kSlabBytes / 16 : 1;
+
+ public:
+  // From row first_row, a multiple of 8, of the tile on.
+  __device__ __forceinline__ explicit WgmmaOperand(const Tile& tile, int first_row = 0)
+      : low_((flash_attn::ptx::smem_address(tile.data) + first_row * kRowBytes) / 16 | kLeading
+                                                                                           << 16) {}
+
+  // Of columns (kKInner) or rows (kKOuter) k … k + 15.
+  __device__ __forceinline__ uint64_t descriptor(int k) const {
+    const int bytes = kLayout == Layout::kKInner
+                          ? k / Tile::kSlabCols * Tile::kSlabBytes + k % Tile::kSlabCols * 2
+                          : k * kRowBytes;
+    return static_cast<uint64_t>(kHigh) << 32 | (low_ + bytes / 16);
+  }
+
+ private:
+  uint32_t low_;
+};
+
+// The compiler moves no access to an accumulator or operand across this point: around products
+// under way.
+template <int kN>
+__device__ __forceinline__ void pin(Accumulator<1, kN>& C) {
+#pragma unroll
+  for (int row = 0; row < C.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < C.kRowElements; ++i) ptx::pin(C.at(row, i));
+  }
+}
+template <int kK>
+__device__ __forceinline__ void pin(OperandA<1, kK>& A) {
+#pragma unroll
+  for (int k = 0; k < kK / 16; ++k) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) ptx::pin(A.data[0][k][r]);
+  }
+}
+
+// Starts C (+)= A B over kK, A and B in shared memory, k in their columns.
+template <typename Element, int kK, Into kInto, int kN, typename TileA, typename TileB>
+__device__ __forceinline__ void gemm_ss(Accumulator<1, kN>& C,
+                                        const WgmmaOperand<Layout::kKInner, TileA>& A,
+                                        const WgmmaOperand<Layout::kKInner, TileB>& B) {
+  pin(C);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kK; k += 16) {
+    ptx::wgmma_ss<Element, kN>(C.data[0], A.descriptor(k), B.descriptor(k),
+                               kInto == Into::kSum || k > 0);
+  }
+}
+
+// Starts C += A B, A in registers, B in shared memory with k in its rows.
+template <typename Element, int kN, int kK, typename TileB>
+__device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& A,
+                                        const WgmmaOperand<Layout::kKOuter, TileB>& B) {
+  pin(C);
+  pin(A);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kK; k += 16) {
+    ptx::wgmma_rs<Element, kN>(C.data[0], A.data[0][k / 16], B.descriptor(k), 1);
+  }
+}
+
+}  // namespace flash_attn::sm90

@@ -1,0 +1,70 @@
+// Slots of shared memory that one side fills and the other empties, with a full and an empty
+// mbarrier each.
+#pragma once
+
+#include <cuda/ptx>
+
+#include <cstdint>
+
+namespace flash_attn::sm90 {
+
+template <int kStages>
+struct RingBarriers {
+  uint64_t full[kStages], empty[kStages];
+
+  // One thread calls it, before a barrier among all threads. arrivals: how many threads say that a
+  // slot is full, or empty.
+  __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      ::cuda::ptx::mbarrier_init(&full[stage], full_arrivals);
+      ::cuda::ptx::mbarrier_init(&empty[stage], empty_arrivals);
+    }
+  }
+};
+
+// One thread's place in a ring. Both sides visit the slots in the same order; `phase_` is the parity
+// of the visit. A fresh barrier counts as having completed the visit before the first, so the first
+// wait_empty of each slot passes.
+template <int kStages>
+class Ring {
+ public:
+  __device__ __forceinline__ explicit Ring(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
+
+  __device__ __forceinline__ int stage() const { return stage_; }
+  __device__ __forceinline__ uint64_t& full() const { return barriers_.full[stage_]; }
+
+  __device__ __forceinline__ void wait_full() const { wait(barriers_.full[stage_], phase_); }
+  __device__ __forceinline__ void wait_empty() const { wait(barriers_.empty[stage_], phase_ ^ 1); }
+
+  // The slot is full (empty) as far as this thread is concerned.
+  __device__ __forceinline__ void arrive_full() const { arrive(barriers_.full[stage_]); }
+  __device__ __forceinline__ void arrive_empty() const { arrive(barriers_.empty[stage_]); }
+  // The slot is full once so many bytes have come by TMA. Before the copies start.
+  __device__ __forceinline__ void expect_bytes(uint32_t bytes) const {
+    ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
+                                           ::cuda::ptx::space_shared, &full(), bytes);
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == kStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void wait(uint64_t& barrier, uint32_t phase) {
+    while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, phase)) {
+    }
+  }
+  __device__ __forceinline__ static void arrive(uint64_t& barrier) {
+    ::cuda::ptx::mbarrier_arrive(&barrier);
+  }
+
+  RingBarriers<kStages>& barriers_;
+  int stage_ = 0;
+  uint32_t phase_ = 0;
+};
+
+}  // namespace flash_attn::sm90

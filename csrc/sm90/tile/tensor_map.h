@@ -1,0 +1,95 @@
+// Tensor maps: what TMA knows of a tensor in global memory. Host side.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../../core/params.h"
+
+namespace flash_attn::sm90 {
+
+// A box of TMA that stops at the end of its sequence. A plain map knows only the end of the tensor:
+// behind the last row of a varlen sequence (or of seqused) it would read the neighbour's rows or
+// unused ones, whose NaN survive a product with P = 0, and would write over them. So a map has the
+// rows twice, with the same stride, and starts `rows` rows before the tensor:
+//
+//   address(first, last) = tensor + (first + last - rows) · row stride       0 <= first < rows
+//
+// Row r of a sequence [begin, begin + len) is first = rows - len + r, last = begin + len: r >= len
+// lies beyond the map. Reads give zeros there, writes do nothing, and nothing before `begin` is ever addressed -
+// but for a box that lies beyond the map as a whole: TMA may then touch the map's first byte, which
+// nobody may own. Such boxes are never asked for.
+struct SequenceBox {
+  int first;  // of row 0
+  int last;
+
+  SequenceBox() = default;
+#ifdef __CUDACC__
+  __device__ __forceinline__ SequenceBox(int64_t rows, int64_t begin, int len)
+      : first(static_cast<int>(rows - len)), last(static_cast<int>(begin + len)) {}
+#endif
+};
+
+struct TensorShape {
+  DType dtype;
+  int cols;
+  int64_t rows;  // of one batch entry
+  int heads, batch;
+};
+
+// Coordinates: (column, SequenceBox::first + row, SequenceBox::last, head, batch). A box has
+// box_rows rows of box_cols columns, 64 or 32, swizzled as SmemTile wants it. Columns beyond `cols`
+// are as rows beyond a sequence.
+inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
+                                   const TensorShape& shape, int box_cols, int box_rows) {
+  static const auto encode = [] {
+    void* function = nullptr;  // through the runtime, so that nothing links the driver's library
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &found);
+    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("flash_attn: the CUDA driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  if (shape.rows == 0) return {};  // nothing to address
+  constexpr int kRank = 5;
+  constexpr int64_t kElementBytes = 2, kAnyStride = 16;
+  if (shape.rows >= INT32_MAX / 2) {
+    throw std::runtime_error("flash_attn: rows of a tensor: expected fewer than 2^30, got " +
+                             std::to_string(shape.rows));
+  }
+  const auto stride = [](int64_t elements, int64_t size) {
+    return static_cast<cuuint64_t>(size == 1 ? kAnyStride : elements * kElementBytes);
+  };
+  const auto rows = static_cast<cuuint64_t>(shape.rows);
+  const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(shape.cols), rows, rows + 1,
+                                   static_cast<cuuint64_t>(shape.heads),
+                                   static_cast<cuuint64_t>(shape.batch)};
+  const cuuint64_t row_stride = stride(strides.row, shape.rows);
+  const cuuint64_t byte_strides[kRank - 1] = {row_stride, row_stride,
+                                              stride(strides.head, shape.heads),
+                                              stride(strides.batch, shape.batch)};
+  const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(box_cols),
+                                 static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t steps[kRank] = {1, 1, 1, 1, 1};
+  char* base = static_cast<char*>(const_cast<void*>(tensor)) - rows * row_stride;
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map,
+             shape.dtype == DType::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kRank, base, sizes, byte_strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("flash_attn: cuTensorMapEncodeTiled failed with error " +
+                             std::to_string(result));
+  }
+  return map;
+}
+
+}  // namespace flash_attn::sm90
