@@ -93,6 +93,12 @@ def test_every_reason_is_given() -> None:
         assert name in str(support)
 
 
+def test_asking_for_the_backward() -> None:
+    q, k, v = tensors()
+    assert "it has no backward kernel" in flash_attn.can_use(q, k, v, op="bwd").reasons["sm90"]
+    assert "it has no backward kernel" not in flash_attn.can_use(q, k, v).reasons["sm90"]
+
+
 def test_asking_for_decode() -> None:
     q, k, v = tensors()
     support = flash_attn.can_use(q[:, :1], k, v, op="decode")

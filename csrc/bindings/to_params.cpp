@@ -18,19 +18,21 @@ constexpr int64_t kAlignBytes = 16;
 
 CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
   const bool on_cuda = q.is_cuda();
-  return {.op = op,
-          .on_cuda = on_cuda,
-          .compute_capability = on_cuda ? device_info_of(q).compute_capability : 0,
-          .dtype = dtype_of(q),
-          .head_dim = q.size(-1),
-          .head_dim_v = v.size(-1),
-          .bias = false,
-          .alibi = false,
-          .softcap = false,
-          .dropout = false,
-          .sink = false,
-          .return_probs = false,
-          .paged = false};
+  return {
+      .op = op,
+      .on_cuda = on_cuda,
+      .compute_capability = on_cuda ? device_info_of(q).compute_capability : 0,
+      .dtype = dtype_of(q),
+      // size(-1) would read every symbolic size under torch.compile, and compile for each length.
+      .head_dim = value(q.sym_size(-1)),
+      .head_dim_v = value(v.sym_size(-1)),
+      .bias = false,
+      .alibi = false,
+      .softcap = false,
+      .dropout = false,
+      .sink = false,
+      .return_probs = false,
+      .paged = false};
 }
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
