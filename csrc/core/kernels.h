@@ -24,7 +24,7 @@ namespace sm80 {
 // Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// Floats that BwdParams::dq_accum must hold, and its rows a head.
+// BwdParams::dq_accum: rows of one head, and floats in a row.
 int64_t bwd_dq_accum_rows(const BwdParams& params);
 int bwd_dq_accum_cols(const BwdParams& params);
 }  // namespace sm80
