@@ -3,7 +3,8 @@
     python -m benchmarks.io [--backend sm80] [--out FILE.json]
 
 The bytes are the hardware's own counters (ncu, dram__bytes_read.sum and dram__bytes_write.sum over
-all kernels of one forward call, in a child process); the time is taken without ncu, settled.
+all kernels of one forward call; one child process makes all calls); the time is taken without ncu,
+settled.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from benchmarks.timing import Timer
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-CHILD_SECONDS = 60
+SEPARATOR = "spin_kernel"  # of torch.cuda._sleep
+CHILD_SECONDS = 120
 
 
 def make_case(seqlen: int) -> Case:
@@ -36,54 +38,68 @@ def find_ncu() -> str | None:
     return found or (beside_nvcc if os.access(beside_nvcc, os.X_OK) else None)
 
 
-def child(name: str, seqlen: int) -> None:
-    """One profiled forward call, after one that is not."""
+def child(names: list[str], lengths: list[int]) -> None:
+    """For each length and name a forward call that is profiled, after one that is not.
+
+    A spinning kernel ends each call's kernels, so that the parent can tell the calls apart.
+    """
     device = torch.device("cuda")
-    case = make_case(seqlen)
-    call = backends.forward(name, case, backends.make_inputs(case, torch.float16, device))
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    for seqlen in lengths:
+        case = make_case(seqlen)
+        inputs = backends.make_inputs(case, torch.float16, device)
+        for name in names:
+            call = backends.forward(name, case, inputs)
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            call()
+            torch.cuda._sleep(1)
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
 
 
-def dram_bytes(ncu: str, name: str, seqlen: int) -> float:
-    """Bytes that all kernels of one call read and wrote; caches stay warm between them."""
+def dram_bytes(ncu: str, names: tuple[str, ...], lengths: tuple[int, ...]) -> list[float]:
+    """Bytes that all kernels of a call read and wrote, in the order of child's calls; caches stay
+    warm between the kernels."""
     command = [ncu, "--profile-from-start", "off", "--print-units", "base"]
     command += ["--clock-control", "none", "--cache-control", "none"]
     command += ["--metrics", ",".join(METRICS), "--csv", "--target-processes", "application-only"]
-    command += [sys.executable, "-m", "benchmarks.io", "--child", name, "--seqlen", str(seqlen)]
+    command += [sys.executable, "-m", "benchmarks.io", "--child", ",".join(names)]
+    command += ["--lengths", ",".join(map(str, lengths))]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=results.ROOT, timeout=CHILD_SECONDS
     )
-    total = parse(done.stdout)
-    if done.returncode or total is None:
+    calls = parse(done.stdout)
+    if done.returncode or len(calls) != len(names) * len(lengths):
         raise RuntimeError((done.stdout + done.stderr).strip()[-300:])
-    return total
+    return calls
 
 
-def parse(output: str) -> float | None:
-    """Bytes: the sum of the metrics in ncu's CSV, after its log lines; None if there is none."""
+def parse(output: str) -> list[float]:
+    """Bytes of each call: sums of the metrics in ncu's CSV, which follows its log lines, between
+    the spinning kernels."""
     lines = output.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        return None
-    rows = csv.DictReader(io.StringIO("\n".join(lines[start:])))
-    values = [
-        float(row["Metric Value"].replace(",", "")) for row in rows if row["Metric Name"] in METRICS
-    ]
-    return sum(values) if values else None
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    calls, total, ended = [], 0.0, None
+    for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
+        if row["Metric Name"] not in METRICS:
+            continue
+        if SEPARATOR not in row["Kernel Name"]:
+            total += float(row["Metric Value"].replace(",", ""))
+        elif row["ID"] != ended:  # one row a metric, all with the launch's ID
+            calls.append(total)
+            total, ended = 0.0, row["ID"]
+    return calls
 
 
-def usable_ncu(name: str) -> str | None:
-    """ncu if it is there and may read the counters; else one line that says why not, and None."""
+def measured_bytes(names: tuple[str, ...], lengths: tuple[int, ...]) -> dict | None:
+    """Bytes by (length, name) if ncu is there and may read the counters; else one line that says
+    why not, and None."""
     ncu = find_ncu()
     try:
         if ncu:
-            dram_bytes(ncu, name, LENGTHS[0])
-            return ncu
+            keys = [(seqlen, name) for seqlen in lengths for name in names]
+            return dict(zip(keys, dram_bytes(ncu, names, lengths), strict=True))
         why = "ncu (Nsight Compute) not found"
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         why = "ncu failed: " + " ".join(str(error).split())
@@ -91,9 +107,10 @@ def usable_ncu(name: str) -> str | None:
     return None
 
 
-def measure(names: tuple[str, str], ncu: str | None, timer: Timer) -> list[dict]:
+def measure(names: tuple[str, str], timer: Timer) -> list[dict]:
     records = []
     ours, naive = names
+    moved_bytes = measured_bytes(names, LENGTHS)
     for seqlen in LENGTHS:
         case = make_case(seqlen)
         inputs = backends.make_inputs(case, torch.float16, timer.device)
@@ -104,8 +121,8 @@ def measure(names: tuple[str, str], ncu: str | None, timer: Timer) -> list[dict]
         # naive multiplies the masked half as well
         flops = {ours: case.flops(False) / 1e9, naive: 2 * case.flops(False) / 1e9}
         records.append(results.record("io.operations", shape, "GFLOP", flops))
-        if ncu:
-            moved = {n: dram_bytes(ncu, n, seqlen) / 1e6 for n in names}
+        if moved_bytes:
+            moved = {n: moved_bytes[seqlen, n] / 1e6 for n in names}
             fewer = {f"{naive}/{ours}": moved[naive] / moved[ours]}
             least = (
                 4 * inputs.q.numel() * inputs.q.element_size() / 1e6
@@ -119,24 +136,18 @@ def main() -> int:
     parser.add_argument("--backend", default="sm80", help="ours")
     parser.add_argument("--out", metavar="FILE.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--seqlen", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lengths", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     if args.child:
-        child(args.child, args.seqlen)
+        child(args.child.split(","), [int(s) for s in args.lengths.split(",")])
         return 0
-    ncu = find_ncu()
-    if ncu is None:
-        print(
-            "io: ncu (Nsight Compute) not found: no bytes, only time and operations",
-            file=sys.stderr,
-        )
     timer = Timer(torch.device("cuda"))
     records = [
         results.run_record(timer.device, timer.recipe.describe(timer.device) + "; bytes by ncu")
     ]
-    records += measure((args.backend, "naive"), ncu, timer)
+    records += measure((args.backend, "naive"), timer)
     results.write(args.out, records)
     print(results.show(records))
     return 0

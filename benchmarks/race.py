@@ -10,6 +10,7 @@ before it is timed.
 
 import argparse
 import gc
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 
@@ -20,14 +21,25 @@ from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
 KINDS = ("fwd", "bwd", "decode", "naive", "features", "cpu")
-CONTESTANTS = {  # the first is ours
-    "fwd": ("sm80", "fa2", "cudnn"),
-    "bwd": ("sm80", "fa2", "cudnn"),
-    "decode": ("cuda", "fa2", "cudnn"),
-    "naive": ("sm80", "naive"),
-    "features": ("sm80", "fa2", "cudnn", "efficient"),
-    "cpu": ("aten", "flash"),
+PEERS = {
+    "fwd": ("fa2", "cudnn", "fa4"),
+    "bwd": ("fa2", "cudnn", "fa4"),
+    "decode": ("fa2", "cudnn"),
+    "naive": ("naive",),
+    "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
+    "cpu": ("flash",),
 }
+
+
+def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
+    """Ours, the fastest on this device first, then the peers that are installed."""
+    ours = {"decode": ("cuda",), "cpu": ("aten",)}.get(kind, ("sm80",))
+    if kind in ("fwd", "naive", "features") and torch.cuda.get_device_capability(device) == (9, 0):
+        ours = ("sm90", *ours)
+    fa4 = importlib.util.find_spec("flash_attn.cute") is not None
+    return *ours, *(name for name in PEERS[kind] if name != "fa4" or fa4)
+
+
 # Contestants' outputs differ by the rounding of P, dS and the result to 16 bits; more is a wrong
 # result.
 AGREE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -92,7 +104,11 @@ def dense_race(
         )
         flops = case.flops(backward)
         values = {n: None if t is None else flops / t / 1e12 for n, t in times.items()}
-        ratio = results.ratios(values, names[0], names[1:], "more")
+        # sm90 does not serve every feature: then the next of ours is compared.
+        ours = [n for n in names if n not in backends.PEERS]
+        first = next((n for n in ours if values[n] is not None), names[0])
+        others = [n for n in names if n != first and (values[n] is not None or n not in ours)]
+        ratio = results.ratios(values, first, others, "more")
         records.append(results.record(kind + suffix, case.shape(), "TFLOP/s", values, ratio))
         progress(records[-1])
     return records
@@ -234,7 +250,7 @@ def main() -> int:
         dtype = getattr(
             torch, args.dtype or {"naive": "float16", "cpu": "float32"}.get(kind, "bfloat16")
         )
-        names = tuple(args.backends.split(",")) if args.backends else CONTESTANTS[kind]
+        names = tuple(args.backends.split(",")) if args.backends else contestants(kind, device)
         race = Race(Timer(device, recipe), dtype)
         if not records:
             records.append(results.run_record(device, recipe.describe(device)))

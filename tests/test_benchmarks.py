@@ -129,7 +129,7 @@ def test_a_file_of_results_reads_back(tmp_path):
     assert "fwd [ms]" in text and "1.5" in text and "a/b" in text
 
 
-def test_ncu_bytes_are_summed():
+def test_ncu_bytes_are_summed_by_call():
     from benchmarks import io
 
     output = """==PROF== Connected to process 1
@@ -138,9 +138,13 @@ def test_ncu_bytes_are_summed():
 "0","gemm","dram__bytes_write.sum","byte","24"
 "1","softmax","dram__bytes_read.sum","byte","3"
 "1","softmax","gpu__time_duration.sum","ns","999"
+"2","spin_kernel(long)","dram__bytes_read.sum","byte","7"
+"2","spin_kernel(long)","dram__bytes_write.sum","byte","7"
+"3","flash","dram__bytes_read.sum","byte","5"
+"4","spin_kernel(long)","dram__bytes_read.sum","byte","7"
 """
-    assert io.parse(output) == 1027
-    assert io.parse("==ERROR== ERR_NVGPUCTRPERM") is None
+    assert io.parse(output) == [1027, 5]
+    assert io.parse("==ERROR== ERR_NVGPUCTRPERM") == []
 
 
 def test_ninja_log(tmp_path):

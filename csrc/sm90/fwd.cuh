@@ -17,45 +17,31 @@
 //   for n:  S = Q K(n)ᵀ; mask; P, m, l = online_softmax(S)
 //           O = O · exp(m_old - m) + P V(n)
 //
-// The loop here departs from it in two ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
-// softmax(n) hides behind that product. And consumers take turns to issue, so that one's softmax
-// also hides behind the others' products:
+// The loop here departs from it in three ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
+// softmax(n) hides behind that product. Consumers take turns to issue, so that one's softmax also
+// hides behind the others' products. And the exponentials do not wait for the maxima of their own
+// block (OnlineSoftmax::step_ahead): O is rescaled only where a maximum rises by more than 2⁸.
 //
 //   consumer 0   │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ issue Q K(n-1)ᵀ, P V(n) │ …
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
 //
-// Shared memory: │ Q, or in the end O │ K × kStages │ V × kStages │ (O) │ barriers, tiles to work on │
+// Shared memory   d <= 128   │ Q × 2           │ K × kStages │ V × kStages │ O │ work, barriers │
+//                 d > 128    │ Q, in the end O │ K × kStages │ V × kStages │     work, barriers │
 #pragma once
 
+#include <new>
+
+#include "../cuda/attn/mask.cuh"
 #include "../cuda/launch.h"
 #include "fwd.h"
 #include "fwd_traits.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/gemm.cuh"
 
 namespace flash_attn::sm90 {
 
 // ---- producer warps
-
-template <typename Traits>
-__device__ __forceinline__ FwdWork make_work(const FwdParams& params, const TileCoordinates& tile,
-                                             const SeqlenInfo& seqlen) {
-  const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
-  const int first_row = tile.block * Traits::kBlockM;
-  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
-  return {
-      .window = window,
-      .range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row),
-      .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.segment_q},
-            .head = tile.head,
-            .batch = varlen_q ? 0 : tile.batch_idx},
-      .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin, seqlen.len_k},
-             .head = tile.head / (params.heads_q / params.heads_kv),
-             .batch = varlen_k ? 0 : tile.batch_idx},
-      .lse = params.lse + tile.batch_idx * params.lse_batch_stride +
-             tile.head * params.lse_head_stride + seqlen.q_begin,
-      .first_row = first_row,
-      .segment_q = seqlen.segment_q};
-}
 
 // K or V of one tile of queries. One thread.
 template <typename Traits, typename Tile>
@@ -73,8 +59,8 @@ __device__ __forceinline__ void load_blocks(const CUtensorMap& map, const FwdWor
 }
 
 // Takes tiles from a counter that all blocks share, from long to short, and publishes them; loads
-// their K. The next tile is taken when this one's last K has been asked for: late, so that blocks end together,
-// but early enough for its first loads to hide behind the end of this one.
+// their K. The next tile is taken when this one's last K has been asked for: late, so that blocks
+// end together, but early enough for its first loads to hide behind the end of this one.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
@@ -126,11 +112,11 @@ __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, co
 template <typename Traits>
 __device__ __forceinline__ void load_q_loop(const CUtensorMap& map, int num_cols,
                                             FwdSharedStorage<Traits>& smem) {
-  Ring<1> ring(smem.q_ring);
+  Ring<Traits::kQStages> ring(smem.q_ring);
   for_each_work<Traits>(smem, [&](const FwdWork& work) {
     ring.wait_empty();
     ring.expect_bytes(loaded_bytes<typename Traits::QTile>(num_cols));
-    load_tile(smem.q, map, work.q, work.first_row, num_cols, ring.full(),
+    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, num_cols, ring.full(),
               ptx::CacheHint::kEvictFirst);
     ring.advance();
   });
@@ -152,7 +138,7 @@ struct FwdConsumer {
   int warpgroup, lane;
   int warp_row;  // of the warp's 16 rows in the tile
   Ring<FwdSharedStorage<Traits>::kWorkSlots> slots;
-  Ring<1> q_ring;
+  Ring<Traits::kQStages> q_ring;
   Ring<Traits::kStages> k_ring, v_ring;
 
   __device__ __forceinline__ FwdConsumer(FwdSharedStorage<Traits>& smem, int consumer)
@@ -185,40 +171,59 @@ struct FwdConsumer {
   }
 };
 
-// Walks over the keys; leaves O (not yet normalised) and the softmax state of the warpgroup's rows.
+// A consumer's walk over the keys of a tile; leaves O (not yet normalised) and the softmax state of
+// its rows.
 template <typename Traits>
-__device__ __forceinline__ void compute_loop(FwdSharedStorage<Traits>& smem, const FwdWork& work,
-                                             FwdConsumer<Traits>& self, typename Traits::Output& O,
-                                             typename Traits::Softmax& softmax) {
+class KeyWalk {
   using Element = typename Traits::Element;
   using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
   using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
-  const Q q(smem.q, self.warpgroup * 64);
-  const auto mask = [&](typename Traits::Scores& S, int n) {
-    if (n >= work.range.full_begin && n < work.range.full_end) return;
-    const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
-    mask_keys(S, work.window, {query, query + 8}, n * Traits::kBlockN, self.lane);
-  };
-  typename Traits::Scores S;
-  float correction[2];
-  int n = work.range.end - 1;
+  using Probabilities = OperandA<1, Traits::kBlockN>;
 
-  self.k_ring.wait_full();
-  self.wait_turn();
-  gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, q, K(smem.k[self.k_ring.stage()]));
-  ptx::wgmma_commit();  // S = Q K(n)ᵀ
-  self.pass_turn();
-  ptx::wgmma_wait<0>();
-  pin(S);
-  self.release(self.k_ring);
-  mask(S, n);
-  softmax.step(S, correction);  // S = exp(S - m)
-  auto P = to_operand_a<Element>(S);
-  self.v_ring.wait_full();
+ public:
+  __device__ __forceinline__ KeyWalk(FwdSharedStorage<Traits>& smem, const FwdWork& work,
+                                     FwdConsumer<Traits>& self, typename Traits::Output& O,
+                                     typename Traits::Softmax& softmax)
+      : smem(smem),
+        work(work),
+        self(self),
+        O(O),
+        softmax(softmax),
+        q(smem.q[self.q_ring.stage()], self.warpgroup * 64),
+        range(work.range),
+        n(work.range.end - 1) {}
 
+  __device__ __forceinline__ void run() {
+    Probabilities P, P_next;  // two, so that one can come while the other is read
+    first(P);
 #pragma unroll 1
-  for (--n; n >= work.range.begin; --n) {
+    for (;;) {
+      if (--n < range.begin) return last(P);
+      next(P, P_next);
+      if (--n < range.begin) return last(P_next);
+      next(P_next, P);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void first(Probabilities& P) {
+    self.k_ring.wait_full();
+    self.wait_turn();
+    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, q, K(smem.k[self.k_ring.stage()]));
+    ptx::wgmma_commit();  // S = Q K(n)ᵀ
+    self.pass_turn();
+
+    ptx::wgmma_wait<0>();
+    pin(S);
+    self.release(self.k_ring);
+    mask();
+    softmax.update_max(S, correction);
+    softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
+    self.v_ring.wait_full();
+  }
+
+  __device__ __forceinline__ void next(Probabilities& P, Probabilities& P_next) {
     self.k_ring.wait_full();
     self.wait_turn();
     gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, q, K(smem.k[self.k_ring.stage()]));
@@ -230,8 +235,13 @@ __device__ __forceinline__ void compute_loop(FwdSharedStorage<Traits>& smem, con
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
-    mask(S, n);
-    const bool moved = softmax.step(S, correction);  // S = exp(S - m), while P V(n + 1) runs
+    mask();
+    bool moved;  // exp(S - m), while P V(n + 1) runs
+    if constexpr (Traits::kTile.ahead) {
+      moved = softmax.template step_ahead<Element>(P_next, S, correction);
+    } else {
+      moved = softmax.step(S, correction);
+    }
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
     const auto v_in_use = self.v_ring;
@@ -243,15 +253,35 @@ __device__ __forceinline__ void compute_loop(FwdSharedStorage<Traits>& smem, con
     pin(P);
     if (self.lane == 0) v_in_use.arrive_empty();
     if (moved) scale_rows(O, correction);  // O = O · exp(m_old - m)
-    P = to_operand_a<Element>(S);
+    if constexpr (!Traits::kTile.ahead) P_next = to_operand_a<Element>(S);
   }
 
-  gemm_rs<Element>(O, P, V(smem.v[self.v_ring.stage()]));
-  ptx::wgmma_commit();  // O += P V(n + 1)
-  ptx::wgmma_wait<0>();
-  pin(O);
-  self.release(self.v_ring);
-}
+  __device__ __forceinline__ void last(Probabilities& P) {
+    gemm_rs<Element>(O, P, V(smem.v[self.v_ring.stage()]));
+    ptx::wgmma_commit();  // O += P V(n + 1)
+    ptx::wgmma_wait<0>();
+    pin(O);
+    self.release(self.v_ring);
+  }
+
+  // S = -inf where nothing is seen.
+  __device__ __forceinline__ void mask() {
+    if (n >= range.full_begin && n < range.full_end) return;
+    const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
+    mask_keys(S, work.window, {query, query + 8}, n * Traits::kBlockN, self.lane);
+  }
+
+  FwdSharedStorage<Traits>& smem;
+  const FwdWork& work;
+  FwdConsumer<Traits>& self;
+  typename Traits::Output& O;
+  typename Traits::Softmax& softmax;
+  const Q q;
+  const BlockRange range;
+  int n;  // block of keys
+  typename Traits::Scores S;
+  float correction[2];
+};
 
 // Normalises O and writes it and LSE; rows of the segment that do not count get 0 and -inf.
 template <typename Traits>
@@ -311,13 +341,13 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     typename Traits::Softmax softmax(params.softmax_scale);
     O.fill(0.f);
     self.q_ring.wait_full();
-    if (work.range.end > work.range.begin) compute_loop<Traits>(smem, work, self, O, softmax);
+    if (work.range.end > work.range.begin) KeyWalk<Traits>(smem, work, self, O, softmax).run();
     if constexpr (Traits::kTile.own_output) self.release(self.q_ring);
     store_tile<Traits>(params, out_map, smem, work, self, O, softmax);
     if constexpr (!Traits::kTile.own_output) {
       // O, wider than Q, was where Q has nothing but zeros.
       __syncwarp();
-      zero_absent_slabs(smem.q, params.head_dim, self.warp_row, 16, self.lane, 32);
+      zero_absent_slabs(smem.q[0], params.head_dim, self.warp_row, 16, self.lane, 32);
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
       __syncwarp();
       self.release(self.q_ring);
@@ -378,15 +408,14 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
                                .batch = varlen_k ? 1 : params.batch};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
-  const auto map = [](const void* tensor, const Strides& strides, const TensorShape& shape,
-                      int box_cols, int box_rows) {
-    return make_tensor_map(tensor, strides, shape, box_cols, box_rows);
-  };
-  const FwdTensorMaps maps = {
-      .q = map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols, Traits::kBlockM),
-      .k = map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols, Traits::kBlockN),
-      .v = map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols, Traits::kBlockN),
-      .out = map(params.out, params.out_strides, out_shape, Traits::OTile::kSlabCols, 16)};
+  const FwdTensorMaps maps = {.q = make_tensor_map(params.q, params.q_strides, q_shape,
+                                                   Traits::QTile::kSlabCols, Traits::kBlockM),
+                              .k = make_tensor_map(params.k, params.k_strides, k_shape,
+                                                   Traits::KTile::kSlabCols, Traits::kBlockN),
+                              .v = make_tensor_map(params.v, params.v_strides, v_shape,
+                                                   Traits::VTile::kSlabCols, Traits::kBlockN),
+                              .out = make_tensor_map(params.out, params.out_strides, out_shape,
+                                                     Traits::OTile::kSlabCols, 16)};
   const int blocks = std::min(num_tiles, device.num_sms);
   FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
   cuda::launch<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), stream, params,

@@ -1,17 +1,13 @@
-// The compiled choices of the Hopper forward, what its thread block shares, and the tensor maps it
-// reads through.
+// What the roles of the forward kernel share: types of tiles, a tile of queries to work on, shared
+// memory.
 #pragma once
 
-#include <new>
-
-#include "../cuda/attn/mask.cuh"
+#include "../cuda/attn/block_range.cuh"
 #include "../cuda/attn/online_softmax.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "config.h"
-#include "ptx/warpgroup.cuh"
 #include "tile/copy.cuh"
-#include "tile/gemm.cuh"
 #include "tile/ring.cuh"
 
 namespace flash_attn::sm90 {
@@ -23,6 +19,7 @@ struct FwdTraits {
   static constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDimV>;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
+  static constexpr int kQStages = kTile.own_output ? 2 : 1;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -46,13 +43,43 @@ enum NamedBarrier : int {  // 0 is __syncthreads
 
 // A tile to work on; written by one warp, read by all others.
 struct FwdWork {
-  AttentionWindow window;
-  BlockRange range;   // of keys
-  MatrixPlace q, kv;  // q: out as well
+  AttentionWindow window;  // keys count from the first that the tile's queries see
+  BlockRange range;        // of keys
+  MatrixPlace q, kv;       // q: out as well
   float* lse;
   int first_row;  // of the tile's queries, within the sequence
   int segment_q;  // rows to write
 };
+
+template <typename Traits>
+__device__ __forceinline__ FwdWork make_work(const FwdParams& params, const TileCoordinates& tile,
+                                             const SeqlenInfo& seqlen) {
+  const int first_row = tile.block * Traits::kBlockM;
+  // Keys count from the first one that any of the tile's queries sees, and end with the last: what
+  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
+  const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
+  const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
+  const int first_key = all.first_key(first_row);
+  const int num_keys = first_row < end_row ? max(all.end_key(end_row - 1) - first_key, 0) : 0;
+  const int64_t diagonal = params.top_left ? 0 : int64_t{seqlen.len_k} - seqlen.len_q;
+  const AttentionWindow window(seqlen.len_q, num_keys, diagonal - first_key, params.window_left,
+                               params.window_right);
+  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+  return {
+      .window = window,
+      .range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row),
+      .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.segment_q},
+            .head = tile.head,
+            .batch = varlen_q ? 0 : tile.batch_idx},
+      .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin + first_key,
+                     num_keys},
+             .head = tile.head / (params.heads_q / params.heads_kv),
+             .batch = varlen_k ? 0 : tile.batch_idx},
+      .lse = params.lse + tile.batch_idx * params.lse_batch_stride +
+             tile.head * params.lse_head_stride + seqlen.q_begin,
+      .first_row = first_row,
+      .segment_q = seqlen.segment_q};
+}
 
 struct FwdWorkSlot {
   bool end;  // no tile: all is done
@@ -67,14 +94,14 @@ template <typename Traits>
 struct FwdSharedStorage {
   static constexpr int kWorkSlots = 2;
 
-  alignas(1024) typename Traits::QTile q;
+  alignas(1024) typename Traits::QTile q[Traits::kQStages];
   alignas(1024) typename Traits::KTile k[Traits::kStages];
   alignas(1024) typename Traits::VTile v[Traits::kStages];
   // Without its own tile O takes Q's: a consumer is done with its 64 rows of Q by then.
   alignas(1024) typename Traits::OTile own_o[Traits::kTile.own_output ? 1 : 0];
   FwdWorkSlot work[kWorkSlots];
   RingBarriers<kWorkSlots> work_ring;
-  RingBarriers<1> q_ring;
+  RingBarriers<Traits::kQStages> q_ring;
   RingBarriers<Traits::kStages> k_ring, v_ring;
 
   __device__ __forceinline__ typename Traits::OTile& o() {
@@ -82,7 +109,7 @@ struct FwdSharedStorage {
       return own_o[0];
     } else {
       static_assert(sizeof(typename Traits::OTile) <= sizeof(typename Traits::QTile));
-      return reinterpret_cast<typename Traits::OTile&>(q);
+      return reinterpret_cast<typename Traits::OTile&>(q[0]);
     }
   }
 
@@ -91,7 +118,7 @@ struct FwdSharedStorage {
     const auto zero = [](auto& tile, int num_cols) {
       sm90::zero_absent_slabs(tile, num_cols, 0, tile.kRows, threadIdx.x, Traits::kThreads);
     };
-    zero(q, params.head_dim);
+    for (auto& tile : q) zero(tile, params.head_dim);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       zero(k[stage], params.head_dim);
       zero(v[stage], params.head_dim_v);

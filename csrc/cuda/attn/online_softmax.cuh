@@ -55,13 +55,74 @@ class OnlineSoftmax {
     return moved;
   }
 
+  // step() that rounds P into an operand and keeps S, so that it can go ahead with the maxima of the
+  // blocks before: those of this block are not on the way to the exponentials, which almost never
+  // need them. Only where one exceeds its row_max by more than the slack, P is computed again.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
+                                             Accumulator<kMBlocks, kN>& S,
+                                             float (&correction)[kRows]) {
+    static_assert(kSlackLog2 > 0);
+    if (negate_) negate(S);
+    float sum_before[kRows], maximum[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      sum_before[row] = row_sum_[row];
+      maximum[row] = S.at(row, 0);
+    }
+    exponentiate_into<Element>(P, S);
+#pragma unroll
+    for (int i = 1; i < S.kRowElements; ++i) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) maximum[row] = fmaxf(maximum[row], S.at(row, i));
+    }
+    bool exceeds = false;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      exceeds |= fmaf(maximum[row], scale_log2_, -row_max_[row]) > kSlackLog2;
+    }
+    if (!__any_sync(~0u, exceeds)) return false;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) row_sum_[row] = sum_before[row];
+    raise_max(S, correction);
+    exponentiate_into<Element>(P, S);
+    return true;
+  }
+
+  // P = exp2(c·S - row_max), rounded; the unrounded ones join the sums.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void exponentiate_into(OperandA<kMBlocks, kN>& P,
+                                                    const Accumulator<kMBlocks, kN>& S) {
+#pragma unroll
+    for (int k = 0; k < kN / 16; ++k) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float first = exponentiate(row, S.at(row, k * 4 + half * 2));
+          const float second = exponentiate(row, S.at(row, k * 4 + half * 2 + 1));
+          add(row, first);
+          add(row, second);
+          P.data[row / 2][k][half * 2 + row % 2] = ptx::pack<Element>(first, second);
+        }
+      }
+    }
+  }
+
   // The first half of step(). The caller then calls exponentiate() for each element of S and add()
   // for each result, when it wants them.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ bool update_max(Accumulator<kMBlocks, kN>& S,
                                              float (&correction)[kRows]) {
-    static_assert(Accumulator<kMBlocks, kN>::kRows == kRows);
     if (negate_) negate(S);
+    return raise_max(S, correction);
+  }
+
+  // update_max() where S does not need its sign flipped any more.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ bool raise_max(const Accumulator<kMBlocks, kN>& S,
+                                            float (&correction)[kRows]) {
+    static_assert(Accumulator<kMBlocks, kN>::kRows == kRows);
     float maximum[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) maximum[row] = S.at(row, 0);

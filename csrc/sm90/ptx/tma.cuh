@@ -32,9 +32,4 @@ __device__ __forceinline__ void tma_load(void* smem_box, const CUtensorMap& map,
       : "memory");
 }
 
-// prefetch.tensormap, PTX ISA "prefetch": the map is in the descriptor cache when it is first used.
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 }  // namespace flash_attn::sm90::ptx

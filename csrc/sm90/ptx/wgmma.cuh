@@ -31,8 +31,8 @@ __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
 
 // wgmma.mma_async m64nNk16, PTX ISA "wgmma.mma_async": d = a · b (+ d if accumulate), fp32
-// accumulators. The layout of d and of a in registers is that of tile/fragment.cuh, 16 rows a warp; descriptors
-// of shared memory: tile/gemm.cuh.
+// accumulators. The layout of d and of a in registers is that of tile/fragment.cuh, 16 rows a warp;
+// descriptors of shared memory: tile/gemm.cuh.
 //
 // _ss: a and b in shared memory, both with neighbouring k in neighbouring elements.
 template <typename Element, int kN>
@@ -111,11 +111,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 8][4], const uint32_t (
 FLASH_ATTN_WGMMA_BOTH(64, 4, 32, 33, 34, 35, 36, 37)
 FLASH_ATTN_WGMMA_BOTH(80, 5, 40, 41, 42, 43, 44, 45)
 FLASH_ATTN_WGMMA_BOTH(96, 6, 48, 49, 50, 51, 52, 53)
-FLASH_ATTN_WGMMA_BOTH(112, 7, 56, 57, 58, 59, 60, 61)
 FLASH_ATTN_WGMMA_BOTH(128, 8, 64, 65, 66, 67, 68, 69)
-FLASH_ATTN_WGMMA_BOTH(144, 9, 72, 73, 74, 75, 76, 77)
-FLASH_ATTN_WGMMA_BOTH(160, 10, 80, 81, 82, 83, 84, 85)
-FLASH_ATTN_WGMMA_BOTH(176, 11, 88, 89, 90, 91, 92, 93)
 FLASH_ATTN_WGMMA_BOTH(192, 12, 96, 97, 98, 99, 100, 101)
 FLASH_ATTN_WGMMA_BOTH(256, 16, 128, 129, 130, 131, 132, 133)
 

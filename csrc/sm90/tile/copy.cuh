@@ -17,9 +17,9 @@ struct MatrixPlace {
   int head, batch;
 };
 
-// Slabs of a tile that lie beyond the matrix's num_cols columns are not copied: a box without any element
-// inside its map makes TMA touch the map's first byte, which nobody may own (tensor_map.h). They are zeroed here, once, and
-// stay zero. Rows [first_row, first_row + num_rows); thread: of num_threads.
+// Slabs of a tile that lie beyond the matrix's num_cols columns are not copied: a box without any
+// element inside its map makes TMA touch the map's first byte, which nobody may own (tensor_map.h).
+// They are zeroed here, once, and stay zero. Rows [first_row, first_row + num_rows); thread: of num_threads.
 template <typename Tile>
 __device__ __forceinline__ void zero_absent_slabs(Tile& tile, int num_cols, int first_row,
                                                   int num_rows, int thread, int num_threads) {
