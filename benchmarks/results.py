@@ -85,12 +85,14 @@ def run_record(device: torch.device, method: str, **more) -> dict:
 
 
 def commit() -> str | None:
-    """The commit, "+" when the tree differs from it; FLASH_ATTN_COMMIT where there is no git."""
+    """FLASH_ATTN_COMMIT, for a tree that was copied; else git's, "+" when the tree differs."""
+    if given := os.environ.get("FLASH_ATTN_COMMIT"):
+        return given
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FLASH_ATTN_COMMIT")
+        return None
 
 
 def _git(*args: str) -> str:

@@ -27,7 +27,7 @@ def plot_records(records: list[dict], path: str, title: str = "") -> None:
     figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.8 * rows), squeeze=False)
     for axis, ((kind, unit, fixed), group) in zip(axes.flat, panels.items(), strict=False):
         _draw(axis, group)
-        axis.set_title(" ".join([kind, *(f"{k} {v}" for k, v in fixed)]), fontsize=9)
+        axis.set_title(" ".join([kind, *(_words(k, v) for k, v in fixed)]), fontsize=9)
         axis.set_ylabel(unit)
         if unit in ("ms", "us", "MiB"):  # grow by powers of the length; rates do not
             axis.set_yscale("log")
@@ -39,6 +39,12 @@ def plot_records(records: list[dict], path: str, title: str = "") -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _words(name: str, value: object) -> str:
+    if name == "causal":
+        return "causal" if value else "full"
+    return f"{name} {value}"
 
 
 def _draw(axis, group: list[dict]) -> None:
