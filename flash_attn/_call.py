@@ -97,28 +97,36 @@ def fwd_arguments(
     q,
     k,
     v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    attn_bias,
-    alibi_slopes,
-    learnable_sink,
-    rng_state,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size,
-    causal_alignment,
-    softcap,
-    deterministic,
-    return_probs,
+    *,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    leftpad_k=None,
+    block_table=None,
+    attn_bias=None,
+    alibi_slopes=None,
+    learnable_sink=None,
+    rng_state=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    causal_alignment="bottom-right",
+    softcap=0.0,
+    deterministic=False,
+    return_probs=False,
 ):
-    """The argument list of the op `fwd`."""
+    """The argument list of the op `fwd`.
+
+    Lengths that are None are those of dense tensors; with dropout an rng_state of None is drawn.
+    """
+    if max_seqlen_q is None:
+        max_seqlen_q = dense_seqlen(q)
+    if max_seqlen_k is None:
+        max_seqlen_k = dense_seqlen(k)
     if block_table is not None:
         # The kernels of this op read unpaged keys, so the pages are copied side by side, each
         # sequence padded to the table's capacity; its true length moves into seqused_k.
@@ -128,6 +136,8 @@ def fwd_arguments(
         k = gather_pages(k, block_table).flatten(0, 1)
         v = gather_pages(v, block_table).flatten(0, 1)
         cu_seqlens_k = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * capacity
+    if rng_state is None and dropout_p > 0.0:
+        rng_state = draw_rng_state(q)
     window_left, window_right = window_sides(window_size)
     return (
         q,
@@ -158,61 +168,14 @@ def fwd_arguments(
     )
 
 
-def fwd(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    attn_bias,
-    alibi_slopes,
-    learnable_sink,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size,
-    causal_alignment,
-    softcap,
-    deterministic,
-    return_probs,
-):
-    """Runs the op `fwd`. Returns out, softmax_lse, S_dmask and rng_state (None: no dropout)."""
-    ops = _ops()
-    rng_state = ops.rng_state(q) if dropout_p > 0.0 else None
-    out, softmax_lse, S_dmask = ops.fwd(
-        *fwd_arguments(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            leftpad_k,
-            block_table,
-            attn_bias,
-            alibi_slopes,
-            learnable_sink,
-            rng_state,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            causal_alignment,
-            softcap,
-            deterministic,
-            return_probs,
-        )
-    )
-    return out, softmax_lse, S_dmask, rng_state
+def fwd(arguments):
+    """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask."""
+    return _ops().fwd(*arguments)
+
+
+def draw_rng_state(like):
+    """What a call with dropout draws its mask from: int64 (2) on the device of `like`."""
+    return _ops().rng_state(like)
 
 
 def bwd(
@@ -222,12 +185,13 @@ def bwd(
     v,
     out,
     softmax_lse,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    *,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
     alibi_slopes,
     rng_state,
-    max_seqlen_q,
-    max_seqlen_k,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     dropout_p,
     softmax_scale,
     causal,
@@ -255,8 +219,8 @@ def bwd(
         alibi_slopes,
         None,  # learnable_sink
         rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
+        dense_seqlen(q) if max_seqlen_q is None else max_seqlen_q,
+        dense_seqlen(k) if max_seqlen_k is None else max_seqlen_k,
         dropout_p,
         softmax_scale,
         causal,

@@ -7,56 +7,14 @@ their callers sit inside autograd.Functions of their own.
 import torch
 from torch import Tensor
 
-from flash_attn._call import bwd, dense_seqlen, fwd
+from flash_attn._call import bwd, draw_rng_state, fwd, fwd_arguments
 
 
 @torch.no_grad()
-def _forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-):
-    out, softmax_lse, S_dmask, rng_state = fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        None,  # seqused_q
-        seqused_k,
-        leftpad_k,
-        block_table,
-        None,  # attn_bias
-        alibi_slopes,
-        None,  # learnable_sink
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        "bottom-right",
-        softcap,
-        False,  # deterministic: says nothing about a forward
-        return_softmax,
-    )
-    if rng_state is None:
-        rng_state = q.new_zeros(2, dtype=torch.int64)
-    return out, softmax_lse, S_dmask, rng_state
+def _forward(q, k, v, *, dropout_p, **options):
+    rng_state = draw_rng_state(q) if dropout_p > 0.0 else q.new_zeros(2, dtype=torch.int64)
+    arguments = fwd_arguments(q, k, v, dropout_p=dropout_p, rng_state=rng_state, **options)
+    return *fwd(arguments), rng_state
 
 
 def _flash_attn_forward(
@@ -77,20 +35,13 @@ def _flash_attn_forward(
         q,
         k,
         v,
-        None,  # cu_seqlens_q
-        None,  # cu_seqlens_k
-        None,  # seqused_k
-        None,  # leftpad_k
-        None,  # block_table
-        dense_seqlen(q),
-        dense_seqlen(k),
-        dropout_p,
-        softmax_scale,
-        causal,
-        (window_size_left, window_size_right),
-        softcap,
-        alibi_slopes,
-        return_softmax,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_probs=return_softmax,
     )
 
 
@@ -130,30 +81,31 @@ def _flash_attn_varlen_forward(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        (window_size_left, window_size_right),
-        softcap,
-        alibi_slopes,
-        return_softmax,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_probs=return_softmax,
     )
 
 
 @torch.no_grad()
-def _backward(dout, q, k, v, out, softmax_lse, gradients, *call):
+def _backward(dout, q, k, v, out, softmax_lse, gradients, **options):
     """Runs `bwd` and writes into the tensors of `gradients` (dq, dk, dv) that are not None.
 
     Returns softmax_d = rowsum(dout ∘ out), laid out like softmax_lse.
     """
-    for given, gradient in zip(gradients, bwd(dout, q, k, v, out, softmax_lse, *call), strict=True):
+    computed = bwd(dout, q, k, v, out, softmax_lse, **options)
+    for given, gradient in zip(gradients, computed, strict=True):
         if given is not None:
             given.copy_(gradient)
     return (dout.to(softmax_lse.dtype) * out).sum(-1).transpose(-1, -2)
@@ -191,18 +143,14 @@ def _flash_attn_backward(
         out,
         softmax_lse,
         (dq, dk, dv),
-        None,  # cu_seqlens_q
-        None,  # cu_seqlens_k
-        alibi_slopes,
-        rng_state,
-        dense_seqlen(q),
-        dense_seqlen(k),
-        dropout_p,
-        softmax_scale,
-        causal,
-        (window_size_left, window_size_right),
-        softcap,
-        deterministic,
+        alibi_slopes=alibi_slopes,
+        rng_state=rng_state,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        deterministic=deterministic,
     )
 
 
@@ -240,18 +188,18 @@ def _flash_attn_varlen_backward(
         out,
         softmax_lse,
         (dq, dk, dv),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        (window_size_left, window_size_right),
-        softcap,
-        deterministic,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        alibi_slopes=alibi_slopes,
+        rng_state=rng_state,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        deterministic=deterministic,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Other packages reach the next two imports through this module.
 import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
-from flash_attn._call import as_int, dense_seqlen, fwd
+from flash_attn._call import as_int, fwd, fwd_arguments
 from flash_attn._upstream import (  # noqa: F401
     _flash_attn_backward,
     _flash_attn_forward,
@@ -38,60 +38,6 @@ __all__ = [
 
 Window = Sequence[int | None] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
-
-
-def _attention(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    return_attn_probs,
-    attn_bias,
-    learnable_sink,
-    causal_alignment,
-):
-    """What dense and varlen calls share."""
-    out, softmax_lse, S_dmask, _ = fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        attn_bias,
-        alibi_slopes,
-        learnable_sink,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        causal_alignment,
-        softcap,
-        deterministic,
-        # Like upstream, only with dropout: S_dmask takes O(seqlen²) memory, and most callers who
-        # set return_attn_probs are after softmax_lse.
-        return_attn_probs and dropout_p > 0.0,
-    )
-    return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 
 def flash_attn_func(
@@ -175,30 +121,30 @@ def flash_attn_func(
             use_backend insists on a backend that cannot serve this call.
         TypeError: not a tensor, not a number. ValueError: causal_alignment.
     """
-    return _attention(
+    arguments = fwd_arguments(
         q,
         k,
         v,
-        None,  # cu_seqlens_q
-        None,  # cu_seqlens_k
-        None,  # seqused_q
-        None,  # seqused_k
-        None,  # leftpad_k
-        None,  # block_table
-        dense_seqlen(q),
-        dense_seqlen(k),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        attn_bias,
-        learnable_sink,
-        causal_alignment,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_probs=_wants_probs(return_attn_probs, dropout_p),
+        attn_bias=attn_bias,
+        learnable_sink=learnable_sink,
+        causal_alignment=causal_alignment,
     )
+    out, softmax_lse, S_dmask = fwd(arguments)
+    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+
+
+def _wants_probs(return_attn_probs: bool, dropout_p: float) -> bool:
+    """Like upstream, only with dropout: S_dmask takes O(seqlen²) memory, and most callers who set
+    return_attn_probs are after softmax_lse."""
+    return return_attn_probs and dropout_p > 0.0
 
 
 def flash_attn_varlen_func(
@@ -258,30 +204,32 @@ def flash_attn_varlen_func(
     for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", lengths_k)):
         if lengths is None:
             raise TypeError(f"flash_attn: {name}: expected int32 of shape (batch + 1), got None")
-    return _attention(
+    arguments = fwd_arguments(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        as_int(max_seqlen_q, "max_seqlen_q"),
-        as_int(max_seqlen_k, "max_seqlen_k"),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        attn_bias,
-        learnable_sink,
-        causal_alignment,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        block_table=block_table,
+        max_seqlen_q=as_int(max_seqlen_q, "max_seqlen_q"),
+        max_seqlen_k=as_int(max_seqlen_k, "max_seqlen_k"),
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_probs=_wants_probs(return_attn_probs, dropout_p),
+        attn_bias=attn_bias,
+        learnable_sink=learnable_sink,
+        causal_alignment=causal_alignment,
     )
+    out, softmax_lse, S_dmask = fwd(arguments)
+    return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 
 def _unpack(packed: Tensor, argument: str, count: int, dims: int):

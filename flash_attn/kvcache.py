@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import as_int, decode, fwd, gather_pages, window_sides
+from flash_attn._call import as_int, decode, fwd, fwd_arguments, gather_pages, window_sides
 from flash_attn.layers.rotary import apply_rotary_emb
 
 Window = Sequence[int | None] | Tensor
@@ -215,30 +215,20 @@ def _attend_leftpad(
         )
     if table is not None:
         k_cache, v_cache = gather_pages(k_cache, table), gather_pages(v_cache, table)
-    out, softmax_lse, _, _ = fwd(
+    arguments = fwd_arguments(
         q,
         k_cache,
         v_cache,
-        None,  # cu_seqlens_q
-        None,  # cu_seqlens_k
-        None,  # seqused_q
-        cache_seqlens,
-        cache_leftpad,
-        None,  # block_table
-        None,  # attn_bias
-        alibi_slopes,
-        learnable_sink,
-        q.size(1),
-        k_cache.size(1),
-        0.0,  # dropout_p
-        softmax_scale,
-        causal,
-        window_size,
-        "bottom-right",
-        softcap,
-        False,  # deterministic
-        False,  # return_probs
+        seqused_k=cache_seqlens,
+        leftpad_k=cache_leftpad,
+        alibi_slopes=alibi_slopes,
+        learnable_sink=learnable_sink,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
     )
+    out, softmax_lse, _ = fwd(arguments)
     return out, softmax_lse
 
 

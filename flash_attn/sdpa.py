@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_attn._call import fwd
+from flash_attn._call import fwd, fwd_arguments
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -118,31 +118,17 @@ def scaled_dot_product_attention(
         query, key, value, leading = _broadcast(query, key, value, enable_gqa)
         if attn_mask is not None:
             attn_mask = _mask_as_batch(attn_mask, leading)
-    out, _, _, _ = fwd(
+    arguments = fwd_arguments(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        None,  # cu_seqlens_q
-        None,  # cu_seqlens_k
-        None,  # seqused_q
-        None,  # seqused_k
-        None,  # leftpad_k
-        None,  # block_table
-        attn_mask,
-        None,  # alibi_slopes
-        None,  # learnable_sink
-        query.size(2),
-        key.size(2),
-        dropout_p,
-        scale,
-        is_causal,
-        (-1, -1),
-        "top-left",
-        0.0,  # softcap
-        False,  # deterministic
-        False,  # return_probs
+        attn_bias=attn_mask,
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=is_causal,
+        causal_alignment="top-left",
     )
-    out = out.transpose(1, 2)
+    out = fwd(arguments)[0].transpose(1, 2)
     if leading is None:
         return out
     return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
