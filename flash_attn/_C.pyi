@@ -73,19 +73,56 @@ def decode(
     k_cache: Tensor,
     v_cache: Tensor,
     cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
     block_table: Tensor | None,
     alibi_slopes: Tensor | None,
     learnable_sink: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
     window_right: int,
     softcap: float,
     num_splits: int,
+    batch_invariant: bool,
     backend: str | None,
     /,
 ) -> tuple[Tensor, Tensor]:
     """out, softmax_lse. Not differentiable."""
+
+def kvcache(
+    k: Tensor,
+    v: Tensor,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    num_splits: int,
+    batch_invariant: bool,
+    backend: str | None,
+    /,
+) -> tuple[Tensor, Tensor]:
+    """Writes k and v into the caches, then decode: out, softmax_lse. cache_seqlens: before them.
+
+    Without cache_seqlens the new tokens are the caches' last. Not differentiable.
+    """
 
 def rng_state(like: Tensor, /) -> Tensor:
     """int64 (2): a fresh seed and offset from torch's generator of like's device."""

@@ -5,6 +5,7 @@ Eager calls go to `_C` (pybind11 into a typed dispatcher handle), traced ones to
 """
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -235,40 +236,35 @@ def bwd(
     return dq, dk, dv
 
 
-def decode_arguments(
-    q,
-    k_cache,
-    v_cache,
-    cache_seqlens,
-    block_table,
-    alibi_slopes,
-    learnable_sink,
-    softmax_scale,
-    causal,
-    window_size,
-    softcap,
-    num_splits,
-):
-    """The argument list of the op `decode`."""
-    window_left, window_right = window_sides(window_size)
-    return (
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        block_table,
-        alibi_slopes,
-        learnable_sink,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        num_splits,
-        _forced_backend,
-    )
+class DecodeCall(NamedTuple):
+    """The arguments of the op `decode` in its order, all but the backend."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    alibi_slopes: Tensor | None
+    learnable_sink: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    num_splits: int
+    batch_invariant: bool
 
 
-def decode(*arguments):
-    """Runs the op `decode` on decode_arguments(*arguments). Returns out, softmax_lse."""
-    return _ops().decode(*decode_arguments(*arguments))
+def decode(call: DecodeCall):
+    """Runs the op `decode`. Returns out, softmax_lse."""
+    return _ops().decode(*call, _forced_backend)
+
+
+def kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, call: DecodeCall):
+    """Runs the op `kvcache`, which writes k and v first. Returns out, softmax_lse."""
+    append = (k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    return _ops().kvcache(*append, *call, _forced_backend)

@@ -99,14 +99,20 @@ def can_use(
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
     cache_seqlens: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
 ) -> Support:
     """The backend that would serve a call, and for each other one every reason why not.
 
     Arguments:
         q, k, v: the call's tensors; for op="decode" q, k_cache and v_cache.
         op: "fwd", a call of flash_attn_func (with cu_seqlens_q: of flash_attn_varlen_func);
-            "bwd", its backward pass; or "decode", a call of flash_decode_func.
+            "bwd", its backward pass; or "decode", a call of flash_decode_func, or of
+            flash_attn_with_kvcache, whose append every backend serves.
         others: as in that function. Options of the other op are ignored.
 
     Raises:
@@ -146,23 +152,28 @@ def can_use(
             None,
         )
     elif op == "decode":
-        chosen, reasons = C.explain_decode(
-            *_call.decode_arguments(
-                q,
-                k,
-                v,
-                cache_seqlens,
-                block_table,
-                alibi_slopes,
-                learnable_sink,
-                softmax_scale,
-                causal,
-                window_size,
-                softcap,
-                num_splits,
-            )[:-1],
-            None,
+        window_left, window_right = _call.window_sides(window_size)
+        call = _call.DecodeCall(
+            q,
+            k,
+            v,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            block_table,
+            alibi_slopes,
+            learnable_sink,
+            k_descale,
+            v_descale,
+            softmax_scale,
+            causal,
+            window_left,
+            window_right,
+            softcap,
+            num_splits,
+            batch_invariant,
         )
+        chosen, reasons = C.explain_decode(*call, None)
     else:
         raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {op!r}')
     forced = _call.forced_backend()

@@ -35,6 +35,7 @@ UPSTREAM = {
 OURS = {
     "flash_attn_func": ["attn_bias", "learnable_sink", "causal_alignment"],
     "flash_attn_varlen_func": ["attn_bias", "learnable_sink", "causal_alignment"],
+    "flash_attn_with_kvcache": ["learnable_sink", "k_descale", "v_descale", "batch_invariant"],
 }
 
 
@@ -60,7 +61,8 @@ def test_decode_signature() -> None:
     expected = (
         "q, k_cache, v_cache, cache_seqlens=None, *, softmax_scale=None, causal=True,"
         " window_size=(-1, -1), softcap=0.0, alibi_slopes=None, learnable_sink=None,"
-        " block_table=None, num_splits=0, return_softmax_lse=False"
+        " block_table=None, num_splits=0, return_softmax_lse=False, cache_batch_idx=None,"
+        " cache_leftpad=None, k_descale=None, v_descale=None, batch_invariant=False"
     )
     wanted: dict = {}
     exec(f"def f({expected}): ...", {}, wanted)

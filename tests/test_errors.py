@@ -189,7 +189,7 @@ VARLEN = [
 ]
 DECODE = [
     Bad("q", "must have shape .*got 3", decode(q=t(2, 4, 8))),
-    Bad("k", "expected head_dim 8 as q has, got 16", decode(k_cache=t(2, 9, 2, 16))),
+    Bad("k_cache", "expected head_dim 8 as q has, got 16", decode(k_cache=t(2, 9, 2, 16))),
     Bad(
         "k_cache",
         "expected batch 2 as q has, got 3",
@@ -209,11 +209,6 @@ DECODE = [
         "cache_seqlens",
         r"must have shape \(2\), got \[3\]",
         decode(cache_seqlens=t(3, dtype=INT32)),
-    ),
-    Bad(
-        "cache_seqlens",
-        "expected with block_table, got none",
-        decode(block_table=t(2, 3, dtype=INT32)),
     ),
     Bad(
         "block_table",

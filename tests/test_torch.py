@@ -98,9 +98,13 @@ def test_opcheck_decode(target: Target) -> None:
         torch.randn(2, 70, 2, 64, **make),
     )
     lengths = torch.tensor([70, 3], dtype=torch.int32, device=target.device)
-    call = (q, k, v, lengths, None, None, None, None, True, -1, -1, 0.0, 0, target.backend)
+    options = (None, True, -1, -1, 0.0, 0, False, target.backend)
+    call = (q, k, v, lengths, *(None,) * 7, *options)
+    torch.library.opcheck(torch.ops.flash_attn.decode, call, test_utils=TESTS)
+    new = torch.randn(2, 3, 2, 64, **make), torch.randn(2, 3, 2, 64, **make)
+    tables = torch.randn(70, 16, **make), torch.randn(70, 16, **make)
     torch.library.opcheck(
-        torch.ops.flash_attn.decode, call, test_utils=("test_schema", "test_faketensor")
+        torch.ops.flash_attn.kvcache, (*new, *tables, True, *call), test_utils=TESTS
     )
 
 

@@ -1,6 +1,7 @@
 // One block of query rows against some keys: forward's main loop (fwd.cpp), which decode runs too.
 #pragma once
 
+#include <functional>
 #include <tuple>
 
 #include "aten/block_range.h"
@@ -9,9 +10,16 @@
 
 namespace flash_attn::aten {
 
+// Where attend reads K and V: some rows of a slice's keys as tiles.
+struct KeyTiles {
+  int64_t head_dim_v;
+  std::function<std::tuple<at::Tensor, at::Tensor>(Block keys)> load;
+};
+
 // The softmax state of the rows after those of `keys` that they see. sink: Slice::sink_column, or
 // undefined.
-OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const at::Tensor& sink);
+OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Block keys,
+                     const at::Tensor& sink);
 
 // out (zeros) like q with v's head dim, lse (−inf): what no sequence covers stays as it is.
 std::tuple<at::Tensor, at::Tensor> make_outputs(const Args& args);

@@ -46,18 +46,36 @@ Grads bwd(const Args& args, const at::Tensor& dout, const std::optional<at::Tens
 
 struct DecodeArgs {
   at::Tensor q;  // (batch, seqlen_q, heads_q, d): the newest tokens
-  at::Tensor k_cache,
-      v_cache;  // (batch, capacity, heads_kv, d), or paged (num_pages, page_size, heads_kv, d)
-  std::optional<at::Tensor>
-      cache_seqlens;                      // int32 (batch), the new tokens included; none: capacity
-  std::optional<at::Tensor> block_table;  // int32 (batch, max_pages): paged
+  // (rows, capacity, heads_kv, d), or paged (num_pages, page_size, heads_kv, d); q's dtype, fp8
+  // (e4m3fn) or int8.
+  at::Tensor k_cache, v_cache;
+  // int32 (batch), any values. cache_seqlens: the new tokens included; none: capacity.
+  // cache_batch_idx: the row of the cache, or of block_table, of each sequence; none: its own.
+  std::optional<at::Tensor> cache_seqlens, cache_batch_idx, leftpad_k;
+  std::optional<at::Tensor> block_table;  // int32 (rows, max_pages), any values: paged
   std::optional<at::Tensor> alibi_slopes, learnable_sink;
+  // fp32 (heads_kv) or (batch, heads_kv), for caches of 8 bits: value = stored · descale.
+  std::optional<at::Tensor> k_descale, v_descale;
   double softmax_scale = 1.0;
   int64_t window_left = -1, window_right = -1;
   double softcap = 0.0;
   int64_t num_splits = 0;  // 0: chosen here
+  bool batch_invariant = false;
 };
 // out like q (v's head dim), lse (batch, heads_q, seqlen_q).
 std::tuple<at::Tensor, at::Tensor> decode(const DecodeArgs& args);
+
+struct NewTokens {
+  at::Tensor k, v;  // (batch, seqlen_new, heads_kv, d) of q's dtype
+  std::optional<at::Tensor> rotary_cos, rotary_sin;  // (rows, rotary_dim / 2)
+  bool rotary_interleaved = false;
+};
+struct Appended {
+  at::Tensor q;              // rotated
+  at::Tensor cache_seqlens;  // the new tokens included
+};
+// Writes the new tokens, rotated, into the caches of `args` from its cache_seqlens on (none: so that
+// they are the last). What has no place there is dropped.
+Appended append(const DecodeArgs& args, const NewTokens& tokens);
 
 }  // namespace flash_attn::aten

@@ -109,7 +109,7 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
     const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
     const Tensor dk = at::zeros_like(k), dv = at::zeros_like(v);
     for (RowBlock& r : row_blocks) {
-      Block left = block & terms.visible_keys(r.rows, slice.seqlen_k());
+      Block left = terms.visible_keys(r.rows, block);
       while (left.size() > 0) {
         const Block keys = slice.first_keys(r.rows, left);
         const auto part = [&](const Tensor& x) {

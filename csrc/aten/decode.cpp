@@ -5,11 +5,15 @@
 //     (o_s, l_s, m_s) = attend(Q, K_s, V_s)           forward's loop
 //   m = max_s m_s,  l = Σ_s exp(m_s − m) l_s,  o = Σ_s exp(m_s − m) o_s
 //   O = o / l,  LSE = m + log l
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+
 #include <algorithm>
 #include <vector>
 
 #include "aten/attend.h"
 #include "aten/attention.h"
+#include "aten/cache.h"
 #include "aten/parallel.h"
 #include "aten/tile.h"
 
@@ -31,78 +35,98 @@ struct Piece {
 };
 
 // Adds the pieces of a block of rows, at least one.
-void cut_into_splits(const Slice& slice, Block rows, int64_t num_splits,
+void cut_into_splits(const Slice& slice, Block rows, Block keys, int64_t num_splits,
                      std::vector<Piece>& pieces) {
-  const Block visible = slice.terms.visible_keys(rows, slice.seqlen_k());
+  const Block visible = slice.terms.visible_keys(rows, keys);
   const int64_t step = num_splits > 0
                            ? std::max<int64_t>((visible.size() + num_splits - 1) / num_splits, 1)
                            : kKeysPerSplit;
   Block left = visible;
   do {
-    const Block keys = left & Block{left.first, left.first + step};
-    pieces.push_back({&slice, rows, keys, left.first == visible.first, {}});
+    const Block split = left & Block{left.first, left.first + step};
+    pieces.push_back({&slice, rows, split, left.first == visible.first, {}});
     left.first += step;
   } while (left.size() > 0);
 }
 
-// A paged cache (num_pages, page_size, heads, d) gathered to (batch, capacity, heads, d).
-struct GatheredCache {
-  Tensor k, v;
-  // bool (batch, 1, 1, capacity), false where block_table names no page; undefined: it always does.
-  Tensor key_exists;
-};
-
-GatheredCache gather_pages(const DecodeArgs& args) {
-  const int64_t pages = args.k_cache.size(0), page_size = args.k_cache.size(1);
-  Tensor table = args.block_table->to(at::kLong);
-  if (args.cache_seqlens && host_reads(*args.cache_seqlens) && table.numel() > 0) {
-    // The table may be far wider than what is used.
-    const int64_t longest = std::max<int64_t>(args.cache_seqlens->max().item<int64_t>(), 0);
-    table = table.narrow(1, 0, std::min((longest + page_size - 1) / page_size, table.size(1)));
-  }
-  const Tensor named = table.ge(0).logical_and_(table.lt(pages));
-  const Tensor index = table.clamp(0, std::max<int64_t>(pages - 1, 0)).flatten();
-  const auto gather = [&](const Tensor& cache) {
-    return cache.index_select(0, index).view(
-        {table.size(0), table.size(1) * page_size, cache.size(2), cache.size(3)});
-  };
-  const bool known_good = host_reads(named) && named.all().item<bool>();
-  const Tensor key_exists = named.repeat_interleave(page_size, 1).unsqueeze(1).unsqueeze(1);
-  return {gather(args.k_cache), gather(args.v_cache), known_good ? Tensor() : key_exists};
-}
-
-Args as_attention(const DecodeArgs& args, const GatheredCache& cache) {
-  const bool paged = args.block_table.has_value();
+Args as_attention(const DecodeArgs& args) {
   return {.q = args.q,
-          .k = paged ? cache.k : args.k_cache,
-          .v = paged ? cache.v : args.v_cache,
-          .cu_seqlens_q = {},
-          .cu_seqlens_k = {},
-          .seqused_q = {},
-          .seqused_k = args.cache_seqlens,
-          .leftpad_k = {},
-          .attn_bias = {},
+          .k = args.k_cache,
+          .v = args.v_cache,
           .alibi_slopes = args.alibi_slopes,
           .learnable_sink = args.learnable_sink,
-          .rng_state = {},
           .max_seqlen_q = args.q.size(1),
-          .max_seqlen_k = paged ? cache.k.size(1) : args.k_cache.size(1),
+          .max_seqlen_k = args.k_cache.size(1),
           .softmax_scale = args.softmax_scale,
           .window_left = args.window_left,
           .window_right = args.window_right,
           .softcap = args.softcap};
 }
 
-std::vector<Slice> load_slices(const Call& call, const Tensor& key_exists) {
-  std::vector<Slice> slices;
-  for (int64_t i = 0; i < call.count_slices(); ++i) {
-    Slice slice = call.slice(i);
-    if (key_exists.defined()) {
-      const Tensor exists = broadcast_part(key_exists, slice).narrow(-1, 0, slice.seqlen_k());
-      Tensor& known = slice.terms.key_exists;
-      known = known.defined() ? known.logical_and(exists) : exists;
+// A slice and the positions of the cache that any of its sequences has keys at.
+struct CacheSlice {
+  Slice slice;
+  Block keys;
+};
+
+// One sequence whose lengths the host reads.
+void bound_on_host(CacheSlice& part, const Cache& cache, int64_t length, int64_t leftpad) {
+  ScoreTerms& terms = part.slice.terms;
+  part.keys = {leftpad, length};
+  terms.band.offset = length - part.slice.seqlen_q();
+  if (!cache.all_exist(part.slice.batches.first, part.keys)) {
+    const Tensor position =
+        at::arange(cache.capacity(), part.slice.q.options().dtype(at::kLong)).unsqueeze(0);
+    terms.key_exists = cache.places(part.slice.batches, position).exists.unsqueeze(1).unsqueeze(1);
+  }
+}
+
+// Sequences of lengths that only the device knows: every position is visited, what is none of theirs
+// is masked.
+void bound_on_device(CacheSlice& part, const Cache& cache, const Tensor& lengths,
+                     const Tensor& leftpad) {
+  const Block batches = part.slice.batches;
+  const auto column = [&](const Tensor& x) {
+    return x.narrow(0, batches.first, batches.size()).unsqueeze(-1);
+  };
+  part.keys = {0, cache.capacity()};
+  part.slice.terms.band_offset =
+      (column(lengths) - part.slice.seqlen_q()).unsqueeze(-1).unsqueeze(-1);
+  if (part.keys.size() == 0) return;
+  const Tensor position = at::arange(cache.capacity(), lengths.options()).unsqueeze(0);
+  const Tensor exists = cache.places(batches, position).exists;
+  part.slice.terms.key_exists = exists.logical_and(position.lt(column(lengths)))
+                                    .logical_and_(position.ge(column(leftpad)))
+                                    .unsqueeze(1)
+                                    .unsqueeze(1);
+}
+
+// On the host one sequence and one kv head each. Elsewhere everything at once, or one sequence each
+// if its bits must not depend on the others.
+std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& attention,
+                                        const Cache& cache) {
+  const int64_t batch = args.q.size(0), heads_kv = args.k_cache.size(2);
+  std::vector<CacheSlice> slices;
+  if (args.q.numel() == 0) return slices;
+  const bool on_host = host_reads(args.q);
+  const int64_t batches_each = on_host || args.batch_invariant ? 1 : batch;
+  const int64_t heads_each = on_host ? 1 : heads_kv;
+  const Tensor lengths = cache.lengths(), leftpad = cache.leftpad();
+  for (int64_t b = 0; b < batch; b += batches_each) {
+    for (int64_t h = 0; h < heads_kv; h += heads_each) {
+      CacheSlice part;
+      part.slice = start_slice(attention, {b, b + batches_each}, {h, h + heads_each});
+      part.slice.q = args.q.narrow(0, b, batches_each)
+                         .narrow(2, part.slice.heads.first, part.slice.heads.size())
+                         .transpose(1, 2);
+      if (on_host) {
+        bound_on_host(part, cache, lengths.const_data_ptr<int64_t>()[b],
+                      leftpad.const_data_ptr<int64_t>()[b]);
+      } else {
+        bound_on_device(part, cache, lengths, leftpad);
+      }
+      slices.push_back(std::move(part));
     }
-    slices.push_back(std::move(slice));
   }
   return slices;
 }
@@ -110,24 +134,32 @@ std::vector<Slice> load_slices(const Call& call, const Tensor& key_exists) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> decode(const DecodeArgs& args) {
-  const GatheredCache cache = args.block_table ? gather_pages(args) : GatheredCache{};
-  const Args attention = as_attention(args, cache);
-  const Call call(attention);
+  const Cache cache(args);
+  const Args attention = as_attention(args);
+  const Sequences queries({args.q, {}, {}, {}, args.q.size(1)});
   const auto [out, lse] = make_outputs(attention);
-  const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
+  const Result out_rows(queries, out), lse_rows(queries, lse_tokens(lse));
 
-  const std::vector<Slice> slices = load_slices(call, cache.key_exists);
+  const std::vector<CacheSlice> slices = cut_into_slices(args, attention, cache);
   std::vector<Piece> pieces;
-  for (const Slice& slice : slices) {
-    for (int64_t i = 0; i < slice.count_row_blocks(); ++i) {
-      cut_into_splits(slice, slice.row_block(i), args.num_splits, pieces);
+  for (const CacheSlice& part : slices) {
+    for (int64_t i = 0; i < part.slice.count_row_blocks(); ++i) {
+      cut_into_splits(part.slice, part.slice.row_block(i), part.keys, args.num_splits, pieces);
     }
   }
-  run_tasks(pieces.size(), /*independent=*/host_reads(args.q), [&](int64_t i) {
+  const auto attend_piece = [&](int64_t i) {
     Piece& piece = pieces[i];
-    const Tensor sink = piece.first ? piece.slice->sink_column(piece.rows) : Tensor();
-    piece.state = attend(*piece.slice, piece.rows, piece.keys, sink);
-  });
+    const Slice& slice = *piece.slice;
+    const KeyTiles tiles = {args.v_cache.size(-1), [&](Block keys) {
+                              return std::tuple(
+                                  cache.key_tile(slice.batches, slice.kv_heads, keys),
+                                  cache.value_tile(slice.batches, slice.kv_heads, keys));
+                            }};
+    const Tensor sink = piece.first ? slice.sink_column(piece.rows) : Tensor();
+    piece.state = attend(slice, tiles, piece.rows, piece.keys, sink);
+  };
+  run_tasks(pieces.size(), /*independent=*/host_reads(args.q), attend_piece,
+            /*one_core_each=*/args.batch_invariant);
 
   // The pieces of one block of rows lie one after the other.
   for (size_t i = 0; i < pieces.size();) {

@@ -28,14 +28,15 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
-OnlineSoftmax attend(const Slice& slice, Block rows, Block keys, const Tensor& sink) {
+OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Block keys,
+                     const Tensor& sink) {
   const Tensor q = slice.scaled_queries(rows);
-  OnlineSoftmax state = OnlineSoftmax::start(q, slice.v.size(-1), sink);
+  OnlineSoftmax state = OnlineSoftmax::start(q, tiles.head_dim_v, sink);
 
-  Block left = keys & slice.terms.visible_keys(rows, slice.seqlen_k());
+  Block left = slice.terms.visible_keys(rows, keys);
   while (left.size() > 0) {
     const Block block = slice.first_keys(rows, left);
-    const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
+    const auto [k, v] = tiles.load(block);
 
     const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ …
     Tensor p = state.step(tile.s);  // P = exp(S − m'); m, l, o
@@ -74,7 +75,7 @@ void write_probabilities(const Slice& slice, Block rows, const Tensor& lse, cons
   const Tensor q = slice.scaled_queries(rows);
   const Tensor row_lse = slice.lse_column(lse, rows);
 
-  Block left = slice.terms.visible_keys(rows, slice.seqlen_k());
+  Block left = slice.terms.visible_keys(rows, {0, slice.seqlen_k()});
   while (left.size() > 0) {
     const Block block = slice.first_keys(rows, left);
     const Tensor k = slice.tile(slice.k, block);
@@ -99,8 +100,13 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
                   args.q.options());
   }
   call.for_row_blocks([&](const Slice& slice, Block rows) {
+    const KeyTiles tiles = {slice.v.size(-1), [&](Block keys) {
+                              return std::tuple(slice.tile(slice.k, keys),
+                                                slice.tile(slice.v, keys));
+                            }};
     const Block keys = {0, slice.seqlen_k()};
-    write_rows(out_rows, lse_rows, slice, rows, attend(slice, rows, keys, slice.sink_column(rows)));
+    write_rows(out_rows, lse_rows, slice, rows,
+               attend(slice, tiles, rows, keys, slice.sink_column(rows)));
     if (return_probs) {
       write_probabilities(slice, rows, lse_rows.part(slice.batches, slice.heads),
                           broadcast_part(probabilities, slice));

@@ -8,9 +8,11 @@
 
 namespace flash_attn::aten {
 
-void run_tasks(int64_t count, bool independent, const std::function<void(int64_t)>& task) {
+void run_tasks(int64_t count, bool independent, const std::function<void(int64_t)>& task,
+               bool one_core_each) {
   const int64_t threads = at::get_num_threads();
-  if (!independent || threads == 1 || count < threads || at::in_parallel_region()) {
+  const bool too_few = count < threads && !one_core_each;
+  if (!independent || threads == 1 || too_few || at::in_parallel_region()) {
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
   }

@@ -17,6 +17,9 @@ bool host_reads(const at::Tensor& x);
 // fewer, or where tasks write to the same places, they run one after the other and their operations
 // use all cores. On a device they do too: workers would launch on streams of their own, and all tiles
 // would live at once.
-void run_tasks(int64_t count, bool independent, const std::function<void(int64_t)>& task);
+// one_core_each: one core a task even with fewer, so that the bits of one do not depend on how many
+// there are.
+void run_tasks(int64_t count, bool independent, const std::function<void(int64_t)>& task,
+               bool one_core_each = false);
 
 }  // namespace flash_attn::aten

@@ -11,9 +11,8 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
-Block ScoreTerms::visible_keys(Block rows, int64_t seqlen_k) const {
-  const Block all = {0, seqlen_k};
-  return band_offset.defined() ? all : all & band.visible_keys(rows);
+Block ScoreTerms::visible_keys(Block rows, Block keys) const {
+  return band_offset.defined() ? keys : keys & band.visible_keys(rows);
 }
 
 Block ScoreTerms::full_keys(Block rows, Block visible) const {

@@ -49,8 +49,8 @@ struct ScoreTerms {
   at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1)
   Dropout dropout;
 
-  // A superset of the keys that a block of rows sees.
-  Block visible_keys(Block rows, int64_t seqlen_k) const;
+  // Of `keys`, a superset of those that a block of rows sees.
+  Block visible_keys(Block rows, Block keys) const;
   // Of `visible`, the keys that all of the rows see by the band alone.
   Block full_keys(Block rows, Block visible) const;
 

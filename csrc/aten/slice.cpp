@@ -136,22 +136,24 @@ void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) 
   });
 }
 
-Slice Call::slice(int64_t index) const {
-  const int64_t heads_kv = args.k.size(-2), group = args.q.size(-2) / heads_kv;
-  const int64_t b = index / heads_kv, h = index % heads_kv;
-
-  Slice slice;
-  slice.batches = one_slice_ ? Block{0, queries.batch()} : Block{b, b + 1};
-  slice.kv_heads = one_slice_ ? Block{0, heads_kv} : Block{h, h + 1};
-  slice.heads = {slice.kv_heads.first * group, slice.kv_heads.last * group};
-  const auto heads_of = [&](const Tensor& x, Block heads) {
-    return x.narrow(1, heads.first, heads.size());
+Slice start_slice(const Args& args, Block batches, Block kv_heads) {
+  const int64_t group = args.q.size(-2) / args.k.size(-2);
+  const auto limit = [](int64_t window) {
+    return window < 0 ? Band::kNoLimit : std::min(window, Band::kNoLimit);
   };
-  slice.q = heads_of(queries.load(args.q, slice.batches), slice.heads);
-  slice.k = heads_of(keys.load(args.k, slice.batches), slice.kv_heads);
-  slice.v = heads_of(keys.load(args.v, slice.batches), slice.kv_heads);
-  slice.terms = terms(slice);
-  if (queries.padded()) slice.row_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
+  Slice slice;
+  slice.batches = batches;
+  slice.kv_heads = kv_heads;
+  slice.heads = {kv_heads.first * group, kv_heads.last * group};
+  slice.terms.batch = batches.size();
+  slice.terms.heads = slice.heads.size();
+  slice.terms.softmax_scale = args.softmax_scale;
+  slice.terms.softcap = args.softcap;
+  slice.terms.band = {0, limit(args.window_left), limit(args.window_right)};
+  if (args.alibi_slopes) {
+    slice.terms.alibi_slopes =
+        broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice);
+  }
   if (args.learnable_sink) {
     const Tensor sink = args.learnable_sink->narrow(0, slice.heads.first, slice.heads.size());
     slice.sink = sink.to(compute_dtype(args.q)).view({1, -1, 1, 1});
@@ -159,16 +161,23 @@ Slice Call::slice(int64_t index) const {
   return slice;
 }
 
-ScoreTerms Call::terms(const Slice& slice) const {
-  const auto limit = [](int64_t window) {
-    return window < 0 ? Band::kNoLimit : std::min(window, Band::kNoLimit);
+Slice Call::slice(int64_t index) const {
+  const int64_t heads_kv = args.k.size(-2), b = index / heads_kv, h = index % heads_kv;
+  Slice slice = start_slice(args, one_slice_ ? Block{0, queries.batch()} : Block{b, b + 1},
+                            one_slice_ ? Block{0, heads_kv} : Block{h, h + 1});
+  const auto heads_of = [&](const Tensor& x, Block heads) {
+    return x.narrow(1, heads.first, heads.size());
   };
-  ScoreTerms terms;
-  terms.batch = slice.batches.size();
-  terms.heads = slice.heads.size();
-  terms.softmax_scale = args.softmax_scale;
-  terms.softcap = args.softcap;
-  terms.band = {0, limit(args.window_left), limit(args.window_right)};
+  slice.q = heads_of(queries.load(args.q, slice.batches), slice.heads);
+  slice.k = heads_of(keys.load(args.k, slice.batches), slice.kv_heads);
+  slice.v = heads_of(keys.load(args.v, slice.batches), slice.kv_heads);
+  if (queries.padded()) slice.row_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
+  add_terms(slice);
+  return slice;
+}
+
+void Call::add_terms(Slice& slice) const {
+  ScoreTerms& terms = slice.terms;
   if (!args.top_left && (queries.padded() || keys.padded())) {
     terms.band_offset = (keys.lengths() - queries.lengths()).view({-1, 1, 1, 1});
   } else if (!args.top_left) {
@@ -177,9 +186,6 @@ ScoreTerms Call::terms(const Slice& slice) const {
   if (queries.padded()) terms.query_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
   if (keys.padded()) terms.key_exists = keys.exists().unsqueeze(1).unsqueeze(1);
   if (args.attn_bias) terms.bias = broadcast_part(*args.attn_bias, slice);
-  if (args.alibi_slopes) {
-    terms.alibi_slopes = broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice);
-  }
   if (args.dropout_p > 0) {
     const auto int64 = args.q.options().dtype(at::kLong);
     const Tensor batch = at::arange(slice.batches.first, slice.batches.last, int64);
@@ -188,7 +194,6 @@ ScoreTerms Call::terms(const Slice& slice) const {
     terms.dropout =
         Dropout(args.dropout_p, *args.rng_state, batch_head.unsqueeze(-1).unsqueeze(-1));
   }
-  return terms;
 }
 
 Tensor lse_tokens(const Tensor& lse) { return lse.transpose(-2, -1).unsqueeze(-1); }

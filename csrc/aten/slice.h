@@ -69,10 +69,14 @@ class Call {
   int64_t count_slices() const;
 
  private:
-  ScoreTerms terms(const Slice& slice) const;
+  // What the lengths, the bias and dropout add to a slice's score terms.
+  void add_terms(Slice& slice) const;
 
   bool one_slice_;
 };
+
+// A slice but for its q, k and v, and with those score terms that depend on no length.
+Slice start_slice(const Args& args, Block batches, Block kv_heads);
 
 // lse (batch, heads, seqlen) or (heads, total) as (batch, seqlen, heads, 1) or (total, heads, 1).
 at::Tensor lse_tokens(const at::Tensor& lse);

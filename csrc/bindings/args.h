@@ -71,17 +71,32 @@ using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
 
 struct DecodeArgs {
   at::Tensor q, k_cache, v_cache;
-  OptTensor cache_seqlens, block_table, alibi_slopes, learnable_sink;
+  OptTensor cache_seqlens, cache_batch_idx, leftpad_k, block_table;
+  OptTensor alibi_slopes, learnable_sink, k_descale, v_descale;
   std::optional<double> softmax_scale;
   bool causal;
   c10::SymInt window_left, window_right;
   double softcap;
   int64_t num_splits;  // 0: chosen
+  bool batch_invariant;
   OptName backend;
 
   auto tie() {
-    return std::tie(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, learnable_sink,
-                    softmax_scale, causal, window_left, window_right, softcap, num_splits, backend);
+    return std::tie(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, leftpad_k, block_table,
+                    alibi_slopes, learnable_sink, k_descale, v_descale, softmax_scale, causal,
+                    window_left, window_right, softcap, num_splits, batch_invariant, backend);
+  }
+};
+
+// Decode after an append: k and v go into the caches first, from cache_seqlens on.
+struct KvcacheArgs {
+  at::Tensor k, v;
+  OptTensor rotary_cos, rotary_sin;
+  bool rotary_interleaved;
+  DecodeArgs decode;
+
+  auto tie() {
+    return std::tuple_cat(std::tie(k, v, rotary_cos, rotary_sin, rotary_interleaved), decode.tie());
   }
 };
 using DecodeResult = std::tuple<at::Tensor, at::Tensor>;  // out, softmax_lse
@@ -117,11 +132,13 @@ struct Unpacked<R, Args, std::tuple<Field&...>> {
 using Fwd = Unpacked<FwdResult, FwdArgs>;
 using Bwd = Unpacked<BwdResult, BwdArgs>;
 using Decode = Unpacked<DecodeResult, DecodeArgs>;
+using Kvcache = Unpacked<DecodeResult, KvcacheArgs>;
 
 // The ops, called through the dispatcher (typed handles; autograd, autocast and tracing see them).
 FLASH_ATTN_API FwdResult call_fwd(FwdArgs args);
 FLASH_ATTN_API BwdResult call_bwd(BwdArgs args);
 FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
+FLASH_ATTN_API DecodeResult call_kvcache(KvcacheArgs args);
 FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
 
 // The backend that serves a call, and every other one with its reasons why not.
@@ -136,6 +153,7 @@ FLASH_ATTN_API std::vector<std::string> backend_names();
 FwdResult fwd(const FwdArgs& args);
 BwdResult bwd(const BwdArgs& args);
 DecodeResult decode(const DecodeArgs& args);
+DecodeResult kvcache(const KvcacheArgs& args);
 at::Tensor rng_state(const at::Tensor& like);
 
 }  // namespace flash_attn

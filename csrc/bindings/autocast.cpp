@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "args.h"
+#include "checks.h"
 
 namespace flash_attn {
 namespace {
@@ -23,13 +23,32 @@ FwdResult fwd_autocast(const FwdArgs& outer) {
   return call_fwd(std::move(args));
 }
 
+// The cache stays as it is, so the queries follow its dtype: a cast would copy it on every step.
+// 8 bits are no dtype for them.
+template <at::DeviceType kDevice>
+at::ScalarType query_dtype(const DecodeArgs& args) {
+  return is_quantized(args.k_cache) ? at::autocast::get_autocast_dtype(kDevice)
+                                    : args.k_cache.scalar_type();
+}
+
 template <at::DeviceType kDevice, c10::DispatchKey kKey>
 DecodeResult decode_autocast(const DecodeArgs& outer) {
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(kKey);
   DecodeArgs args = outer;
-  // The cache stays as it is, so the queries follow its dtype: a cast would copy it on every step.
-  args.q = args.q.to(args.k_cache.scalar_type());
+  args.q = args.q.to(query_dtype<kDevice>(args));
   return call_decode(std::move(args));
+}
+
+template <at::DeviceType kDevice, c10::DispatchKey kKey>
+DecodeResult kvcache_autocast(const KvcacheArgs& outer) {
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(kKey);
+  KvcacheArgs args = outer;
+  const at::ScalarType dtype = query_dtype<kDevice>(args.decode);
+  for (at::Tensor* tensor : {&args.decode.q, &args.k, &args.v}) *tensor = tensor->to(dtype);
+  for (OptTensor* table : {&args.rotary_cos, &args.rotary_sin}) {
+    if (*table) *table = (*table)->to(dtype);
+  }
+  return call_kvcache(std::move(args));
 }
 
 }  // namespace
@@ -42,6 +61,9 @@ TORCH_LIBRARY_IMPL(flash_attn, AutocastCPU, library) {
   library.impl(
       "decode",
       TORCH_FN((&Decode::from_list<&decode_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>>)));
+  library.impl(
+      "kvcache",
+      TORCH_FN((&Kvcache::from_list<&kvcache_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>>)));
 }
 
 TORCH_LIBRARY_IMPL(flash_attn, AutocastCUDA, library) {
@@ -51,4 +73,8 @@ TORCH_LIBRARY_IMPL(flash_attn, AutocastCUDA, library) {
   library.impl(
       "decode",
       TORCH_FN((&Decode::from_list<&decode_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>>)));
+  library.impl(
+      "kvcache",
+      TORCH_FN(
+          (&Kvcache::from_list<&kvcache_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>>)));
 }

@@ -120,6 +120,45 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   return {results[0], results[1], results[2]};
 }
 
+// The caches are changed in place and have no gradient; nor have out and LSE, which raise in the
+// backward pass.
+class NotDifferentiable : public torch::autograd::Function<NotDifferentiable> {
+ public:
+  static variable_list forward(AutogradContext*, const Tensor& /*q*/, const Tensor& /*k*/,
+                               const Tensor& /*v*/, KvcacheArgs args) {
+    const at::AutoDispatchBelowAutograd below_autograd;
+    auto [out, softmax_lse] = call_kvcache(std::move(args));
+    return {out, softmax_lse};
+  }
+  static variable_list backward(AutogradContext*, variable_list) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                "flash_attn: flash_attn_with_kvcache has no gradient, expected "
+                                "inputs with requires_grad=False or torch.no_grad()");
+  }
+};
+
+DecodeResult kvcache_autograd(const KvcacheArgs& args) {
+  const auto check_no_grad = [](const char* name, const Tensor& cache) {
+    TORCH_CHECK(!(at::GradMode::is_enabled() && cache.requires_grad()), "flash_attn: ", name,
+                ": expected requires_grad=False, as it is updated in place, got True");
+  };
+  check_no_grad("k_cache", args.decode.k_cache);
+  check_no_grad("v_cache", args.decode.v_cache);
+  const variable_list results = NotDifferentiable::apply(args.decode.q, args.k, args.v, args);
+  return {results[0], results[1]};
+}
+
+// The write counts as a new version of the caches: whoever saved one for a backward pass hears of it.
+DecodeResult kvcache_in_place(const KvcacheArgs& args) {
+  DecodeResult result = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call_kvcache(args);
+  }();
+  torch::autograd::impl::bump_version(args.decode.k_cache);
+  torch::autograd::impl::bump_version(args.decode.v_cache);
+  return result;
+}
+
 }  // namespace
 }  // namespace flash_attn
 
@@ -130,4 +169,10 @@ TORCH_LIBRARY_IMPL(flash_attn, Autograd, library) {
   // pass.
   library.impl("bwd", torch::autograd::autogradNotImplementedFallback());
   library.impl("decode", torch::autograd::autogradNotImplementedFallback());
+  library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache_autograd>));
+}
+
+TORCH_LIBRARY_IMPL(flash_attn, ADInplaceOrView, library) {
+  using namespace flash_attn;
+  library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache_in_place>));
 }

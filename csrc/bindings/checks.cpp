@@ -18,19 +18,19 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& q) {
               " as q has, got ", tensor.device());
 }
 
-void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims, const char* shape) {
-  const auto check_one = [&](const char* name, const Tensor& tensor) {
-    check_like(name, tensor, q);
-    TORCH_CHECK(tensor.dim() == dims, "flash_attn: ", name, ": must have shape ", shape, ", got ",
-                tensor.dim(), " dimensions");
-    TORCH_CHECK(tensor.scalar_type() == q.scalar_type(), "flash_attn: ", name, ": expected dtype ",
-                q.scalar_type(), " as q has, got ", tensor.scalar_type());
-    TORCH_CHECK(tensor.sym_size(-1) > 0, "flash_attn: ", name,
-                ": expected a head_dim of at least 1, got 0");
-  };
-  check_one("q", q);
-  check_one("k", k);
-  check_one("v", v);
+void check_rank(const char* name, const Tensor& tensor, const Tensor& q, int64_t dims,
+                const char* shape) {
+  check_like(name, tensor, q);
+  TORCH_CHECK(tensor.dim() == dims, "flash_attn: ", name, ": must have shape ", shape, ", got ",
+              tensor.dim(), " dimensions");
+}
+
+void check_dtype_of_q(const char* name, const Tensor& tensor, const Tensor& q) {
+  TORCH_CHECK(tensor.scalar_type() == q.scalar_type(), "flash_attn: ", name, ": expected dtype ",
+              q.scalar_type(), " as q has, got ", tensor.scalar_type());
+}
+
+void check_query_dtype(const Tensor& q) {
   const auto dtype = q.scalar_type();
   TORCH_CHECK(
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
@@ -38,15 +38,36 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims, 
       "support fp16 and "
       "bf16 data type), got ",
       dtype);
-  TORCH_CHECK(k.sym_size(-1) == q.sym_size(-1), "flash_attn: k: expected head_dim ", q.sym_size(-1),
-              " as q has, got ", k.sym_size(-1));
+}
+
+// Heads and head dims of q, k and v, whose ranks are known to be right.
+void check_heads(const Tensor& q, const char* k_name, const Tensor& k, const char* v_name,
+                 const Tensor& v) {
+  const auto check_head_dim = [](const char* name, const Tensor& tensor) {
+    TORCH_CHECK(tensor.sym_size(-1) > 0, "flash_attn: ", name,
+                ": expected a head_dim of at least 1, got 0");
+  };
+  check_head_dim("q", q);
+  check_head_dim(k_name, k);
+  check_head_dim(v_name, v);
+  TORCH_CHECK(k.sym_size(-1) == q.sym_size(-1), "flash_attn: ", k_name, ": expected head_dim ",
+              q.sym_size(-1), " as q has, got ", k.sym_size(-1));
   const SymInt heads_q = q.sym_size(-2), heads_kv = k.sym_size(-2);
-  TORCH_CHECK(v.sym_size(-2) == heads_kv, "flash_attn: v: expected ", heads_kv,
-              " heads as k has, got ", v.sym_size(-2));
-  TORCH_CHECK(
-      heads_kv > 0 && heads_q % heads_kv == 0,
-      "flash_attn: k: number of heads in key/value must divide number of heads in query, got ",
-      heads_kv, " and ", heads_q);
+  TORCH_CHECK(v.sym_size(-2) == heads_kv, "flash_attn: ", v_name, ": expected ", heads_kv,
+              " heads as ", k_name, " has, got ", v.sym_size(-2));
+  TORCH_CHECK(heads_kv > 0 && heads_q % heads_kv == 0, "flash_attn: ", k_name,
+              ": number of heads in key/value must divide number of heads in query, got ", heads_kv,
+              " and ", heads_q);
+}
+
+void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims, const char* shape) {
+  check_rank("q", q, q, dims, shape);
+  check_rank("k", k, q, dims, shape);
+  check_dtype_of_q("k", k, q);
+  check_rank("v", v, q, dims, shape);
+  check_dtype_of_q("v", v, q);
+  check_query_dtype(q);
+  check_heads(q, "k", k, "v", v);
 }
 
 void check_int32_vector(const char* name, const OptTensor& tensor, const SymInt& size,
@@ -220,36 +241,134 @@ void check(const BwdArgs& args) {
   if (args.dlse) check_lse_like("dlse", *args.dlse);
 }
 
-void check(const DecodeArgs& args) {
-  check_qkv(args.q, args.k_cache, args.v_cache, 4, "(batch, seqlen, heads, head_dim)");
-  const SymInt batch = args.q.sym_size(0);
-  TORCH_CHECK(args.v_cache.sym_size(0) == args.k_cache.sym_size(0) &&
-                  args.v_cache.sym_size(1) == args.k_cache.sym_size(1),
-              "flash_attn: v_cache: expected batch and capacity ", args.k_cache.sym_size(0),
-              " and ", args.k_cache.sym_size(1), " as k_cache has, got ", args.v_cache.sym_size(0),
-              " and ", args.v_cache.sym_size(1));
+namespace {
+
+// q against caches of its own dtype, or of 8 bits with one scale a head.
+void check_caches(const DecodeArgs& args) {
+  const auto& [q, k, v] = std::tie(args.q, args.k_cache, args.v_cache);
+  check_rank("q", q, q, 4, "(batch, seqlen, heads, head_dim)");
+  constexpr const char* kShape =
+      "(batch, capacity, heads, head_dim), or (num_pages, page_size, heads, head_dim)";
+  check_rank("k_cache", k, q, 4, kShape);
+  check_rank("v_cache", v, q, 4, kShape);
+  check_query_dtype(q);
+  const auto dtype = k.scalar_type();
+  TORCH_CHECK(dtype == q.scalar_type() || is_quantized(k), "flash_attn: k_cache: expected dtype ",
+              q.scalar_type(), " as q has, float8_e4m3fn or int8, got ", dtype);
+  TORCH_CHECK(v.scalar_type() == dtype, "flash_attn: v_cache: expected dtype ", dtype,
+              " as k_cache has, got ", v.scalar_type());
+  check_heads(q, "k_cache", k, "v_cache", v);
+  TORCH_CHECK(v.sym_size(0) == k.sym_size(0) && v.sym_size(1) == k.sym_size(1),
+              "flash_attn: v_cache: expected batch and capacity ", k.sym_size(0), " and ",
+              k.sym_size(1), " as k_cache has, got ", v.sym_size(0), " and ", v.sym_size(1));
+}
+
+// Without cache_batch_idx sequence b is row b of the cache, or of block_table.
+void check_rows_of_cache(const DecodeArgs& args, const SymInt& batch) {
+  check_int32_vector("cache_batch_idx", args.cache_batch_idx, batch, args.q);
   if (args.block_table) {
     const Tensor& table = *args.block_table;
     check_like("block_table", table, args.q);
     TORCH_CHECK(table.scalar_type() == at::kInt,
                 "flash_attn: block_table: expected dtype int32, got ", table.scalar_type());
-    TORCH_CHECK(table.dim() == 2 && table.sym_size(0) == batch,
+    TORCH_CHECK(table.dim() == 2 && (args.cache_batch_idx || table.sym_size(0) == batch),
                 "flash_attn: block_table: must have shape (", batch, ", max_pages), got ",
                 table.sym_sizes());
-    TORCH_CHECK(args.cache_seqlens,
-                "flash_attn: cache_seqlens: expected with block_table, got none");
   } else {
-    TORCH_CHECK(args.k_cache.sym_size(0) == batch, "flash_attn: k_cache: expected batch ", batch,
-                " as q has, got ", args.k_cache.sym_size(0));
+    TORCH_CHECK(args.cache_batch_idx || args.k_cache.sym_size(0) == batch,
+                "flash_attn: k_cache: expected batch ", batch, " as q has, got ",
+                args.k_cache.sym_size(0));
   }
+}
+
+void check_descale(const char* name, const OptTensor& descale, const DecodeArgs& args) {
+  if (!descale) return;
+  check_like(name, *descale, args.q);
+  TORCH_CHECK(is_quantized(args.k_cache), "flash_attn: ", name,
+              ": expected with a cache of float8_e4m3fn or int8, got one of ",
+              args.k_cache.scalar_type());
+  TORCH_CHECK(descale->scalar_type() == at::kFloat, "flash_attn: ", name,
+              ": expected dtype float32, got ", descale->scalar_type());
+  const SymInt batch = args.q.sym_size(0), heads_kv = args.k_cache.sym_size(2);
+  const bool per_head = descale->dim() == 1 && descale->sym_size(0) == heads_kv;
+  const bool per_sequence =
+      descale->dim() == 2 && descale->sym_size(0) == batch && descale->sym_size(1) == heads_kv;
+  TORCH_CHECK(per_head || per_sequence, "flash_attn: ", name, ": must have shape (", heads_kv,
+              ") or (", batch, ", ", heads_kv, "), got ", descale->sym_sizes());
+}
+
+void check_appended(const char* name, const Tensor& tensor, const char* cache_name,
+                    const Tensor& cache, const SymInt& seqlen_new, const Tensor& q) {
+  const bool matches = tensor.dim() == 4 && tensor.sym_size(0) == q.sym_size(0) &&
+                       tensor.sym_size(1) == seqlen_new &&
+                       tensor.sym_size(2) == cache.sym_size(2) &&
+                       tensor.sym_size(3) == cache.sym_size(3);
+  TORCH_CHECK(matches, "flash_attn: ", name, ": must have shape (", q.sym_size(0), ", ", seqlen_new,
+              ", ", cache.sym_size(2), ", ", cache.sym_size(3), ") to go into ", cache_name,
+              ", got ", tensor.sym_sizes());
+  check_like(name, tensor, q);
+  check_dtype_of_q(name, tensor, q);
+}
+
+void check_rotary(const char* name, const Tensor& table, const KvcacheArgs& args) {
+  const Tensor& q = args.decode.q;
+  check_like(name, table, q);
+  check_dtype_of_q(name, table, q);
+  TORCH_CHECK(table.dim() == 2 && table.sym_size(1) * 2 <= q.sym_size(3), "flash_attn: ", name,
+              ": must have shape (rows, rotary_dim / 2) with rotary_dim at most ", q.sym_size(3),
+              ", got ", table.sym_sizes());
+  const SymInt capacity = cache_capacity(args.decode);
+  TORCH_CHECK(table.sym_size(0) >= capacity, "flash_attn: ", name, ": expected at least ", capacity,
+              " rows (the cache's capacity), got ", table.sym_size(0));
+}
+
+}  // namespace
+
+bool is_quantized(const Tensor& cache) {
+  return cache.scalar_type() == at::kFloat8_e4m3fn || cache.scalar_type() == at::kChar;
+}
+
+SymInt cache_capacity(const DecodeArgs& args) {
+  const SymInt page_size = args.k_cache.sym_size(1);
+  return args.block_table ? args.block_table->sym_size(1) * page_size : page_size;
+}
+
+void check(const DecodeArgs& args) {
+  check_caches(args);
+  const SymInt batch = args.q.sym_size(0);
+  check_rows_of_cache(args, batch);
   check_int32_vector("cache_seqlens", args.cache_seqlens, batch, args.q);
+  check_int32_vector("leftpad_k", args.leftpad_k, batch, args.q);
   check_alibi(args.alibi_slopes, batch, args.q);
   check_sink(args.learnable_sink, args.q);
+  check_descale("k_descale", args.k_descale, args);
+  check_descale("v_descale", args.v_descale, args);
   check_scale(args.softmax_scale);
   check_softcap(args.softcap);
   check_window(args.window_left, args.window_right);
   TORCH_CHECK(args.num_splits >= 0 && args.num_splits <= 256,
               "flash_attn: num_splits: expected 0 (chosen) to 256, got ", args.num_splits);
+}
+
+void check(const KvcacheArgs& args) {
+  const DecodeArgs& decode = args.decode;
+  check(decode);
+  const SymInt seqlen_new = args.k.dim() == 4 ? args.k.sym_size(1) : SymInt(0);
+  check_appended("k", args.k, "k_cache", decode.k_cache, seqlen_new, decode.q);
+  check_appended("v", args.v, "v_cache", decode.v_cache, seqlen_new, decode.q);
+  const SymInt capacity = cache_capacity(decode);
+  TORCH_CHECK(seqlen_new <= capacity, "flash_attn: k: expected at most ", capacity,
+              " new tokens (the capacity), got ", seqlen_new);
+  TORCH_CHECK(args.rotary_cos.has_value() == args.rotary_sin.has_value(),
+              "flash_attn: rotary_sin: expected rotary_cos and rotary_sin together, got one of "
+              "them");
+  if (!args.rotary_cos) return;
+  check_rotary("rotary_cos", *args.rotary_cos, args);
+  check_rotary("rotary_sin", *args.rotary_sin, args);
+  TORCH_CHECK(args.rotary_sin->sym_size(0) == args.rotary_cos->sym_size(0) &&
+                  args.rotary_sin->sym_size(1) == args.rotary_cos->sym_size(1),
+              "flash_attn: rotary_sin: must have shape ", args.rotary_cos->sym_sizes(),
+              " as rotary_cos has, got ", args.rotary_sin->sym_sizes());
 }
 
 double resolved_scale(std::optional<double> softmax_scale, int64_t head_dim) {

@@ -57,13 +57,44 @@ DecodeResult decode_cuda(const DecodeArgs& args) {
   return {out, lse};
 }
 
+DecodeResult decode_on(Backend backend, const DecodeArgs& args) {
+  return backend == Backend::kCuda ? decode_cuda(args) : aten::decode(to_aten(args));
+}
+
+void check_writable(const char* name, const at::Tensor& cache) {
+  for (int64_t d = 0; d < cache.dim(); ++d) {
+    TORCH_CHECK(cache.stride(d) != 0 || cache.size(d) <= 1, "flash_attn: ", name,
+                ": expected one place in memory for each element, as it is updated in place, got "
+                "strides ",
+                cache.strides());
+  }
+}
+
 }  // namespace
 
 DecodeResult decode(const DecodeArgs& args) {
   check(args);
   const c10::DeviceGuard guard(args.q.device());
-  if (select_backend(call_shape(args), args.backend) == Backend::kCuda) return decode_cuda(args);
-  return aten::decode(to_aten(args));
+  return decode_on(select_backend(call_shape(args), args.backend), args);
+}
+
+DecodeResult kvcache(const KvcacheArgs& args) {
+  check(args);
+  check_writable("k_cache", args.decode.k_cache);
+  check_writable("v_cache", args.decode.v_cache);
+  const c10::DeviceGuard guard(args.decode.q.device());
+  // Chosen before anything is written: a backend that refuses leaves the cache as it was.
+  const Backend backend = select_backend(call_shape(args.decode), args.decode.backend);
+  const aten::Appended appended =
+      aten::append(to_aten(args.decode), {.k = args.k,
+                                          .v = args.v,
+                                          .rotary_cos = args.rotary_cos,
+                                          .rotary_sin = args.rotary_sin,
+                                          .rotary_interleaved = args.rotary_interleaved});
+  DecodeArgs step = args.decode;
+  step.q = appended.q;
+  step.cache_seqlens = appended.cache_seqlens;
+  return decode_on(backend, step);
 }
 
 // Two draws from torch's generator of the device: reproducible by manual_seed, and advanced by a

@@ -68,15 +68,20 @@ std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_ca
                       .k_cache = k_cache,
                       .v_cache = v_cache,
                       .cache_seqlens = cache_seqlens,
+                      .cache_batch_idx = options.cache_batch_idx,
+                      .leftpad_k = options.leftpad_k,
                       .block_table = options.block_table,
                       .alibi_slopes = options.alibi_slopes,
                       .learnable_sink = options.learnable_sink,
+                      .k_descale = options.k_descale,
+                      .v_descale = options.v_descale,
                       .softmax_scale = options.softmax_scale,
                       .causal = options.causal,
                       .window_left = options.window_left,
                       .window_right = options.window_right,
                       .softcap = options.softcap,
                       .num_splits = options.num_splits,
+                      .batch_invariant = options.batch_invariant,
                       .backend = options.backend});
 }
 

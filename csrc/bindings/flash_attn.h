@@ -46,9 +46,12 @@ struct DecodeOptions {
   int64_t window_left = -1, window_right = -1;
   double softcap = 0.0;
   std::optional<at::Tensor> alibi_slopes, learnable_sink;
+  std::optional<at::Tensor> cache_batch_idx, leftpad_k;  // int32 (batch)
   std::optional<at::Tensor>
       block_table;  // int32 (batch, max_pages): caches are (num_pages, page_size, heads_kv, d)
-  int64_t num_splits = 0;  // 0: chosen
+  std::optional<at::Tensor> k_descale, v_descale;  // fp32 (heads_kv) or (batch, heads_kv)
+  int64_t num_splits = 0;                          // 0: chosen
+  bool batch_invariant = false;
   std::optional<std::string_view> backend;
 };
 

@@ -40,6 +40,11 @@ DecodeResult call_decode(DecodeArgs args) {
   return call(op, args);
 }
 
+DecodeResult call_kvcache(KvcacheArgs args) {
+  static const auto op = find_op<SignatureOf<Kvcache>>("flash_attn::kvcache");
+  return call(op, args);
+}
+
 at::Tensor call_rng_state(const at::Tensor& like) {
   static const auto op = find_op<at::Tensor(const at::Tensor&)>("flash_attn::rng_state");
   return op.call(like);
@@ -48,7 +53,7 @@ at::Tensor call_rng_state(const at::Tensor& like) {
 }  // namespace flash_attn
 
 TORCH_LIBRARY(flash_attn, library) {
-  const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   library.def(
       "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
       "seqused_q, "
@@ -60,7 +65,7 @@ TORCH_LIBRARY(flash_attn, library) {
       "float softcap, "
       "bool deterministic, bool return_probs, str? backend) -> (Tensor out, Tensor softmax_lse, "
       "Tensor S_dmask)",
-      pure);
+      tags);
   library.def(
       "bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor softmax_lse, Tensor q, Tensor k, Tensor "
       "v, "
@@ -73,15 +78,18 @@ TORCH_LIBRARY(flash_attn, library) {
       "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, "
       "bool[5] grad_mask, "
       "str? backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
-      pure);
-  library.def(
-      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? "
-      "block_table, "
-      "Tensor? alibi_slopes, Tensor? learnable_sink, float? softmax_scale, bool causal, SymInt "
-      "window_left, "
-      "SymInt window_right, float softcap, int num_splits, str? backend) -> (Tensor out, Tensor "
-      "softmax_lse)",
-      pure);
+      tags);
+  const std::string decode_rest =
+      "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? leftpad_k, Tensor? block_table, "
+      "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? k_descale, Tensor? v_descale, float? "
+      "softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, int "
+      "num_splits, bool batch_invariant, str? backend) -> (Tensor out, Tensor softmax_lse)";
+  library.def(("decode(Tensor q, Tensor k_cache, Tensor v_cache, " + decode_rest).c_str(), tags);
+  library.def(("kvcache(Tensor k, Tensor v, Tensor? rotary_cos, Tensor? rotary_sin, bool "
+               "rotary_interleaved, Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, " +
+               decode_rest)
+                  .c_str(),
+              tags);
   library.def("rng_state(Tensor like) -> Tensor",
               {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }
@@ -92,5 +100,6 @@ TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, library) {
   library.impl("fwd", TORCH_FN(&Fwd::from_list<&fwd>));
   library.impl("bwd", TORCH_FN(&Bwd::from_list<&bwd>));
   library.impl("decode", TORCH_FN(&Decode::from_list<&decode>));
+  library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache>));
   library.impl("rng_state", TORCH_FN(&rng_state));
 }

@@ -52,13 +52,22 @@ BwdResult bwd_meta(const BwdArgs& args) {
           wanted(3, args.attn.attn_bias), wanted(4, args.attn.learnable_sink)};
 }
 
-DecodeResult decode_meta(const DecodeArgs& args) {
-  check(args);
+DecodeResult decode_results(const DecodeArgs& args) {
   const Tensor& q = args.q;
   auto out_sizes = q.sym_sizes().vec();
   out_sizes.back() = args.v_cache.sym_size(-1);
   return {empty(out_sizes, q, q.scalar_type()),
           empty({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q, lse_dtype(q))};
+}
+
+DecodeResult decode_meta(const DecodeArgs& args) {
+  check(args);
+  return decode_results(args);
+}
+
+DecodeResult kvcache_meta(const KvcacheArgs& args) {
+  check(args);
+  return decode_results(args.decode);
 }
 
 Tensor rng_state_meta(const Tensor& like) { return empty({2}, like, at::kLong); }
@@ -71,5 +80,6 @@ TORCH_LIBRARY_IMPL(flash_attn, Meta, library) {
   library.impl("fwd", TORCH_FN(&Fwd::from_list<&fwd_meta>));
   library.impl("bwd", TORCH_FN(&Bwd::from_list<&bwd_meta>));
   library.impl("decode", TORCH_FN(&Decode::from_list<&decode_meta>));
+  library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache_meta>));
   library.impl("rng_state", TORCH_FN(&rng_state_meta));
 }

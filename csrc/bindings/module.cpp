@@ -11,6 +11,7 @@ namespace {
 FwdResult fwd_op(const FwdArgs& args) { return call_fwd(args); }
 BwdResult bwd_op(const BwdArgs& args) { return call_bwd(args); }
 DecodeResult decode_op(const DecodeArgs& args) { return call_decode(args); }
+DecodeResult kvcache_op(const KvcacheArgs& args) { return call_kvcache(args); }
 
 }  // namespace
 }  // namespace flash_attn
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("fwd", wrap_pybind_function_no_gil(&Fwd::from_list<&fwd_op>));
   module.def("bwd", wrap_pybind_function_no_gil(&Bwd::from_list<&bwd_op>));
   module.def("decode", wrap_pybind_function_no_gil(&Decode::from_list<&decode_op>));
+  module.def("kvcache", wrap_pybind_function_no_gil(&Kvcache::from_list<&kvcache_op>));
   module.def("rng_state", wrap_pybind_function_no_gil(&call_rng_state));
   module.def("explain_fwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_fwd>));
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));

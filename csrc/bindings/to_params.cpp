@@ -32,7 +32,11 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .dropout = false,
       .sink = false,
       .return_probs = false,
-      .paged = false};
+      .cache_dtype = dtype_of(q),
+      .paged = false,
+      .batch_idx = false,
+      .leftpad = false,
+      .batch_invariant = false};
 }
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
@@ -70,7 +74,11 @@ CallShape call_shape(const DecodeArgs& args) {
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
   call.sink = args.learnable_sink.has_value();
+  call.cache_dtype = dtype_of(args.k_cache);
   call.paged = args.block_table.has_value();
+  call.batch_idx = args.cache_batch_idx.has_value();
+  call.leftpad = args.leftpad_k.has_value();
+  call.batch_invariant = args.batch_invariant;
   return call;
 }
 
@@ -115,14 +123,19 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
           .k_cache = args.k_cache,
           .v_cache = args.v_cache,
           .cache_seqlens = args.cache_seqlens,
+          .cache_batch_idx = args.cache_batch_idx,
+          .leftpad_k = args.leftpad_k,
           .block_table = args.block_table,
           .alibi_slopes = args.alibi_slopes,
           .learnable_sink = args.learnable_sink,
+          .k_descale = args.k_descale,
+          .v_descale = args.v_descale,
           .softmax_scale = resolved_scale(args.softmax_scale, args.q.size(-1)),
           .window_left = value(args.window_left),
           .window_right = args.causal ? 0 : value(args.window_right),
           .softcap = args.softcap,
-          .num_splits = args.num_splits};
+          .num_splits = args.num_splits,
+          .batch_invariant = args.batch_invariant};
 }
 
 at::Tensor readable(const at::Tensor& tensor) {
@@ -198,6 +211,10 @@ DType dtype_of(const at::Tensor& tensor) {
       return DType::kBf16;
     case at::kFloat:
       return DType::kFp32;
+    case at::kFloat8_e4m3fn:
+      return DType::kFp8E4M3;
+    case at::kChar:
+      return DType::kInt8;
     default:
       return DType::kFp64;
   }

@@ -62,13 +62,18 @@ std::vector<std::string> why_not(Backend backend, const CallShape& call) {
   if (backend == Backend::kAten) return {};
   std::vector<std::string> reasons;
   if (backend == Backend::kCuda) {
-    if (call.op != Op::kDecode) return {"it serves flash_decode_func only"};
+    if (call.op != Op::kDecode)
+      return {"it serves flash_decode_func and flash_attn_with_kvcache only"};
     reasons = why_not_cuda(call);
     if (call.head_dim % 8 != 0) reasons.emplace_back("head_dim is not a multiple of 8");
     if (call.head_dim != call.head_dim_v) {
       reasons.emplace_back("k_cache and v_cache differ in head_dim");
     }
+    if (call.cache_dtype != call.dtype) reasons.emplace_back("the cache is not of q's dtype");
     if (call.paged) reasons.emplace_back("block_table is not supported");
+    if (call.batch_idx) reasons.emplace_back("cache_batch_idx is not supported");
+    if (call.leftpad) reasons.emplace_back("cache_leftpad is not supported");
+    if (call.batch_invariant) reasons.emplace_back("batch_invariant is not supported");
     return reasons;
   }
   if (call.op == Op::kDecode) return {"it has no decode kernel"};

@@ -23,7 +23,10 @@ struct CallShape {
   int compute_capability;  // 10 · major + minor; 0 off CUDA
   DType dtype;
   int64_t head_dim, head_dim_v;
-  bool bias, alibi, softcap, dropout, sink, return_probs, paged;
+  bool bias, alibi, softcap, dropout, sink, return_probs;
+  // Decode only.
+  DType cache_dtype;
+  bool paged, batch_idx, leftpad, batch_invariant;
 };
 
 std::string_view name(Backend backend);

@@ -19,7 +19,7 @@ namespace flash_attn {
 
 using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 
-enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64 };
+enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8 };  // 8 bits: caches only
 
 struct Strides {
   int64_t batch;  // 0 for varlen

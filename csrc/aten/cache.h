@@ -1,0 +1,58 @@
+// Where the keys of each sequence lie in the caches of a decode call: position p of sequence b is slot
+// p % page_size of page table[b][p / page_size]. An unpaged cache has one page a row, as long as its
+// capacity. The index tensors may hold anything: what they name outside the cache does not exist.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "aten/attention.h"
+#include "aten/block_range.h"
+
+namespace flash_attn::aten {
+
+class Cache {
+ public:
+  explicit Cache(const DecodeArgs& args);
+
+  // The positions that a sequence has room for.
+  int64_t capacity() const { return capacity_; }
+
+  // cache_seqlens and leftpad_k as int64 (batch), clamped to what can be.
+  at::Tensor lengths() const;
+  at::Tensor leftpad() const;
+
+  struct Places {
+    at::Tensor page, slot;  // int64, inside the cache in any case
+    at::Tensor exists;      // bool
+  };
+  // position: int64 (batches or 1, n). Shaped (batches, n); there must be a page.
+  Places places(Block batches, const at::Tensor& position) const;
+  // Whether all of these positions of one sequence exist; the host reads the table.
+  bool all_exist(int64_t batch, Block positions) const;
+
+  // Some keys or values as a tile (tile.h) of the dtype that q is computed in.
+  at::Tensor key_tile(Block batches, Block kv_heads, Block positions) const;
+  at::Tensor value_tile(Block batches, Block kv_heads, Block positions) const;
+
+ private:
+  at::Tensor tile(const at::Tensor& cache, const std::optional<at::Tensor>& descale, Block batches,
+                  Block kv_heads, Block positions) const;
+  // The same positions of these sequences, (batches, n, heads, d): a view where they lie together.
+  at::Tensor rows(const at::Tensor& cache, Block batches, Block positions) const;
+
+  const DecodeArgs& args_;
+  at::TensorOptions int64_;
+  at::Tensor table_;  // int32 or int64 (batch, pages of a sequence)
+  int64_t page_size_, capacity_;
+};
+
+// An 8-bit tensor as bytes, which every indexing operation takes; others as they are.
+at::Tensor as_bytes(const at::Tensor& x);
+
+// (heads) or (batch, heads) as (1 or batches, heads, 1, 1) of that dtype.
+at::Tensor descale_factors(const at::Tensor& descale, Block batches, Block kv_heads,
+                           at::ScalarType dtype);
+
+}  // namespace flash_attn::aten
