@@ -31,7 +31,8 @@ def test_forward_and_backward(target: Target) -> None:
     with use(target):
         for device in ("cuda:0", "cuda:1"):
             leaves = inputs(device)
-            out = flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
+            options = {"causal": True, "deterministic": target.backend == "sm80"}
+            out = flash_attn.flash_attn_func(*leaves, **options)
             results[device] = (out, *torch.autograd.grad(out.float().square().sum(), leaves))
             assert torch.cuda.current_device() == 0
     for first, second in zip(*results.values(), strict=True):
