@@ -446,3 +446,15 @@ def check(case: Case, target: Target, seed: int, backward: bool = True, **option
 
 def use(target: Target):
     return flash_attn.use_backend(target.backend)
+
+
+def leaves_of(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16, count: int = 3):
+    return [
+        torch.randn(*shape, device=target.device, dtype=dtype, requires_grad=True)
+        for _ in range(count)
+    ]
+
+
+def fwd_bwd(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = function(*inputs)
+    return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]

@@ -1,0 +1,258 @@
+"""flash_attn_with_kvcache and flash_decode_func: every form of cache, in any combination, against
+float64; what the index tensors hold never reaches beyond the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import INT_MAX, CacheCase, CacheProblem, each_cache, skip_unless_served
+from cases import ATEN_CPU, ATEN_CUDA, DECODE_TARGETS, Target, each_target, sample, use
+
+import flash_attn
+
+HEADS = [(4, 2), (6, 1), (2, 2), (3, 3)]
+FORMS = dict(
+    seqlen_q=[1, 1, 2, 5],
+    new=[0, 1, 1, 3, 7],
+    capacity=[70, 33, 130],
+    heads=HEADS,
+    d=[32, 48, 64],
+    d_v=[None, None, 40],
+    dtype=["bf16", "fp16", "bf16", "fp32", "fp64"],
+    cache=["", "", "", "fp8", "int8"],
+    descale=["head", "sequence", ""],
+    page_size=[0, 0, 1, 3, 16, 64, 256],
+    lengths=["tensor", "tensor", "tensor", "int", "none"],
+    rows=[False, True],
+    leftpad=[False, True],
+    rotary=["", "interleaved", "halves"],
+    rotary_dim=[32, 16, 8],
+    causal=[True, True, False],
+    window=[(-1, -1), (-1, -1), (20, 0), (16, 9)],
+    softcap=[0.0, 0.0, 4.0],
+    alibi=[False, False, True],
+    sink=[False, False, True],
+    num_splits=[0, 1, 3, 16],
+    batch_invariant=[False, False, True],
+    garbage=[False, False, True],
+)
+
+
+def cache_cases(count: int, seed: int, **choices) -> list[CacheCase]:
+    cases = []
+    for point in sample(count, seed, **choices):
+        point["heads_q"], point["heads_kv"] = point.pop("heads")
+        if not point["new"]:
+            point["rotary"] = ""
+        elif point["lengths"] == "none":
+            point["lengths"] = "tensor"
+        if not point["rotary"]:
+            point.pop("rotary_dim")
+        if not point["cache"]:
+            point.pop("descale")
+        cases.append(CacheCase(**point))
+    return cases
+
+
+def check(case: CacheCase, target: Target, seed: int) -> None:
+    problem = CacheProblem(case, seed, target.device)
+    skip_unless_served(problem, target)
+    problem.compare(*problem.run(target.backend))
+
+
+@each_cache(cache_cases(240, 1, **FORMS))
+def test_forms(case: CacheCase, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+PLAIN = {name: [getattr(CacheCase(), name)] for name in FORMS if name != "heads"}
+
+
+@each_cache(
+    cache_cases(
+        60,
+        2,
+        **PLAIN
+        | {name: FORMS[name] for name in ("page_size", "rows", "new", "lengths", "heads")}
+        | dict(d=[64, 128], dtype=["bf16", "fp16"], num_splits=[0, 3]),
+    )
+)
+def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
+    """Where most of serving lives: no score terms, nothing wrong in the tensors."""
+    check(case, target, seed)
+
+
+@each_cache(
+    [
+        CacheCase(batch=0, new=1),
+        CacheCase(batch=2, seqlen_q=0, new=2),
+        CacheCase(capacity=1, new=1),
+        CacheCase(capacity=4, page_size=4, new=4),
+        CacheCase(capacity=600, page_size=256, lengths="none"),
+        CacheCase(capacity=2500, page_size=16, leftpad=True, heads_q=1, heads_kv=1),
+        CacheCase(capacity=1100, page_size=1000, lengths="int", new=2),
+        CacheCase(capacity=70, lengths="int", new=36, rotary="halves"),
+        CacheCase(capacity=70, lengths="int", new=35, rows=True, rotary="halves"),
+        CacheCase(seqlen_q=40, new=40, capacity=64, page_size=16, heads_q=12, cache="fp8"),
+    ]
+)
+def test_edges(case: CacheCase, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_cache(
+    [
+        CacheCase(
+            garbage=True, page_size=page, rows=rows, leftpad=True, new=new, cache=cache, batch=4
+        )
+        for page in (0, 1, 16)
+        for rows in (False, True)
+        for new in (0, 5)
+        for cache in ("", "int8")
+    ]
+)
+def test_garbage_in_index_tensors(case: CacheCase, target: Target, seed: int) -> None:
+    """Nothing is written outside, nothing outside is read; several kinds of garbage each."""
+    for shift in range(4):
+        check(case, target, seed + shift)
+
+
+@each_target(*DECODE_TARGETS)
+def test_a_dropped_token_hides_no_other(target: Target) -> None:
+    """A sequence without a row has its clamped place where another one appends."""
+    rows = torch.tensor([INT_MAX, 0, -1], dtype=torch.int32, device=target.device)
+    make = dict(device=target.device, dtype=torch.bfloat16)
+    k_cache, v_cache = torch.zeros(2, 2, 8, 2, 32, **make)
+    q, k, v = torch.randn(3, 3, 1, 2, 32, **make)
+    lengths = torch.tensor([3, 3, 3], dtype=torch.int32, device=target.device)
+    support = flash_attn.can_use(q, k_cache, v_cache, op="decode", cache_batch_idx=rows)
+    if support.reasons.get(target.backend):
+        pytest.skip("not served")
+    with use(target):
+        flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=rows
+        )
+    assert torch.equal(k_cache[0, 3], k[1, 0]) and torch.equal(v_cache[0, 3], v[1, 0])
+    assert k_cache.count_nonzero() == k[1].count_nonzero()
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_quantised_append_to_the_last_bit(target: Target) -> None:
+    """Round to nearest even, saturate, NaN: fp8 keeps it, int8 has 0 for it."""
+    inf, nan = float("inf"), float("nan")
+    values = {
+        torch.int8: (
+            [0.5, 1.5, -2.5, 126.5, 127.5, -129.0, inf, nan],
+            [0, 2, -2, 126, 127, -128, 127, 0],
+        ),
+        torch.float8_e4m3fn: (
+            [17.0, 19.0, -464.0, 1e4, -inf, 2.0**-10, 3 * 2.0**-10, nan],
+            [16, 20, -448, 448, -448, 0, 2 * 2.0**-9, nan],
+        ),
+    }
+    for dtype, (given, wanted) in values.items():
+        for descale in (1.0, 0.25):
+            new = (torch.tensor(given) * descale).view(1, 1, 1, 8).to(target.device)
+            caches = [torch.zeros(1, 2, 1, 8, device=target.device).to(dtype) for _ in range(2)]
+            scale = torch.full((1,), descale, device=target.device)
+            with use(target):
+                flash_attn.flash_attn_with_kvcache(
+                    torch.zeros_like(new),
+                    *caches,
+                    new,
+                    new,
+                    cache_seqlens=1,
+                    k_descale=scale,
+                    v_descale=scale,
+                )
+            for cache in caches:
+                stored = cache[0, 1, 0].float().cpu()
+                torch.testing.assert_close(
+                    stored, torch.tensor(wanted).float(), rtol=0, atol=0, equal_nan=True
+                )
+                assert not cache[0, 0].float().any()
+
+
+INVARIANT = [
+    CacheCase(batch=5, capacity=200, num_splits=splits, batch_invariant=True, **form)
+    for splits in (0, 3)
+    for form in (
+        dict(),
+        dict(page_size=16, leftpad=True),
+        dict(page_size=64, cache="int8", seqlen_q=3),
+        dict(rows=True, dtype="fp32", heads_q=16, heads_kv=1),
+    )
+]
+
+
+@each_cache(INVARIANT)
+def test_batch_invariant(case: CacheCase, target: Target, seed: int) -> None:
+    """A sequence has the same bits alone, in a batch, and among other neighbours."""
+    problem = CacheProblem(case, seed, target.device)
+    skip_unless_served(problem, target)
+    problem.lengths[:] = torch.tensor([150, 3, 200, 0, 65])
+    tensors = {n: x.to(target.device) for n, x in dict(k=problem.k_pool, v=problem.v_pool).items()}
+    pools = [x if x.dtype == torch.int8 else x.nan_to_num(1.0) for x in tensors.values()]
+
+    def decode(batches: list[int], **changes) -> list[torch.Tensor]:
+        def take(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x[batches]
+
+        options = problem.options() | changes
+        for name in ("cache_batch_idx", "cache_leftpad", "block_table"):
+            options[name] = take(options[name])
+        dense = problem.table is None and problem.rows is None
+        with use(target):
+            return flash_attn.flash_decode_func(
+                problem.q.to(target.device)[batches],
+                *(take(x) if dense else x for x in pools),
+                problem.lengths.to(target.device)[batches],
+                **options,
+            )
+
+    whole = decode([0, 1, 2, 3, 4])
+    for batches in ([0], [4], [2, 0], [1, 4, 0, 3]):
+        for got, expected in zip(decode(batches), whole, strict=True):
+            assert torch.equal(got, expected[batches]), batches
+
+
+@each_target(ATEN_CPU)
+def test_garbage_leaves_the_bits_of_other_sequences(target: Target, seed: int) -> None:
+    case = CacheCase(batch=4, page_size=8, rows=True, leftpad=True, new=2)
+    clean = CacheProblem(case, seed, target.device)
+    dirty = CacheProblem(case, seed, target.device)
+    dirty.lengths[1], dirty.rows[3], dirty.leftpad[1] = INT_MAX, -4, -9
+    dirty.table[dirty.rows[1], ::2] = INT_MAX
+    expected, actual = clean.run(target.backend), dirty.run(target.backend)
+    for sequence in (0, 2):
+        for got, wanted in zip(actual, expected, strict=True):
+            assert torch.equal(got[sequence], wanted[sequence])
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_descale_is_a_factor(target: Target, seed: int) -> None:
+    """int8 with its scales is the cache that those scales spell out."""
+    case = CacheCase(cache="int8", descale="sequence", dtype="fp32", lengths="none")
+    problem = CacheProblem(case, seed, target.device)
+    pools = [x.to(target.device) for x in (problem.k_pool, problem.v_pool)]
+    options = problem.options()
+    plain = [
+        pool.float() * options.pop(f"{name}_descale")[:, None, :, None]
+        for name, pool in zip("kv", pools, strict=True)
+    ]
+    q = problem.q.to(target.device)
+    with use(target):
+        actual = flash_attn.flash_decode_func(q, *pools, **problem.options())
+        expected = flash_attn.flash_decode_func(q, *plain, **options)
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_two_functions_agree() -> None:
+    for case in (CacheCase(page_size=16, rows=True, leftpad=True), CacheCase(cache="fp8")):
+        problem = CacheProblem(case, 5)
+        expected = problem.run("aten")
+        actual = flash_attn.flash_decode_func(
+            problem.q, problem.k_pool, problem.v_pool, problem.lengths, **problem.options()
+        )
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))

@@ -1,0 +1,227 @@
+"""CUDA graphs, streams and devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import CacheCase, CacheProblem, skip_unless_served
+from cases import (
+    ATEN_CUDA,
+    DECODE_CUDA,
+    SM80,
+    Target,
+    each_target,
+    leaves_of,
+    use,
+)
+
+import flash_attn
+
+
+def capture(function, warm_up: int = 3) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+@each_target(ATEN_CUDA, SM80)
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_graph_forward_and_backward(varlen: bool, target: Target) -> None:
+    """Replayed on other data (and other lengths): what eager gives, bit for bit."""
+    if varlen and target.backend == "aten":
+        pytest.skip("aten reads the lengths on the host")
+    shape = (100, 4, 64) if varlen else (2, 50, 4, 64)
+    q, k, v = leaves_of(target, *shape)
+    cu = torch.tensor([0, 30, 100], dtype=torch.int32, device="cuda")
+    results: dict[str, tuple] = {}
+
+    def step(name: str) -> None:
+        with use(target):
+            if varlen:
+                out = flash_attn.flash_attn_varlen_func(
+                    q, k, v, cu, cu, 100, 100, causal=True, deterministic=True
+                )
+            else:
+                out = flash_attn.flash_attn_func(q, k, v, causal=True, deterministic=True)
+        results[name] = (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+    graph = capture(lambda: step("graph"))
+    with torch.no_grad():
+        for x in (q, k, v):
+            x.normal_()
+        cu[1] = 77
+    graph.replay()
+    step("eager")
+    for a, e in zip(results["graph"], results["eager"], strict=True):
+        assert torch.equal(a, e)
+
+
+@each_target(DECODE_CUDA)
+def test_graph_decode(target: Target) -> None:
+    """A captured step serves longer caches on replay."""
+    k, v = (torch.randn(2, 400, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([3, 50], dtype=torch.int32, device="cuda")
+    results: dict[str, tuple] = {}
+
+    def step(name: str) -> None:
+        with use(target):
+            results[name] = flash_attn.flash_decode_func(q, k, v, lengths, return_softmax_lse=True)
+
+    graph = capture(lambda: step("graph"))
+    for new in ([400, 1], [77, 399]):
+        lengths.copy_(torch.tensor(new))
+        q.normal_()
+        graph.replay()
+        step("eager")
+        assert all(
+            torch.equal(a, e) for a, e in zip(results["graph"], results["eager"], strict=True)
+        )
+
+
+@each_target(ATEN_CUDA, DECODE_CUDA)
+@pytest.mark.parametrize("page_size", [0, 16], ids=["dense", "paged"])
+def test_graph_kvcache(page_size: int, target: Target, seed: int) -> None:
+    """A captured step appends and attends at other lengths, in other pages, on replay."""
+    case = CacheCase(new=1, capacity=400, page_size=page_size, rotary="halves", d=64)
+    problem = CacheProblem(case, seed, "cuda")
+    skip_unless_served(problem, target)
+    call = problem.op_arguments(target.backend)
+    names = ("k_cache", "v_cache")
+    start = {name: torch.nan_to_num(call[name]) for name in names}
+    results: dict[str, tuple] = {}
+
+    def step(name: str) -> None:
+        results[name] = torch.ops.flash_attn.kvcache(**call)
+
+    graph = capture(lambda: step("graph"))
+    for new in ([399, 0, 7], [400, 77, -3]):
+        call["cache_seqlens"].copy_(torch.tensor(new))
+        call["q"].normal_()
+        call["k"].normal_()
+        if page_size:
+            call["block_table"].copy_(call["block_table"].flip(0))
+        seen = []
+        for run in (graph.replay, lambda: step("eager")):
+            for name in names:
+                call[name].copy_(start[name])
+            run()
+            seen.append([call[name].clone() for name in names])
+        pairs = zip((*results["graph"], *seen[0]), (*results["eager"], *seen[1]), strict=True)
+        assert all(torch.equal(a, e) for a, e in pairs)
+
+
+@each_target(ATEN_CUDA)
+def test_graph_dropout_differs_every_replay(target: Target) -> None:
+    q = torch.randn(1, 33, 2, 32, device="cuda")
+    results: dict[str, torch.Tensor] = {}
+
+    def step() -> None:
+        with use(target):
+            results["out"] = flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
+
+    graph = capture(step)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(results["out"].clone())
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+@each_target(ATEN_CUDA, SM80)
+def test_side_stream(target: Target) -> None:
+    """Work stands in the current stream: behind a slow writer, forward and backward."""
+    inputs = leaves_of(target, 2, 130, 4, 64)
+    dout = torch.randn_like(inputs[0])
+
+    def attend() -> list[torch.Tensor]:
+        with use(target):
+            out = flash_attn.flash_attn_func(*inputs, causal=True, deterministic=True)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    values = [torch.randn_like(x) for x in inputs]
+    with torch.no_grad():
+        for x, value in zip(inputs, values, strict=True):
+            x.copy_(value)
+    expected = attend()
+    with torch.no_grad():
+        for x in inputs:
+            x.fill_(torch.nan)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        with torch.no_grad():
+            for x, value in zip(inputs, values, strict=True):
+                x.copy_(value)
+        actual = attend()
+    stream.synchronize()
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+@each_target(SM80)
+def test_two_streams_do_not_share_a_workspace(target: Target) -> None:
+    inputs = [leaves_of(target, 2, 500, 8, 64) for _ in range(2)]
+
+    def attend(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        with use(target):
+            out = flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    expected = [attend(leaves) for leaves in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(10):
+        actual = []
+        for stream, leaves in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                actual.append(attend(leaves))
+        torch.cuda.synchronize()
+        for one, other in zip(actual, expected, strict=True):
+            assert all(torch.equal(a, e) for a, e in zip(one, other, strict=True))
+
+
+@each_target(ATEN_CUDA, DECODE_CUDA)
+@pytest.mark.parametrize("lengths", ["tensor", "int"])
+def test_kvcache_does_not_wait_for_the_device(lengths: str, target: Target, seed: int) -> None:
+    case = CacheCase(new=2, page_size=16, rotary="interleaved", d=64, lengths=lengths)
+    problem = CacheProblem(case, seed, "cuda")
+    skip_unless_served(problem, target)
+    call = problem.op_arguments(target.backend)
+    given = {name: call[name] for name in ("q", "k_cache", "v_cache", "k", "v")}
+    given |= {name: call[name] for name in ("rotary_cos", "rotary_sin", "block_table")}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with use(target):
+            at = 5 if lengths == "int" else call["cache_seqlens"]
+            flash_attn.flash_attn_with_kvcache(**given, cache_seqlens=at, causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@each_target(SM80, DECODE_CUDA)
+def test_no_call_waits_for_the_device(target: Target) -> None:
+    q, k, v = leaves_of(target, 2, 130, 4, 64)
+    cu = torch.tensor([0, 100, 260], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([3, 130], dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with use(target):
+            if target.backend == "sm80":
+                flash_attn.flash_attn_func(q, k, v).sum().backward()
+                flat = (x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v))
+                flash_attn.flash_attn_varlen_func(*flat, cu, cu, 160, 160).sum().backward()
+            else:
+                flash_attn.flash_decode_func(q.detach()[:, :1], k.detach(), v.detach(), lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
