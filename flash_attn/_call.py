@@ -5,7 +5,6 @@ Eager calls go to `_C` (pybind11 into a typed dispatcher handle), traced ones to
 """
 
 import operator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,35 +235,56 @@ def bwd(
     return dq, dk, dv
 
 
-class DecodeCall(NamedTuple):
-    """The arguments of the op `decode` in its order, all but the backend."""
+def decode_arguments(
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    alibi_slopes=None,
+    learnable_sink=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    num_splits=0,
+    batch_invariant=False,
+):
+    """The argument list of the op `decode`, and the end of that of `kvcache`."""
+    window_left, window_right = window_sides(window_size)
+    return (
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        alibi_slopes,
+        learnable_sink,
+        k_descale,
+        v_descale,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        num_splits,
+        batch_invariant,
+        _forced_backend,
+    )
 
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    cache_seqlens: Tensor | None
-    cache_batch_idx: Tensor | None
-    cache_leftpad: Tensor | None
-    block_table: Tensor | None
-    alibi_slopes: Tensor | None
-    learnable_sink: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
-    softmax_scale: float | None
-    causal: bool
-    window_left: int
-    window_right: int
-    softcap: float
-    num_splits: int
-    batch_invariant: bool
+
+def decode(arguments):
+    """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse."""
+    return _ops().decode(*arguments)
 
 
-def decode(call: DecodeCall):
-    """Runs the op `decode`. Returns out, softmax_lse."""
-    return _ops().decode(*call, _forced_backend)
-
-
-def kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, call: DecodeCall):
-    """Runs the op `kvcache`, which writes k and v first. Returns out, softmax_lse."""
-    append = (k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    return _ops().kvcache(*append, *call, _forced_backend)
+def kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments):
+    """The same after k and v were written to the caches, from cache_seqlens on."""
+    return _ops().kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, *arguments)

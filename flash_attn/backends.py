@@ -152,28 +152,26 @@ def can_use(
             None,
         )
     elif op == "decode":
-        window_left, window_right = _call.window_sides(window_size)
-        call = _call.DecodeCall(
+        arguments = _call.decode_arguments(
             q,
             k,
             v,
-            cache_seqlens,
-            cache_batch_idx,
-            cache_leftpad,
-            block_table,
-            alibi_slopes,
-            learnable_sink,
-            k_descale,
-            v_descale,
-            softmax_scale,
-            causal,
-            window_left,
-            window_right,
-            softcap,
-            num_splits,
-            batch_invariant,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            learnable_sink=learnable_sink,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
         )
-        chosen, reasons = C.explain_decode(*call, None)
+        chosen, reasons = C.explain_decode(*arguments[:-1], None)
     else:
         raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {op!r}')
     forced = _call.forced_backend()

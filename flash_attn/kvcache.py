@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import DecodeCall, as_int, decode, kvcache, window_sides
+from flash_attn._call import as_int, decode, decode_arguments, kvcache
 
 Window = Sequence[int | None] | Tensor
 
@@ -75,27 +75,25 @@ def flash_decode_func(
 
     Raises: as flash_attn_func.
     """
-    window_left, window_right = window_sides(window_size)
     out, softmax_lse = decode(
-        DecodeCall(
+        decode_arguments(
             q,
             k_cache,
             v_cache,
-            cache_seqlens,
-            cache_batch_idx,
-            cache_leftpad,
-            block_table,
-            alibi_slopes,
-            learnable_sink,
-            k_descale,
-            v_descale,
-            softmax_scale,
-            causal,
-            window_left,
-            window_right,
-            softcap,
-            num_splits,
-            batch_invariant,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            learnable_sink=learnable_sink,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
         )
     )
     return (out, softmax_lse) if return_softmax_lse else out
@@ -192,29 +190,27 @@ def flash_attn_with_kvcache(
         length = as_int(cache_seqlens, "cache_seqlens")
         new = 0 if k is None else k.size(1)
         k_cache, v_cache, cache_seqlens = _at_length(q, k_cache, v_cache, block_table, length, new)
-    window_left, window_right = window_sides(window_size)
-    call = DecodeCall(
+    arguments = decode_arguments(
         q,
         k_cache,
         v_cache,
-        cache_seqlens,
-        cache_batch_idx,
-        cache_leftpad,
-        block_table,
-        alibi_slopes,
-        learnable_sink,
-        k_descale,
-        v_descale,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        num_splits,
-        batch_invariant,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        learnable_sink=learnable_sink,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
     )
     if k is None:
-        out, softmax_lse = decode(call)
+        out, softmax_lse = decode(arguments)
     else:
-        out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, call)
+        out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
     return (out, softmax_lse) if return_softmax_lse else out
