@@ -103,6 +103,12 @@ def test_asking_for_decode() -> None:
     q, k, v = tensors()
     support = flash_attn.can_use(q[:, :1], k, v, op="decode")
     assert support.backend == "aten" and support.reasons["sm80"] and support.reasons["cuda"]
+    eight = [x.to(torch.int8) for x in (k, v)]
+    options = dict(cache_batch_idx=torch.zeros(1, dtype=torch.int32), batch_invariant=True)
+    options |= dict(cache_leftpad=options["cache_batch_idx"], k_descale=torch.ones(2))
+    assert flash_attn.can_use(q[:, :1], *eight, op="decode", **options).backend == "aten"
+    with pytest.raises(RuntimeError, match="flash_attn: k_descale: expected with a cache of"):
+        flash_attn.can_use(q[:, :1], k, v, op="decode", k_descale=torch.ones(2))
     with pytest.raises(ValueError, match="flash_attn: op: "):
         flash_attn.can_use(q, k, v, op="prefill")
 

@@ -226,9 +226,98 @@ DECODE = [
     Bad("window_size", "at least -1", decode(window_size=(-9, 0))),
     Bad("softmax_scale", "above 0", decode(softmax_scale=-0.5)),
 ]
+INT8, LONG, HALF = torch.int8, torch.int64, torch.float16
+EIGHT = dict(k_cache=t(2, 9, 2, 8, dtype=INT8), v_cache=t(2, 9, 2, 8, dtype=INT8))
+DECODE += [
+    Bad(
+        "k_cache",
+        "as q has, float8_e4m3fn or int8, got Half",
+        decode(k_cache=t(2, 9, 2, 8, dtype=HALF)),
+    ),
+    Bad(
+        "v_cache", "expected dtype Char as k_cache has, got Float", decode(k_cache=EIGHT["k_cache"])
+    ),
+    Bad("k_descale", "expected with a cache of .*got one of Float", decode(k_descale=t(2))),
+    Bad(
+        "k_descale",
+        "expected dtype float32, got Double",
+        decode(**EIGHT, k_descale=t(2, dtype=torch.float64)),
+    ),
+    Bad(
+        "v_descale",
+        r"must have shape \(2\) or \(2, 2\), got \[3\]",
+        decode(**EIGHT, v_descale=t(3)),
+    ),
+    Bad(
+        "cache_batch_idx",
+        "expected dtype int32, got Long",
+        decode(cache_batch_idx=t(2, dtype=LONG)),
+    ),
+    Bad(
+        "cache_batch_idx",
+        r"must have shape \(2\), got \[3\]",
+        decode(cache_batch_idx=t(3, dtype=INT32)),
+    ),
+    Bad("cache_leftpad", "expected dtype int32, got Float", decode(cache_leftpad=t(2))),
+]
+
+
+def append(**changes: object) -> dict:
+    new = dict(k=t(2, 3, 2, 8), v=t(2, 3, 2, 8), cache_seqlens=t(2, dtype=INT32))
+    return decode() | new | changes
+
+
+TABLES = dict(rotary_cos=t(9, 4), rotary_sin=t(9, 4))
+APPEND = [
+    Bad(
+        "k",
+        r"must have shape \(2, 3, 2, 8\) to go into k_cache, got \[2, 3, 1, 8\]",
+        append(k=t(2, 3, 1, 8)),
+    ),
+    Bad(
+        "v",
+        r"must have shape \(2, 3, 2, 8\) to go into v_cache, got \[2, 2, 2, 8\]",
+        append(v=t(2, 2, 2, 8)),
+    ),
+    Bad("k", r"must have shape .*got \[2, 2, 8\]", append(k=t(2, 2, 8))),
+    Bad("k", "expected dtype Float as q has, got Half", append(k=t(2, 3, 2, 8, dtype=HALF))),
+    Bad(
+        "v", "expected dtype Float as q has, got Char", append(**EIGHT, v=t(2, 3, 2, 8, dtype=INT8))
+    ),
+    Bad(
+        "k",
+        r"at most 9 new tokens \(the capacity\), got 10",
+        append(k=t(2, 10, 2, 8), v=t(2, 10, 2, 8)),
+    ),
+    Bad("rotary_sin", "rotary_cos and rotary_sin together", append(rotary_cos=t(9, 4))),
+    Bad(
+        "rotary_cos",
+        "expected dtype Float as q has, got Half",
+        append(**TABLES | {"rotary_cos": t(9, 4, dtype=HALF)}),
+    ),
+    Bad("rotary_cos", "rotary_dim at most 8, got", append(rotary_cos=t(9, 5), rotary_sin=t(9, 5))),
+    Bad(
+        "rotary_sin",
+        r"must have shape \[9, 4\] as rotary_cos has",
+        append(**TABLES | {"rotary_sin": t(9, 3)}),
+    ),
+    Bad(
+        "rotary_cos",
+        r"at least 9 rows \(the cache's capacity\), got 8",
+        append(rotary_cos=t(8, 4), rotary_sin=t(8, 4)),
+    ),
+    Bad("num_splits", "to 256, got 300", append(num_splits=300)),
+]
 CALLS = [(flash_attn.flash_attn_func, bad) for bad in DENSE]
 CALLS += [(flash_attn.flash_attn_varlen_func, bad) for bad in VARLEN]
 CALLS += [(flash_attn.flash_decode_func, bad) for bad in DECODE]
+CALLS += [(flash_attn.flash_attn_with_kvcache, bad) for bad in APPEND]
+
+
+def test_an_expanded_cache_cannot_be_written() -> None:
+    bad = Bad("v_cache", "one place in memory for each element", append())
+    cache = t(1, 9, 2, 8).expand(2, 9, 2, 8)
+    assert_says(bad, lambda: flash_attn.flash_attn_with_kvcache(**append(v_cache=cache)))
 
 
 def assert_says(bad: Bad, call: Callable[[], object]) -> None:

@@ -84,7 +84,7 @@ Appended append(const DecodeArgs& args, const NewTokens& tokens) {
   const Tensor position = first + at::arange(count, int64);
 
   Tensor q = args.q, k = tokens.k;
-  if (tokens.rotary_cos) {
+  if (tokens.rotary_cos && tokens.rotary_cos->size(0) > 0) {
     k = rotate(k, tokens, position);
     // Where no mask tells the queries apart they all stand at the first new position.
     const bool ordered = args.window_left >= 0 || args.window_right >= 0;

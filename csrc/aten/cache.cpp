@@ -59,7 +59,7 @@ Cache::Places Cache::places(Block batches, const Tensor& position) const {
 }
 
 bool Cache::all_exist(int64_t batch, Block positions) const {
-  if (positions.size() == 0) return true;
+  if (positions.size() == 0 || full()) return true;
   const int64_t first = positions.first / page_size_, last = (positions.last - 1) / page_size_;
   const Tensor pages = table_.select(0, batch).narrow(0, first, last - first + 1);
   return pages.ge(0).logical_and_(pages.lt(args_.k_cache.size(0))).all().item<bool>();

@@ -18,6 +18,10 @@ class Cache {
 
   // The positions that a sequence has room for.
   int64_t capacity() const { return capacity_; }
+  // Whether all positions of all sequences hold a key, whatever device the call is on.
+  bool full() const {
+    return !args_.cache_seqlens && !args_.leftpad_k && !args_.block_table && !args_.cache_batch_idx;
+  }
 
   // cache_seqlens and leftpad_k as int64 (batch), clamped to what can be.
   at::Tensor lengths() const;

@@ -69,7 +69,7 @@ struct CacheSlice {
   Block keys;
 };
 
-// One sequence whose lengths the host reads.
+// Sequences of one length that the host knows: one sequence, or all of a full cache.
 void bound_on_host(CacheSlice& part, const Cache& cache, int64_t length, int64_t leftpad) {
   ScoreTerms& terms = part.slice.terms;
   part.keys = {leftpad, length};
@@ -119,7 +119,9 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
       part.slice.q = args.q.narrow(0, b, batches_each)
                          .narrow(2, part.slice.heads.first, part.slice.heads.size())
                          .transpose(1, 2);
-      if (on_host) {
+      if (cache.full()) {
+        bound_on_host(part, cache, cache.capacity(), 0);
+      } else if (on_host) {
         bound_on_host(part, cache, lengths.const_data_ptr<int64_t>()[b],
                       leftpad.const_data_ptr<int64_t>()[b]);
       } else {
