@@ -17,132 +17,51 @@
 //   for n:  S = Q K(n)ᵀ; mask; P, m, l = online_softmax(S)
 //           O = O · exp(m_old - m) + P V(n)
 //
-// The loop here departs from it in three ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
+// The loop here departs from it in four ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
 // softmax(n) hides behind that product. Consumers take turns to issue, so that one's softmax also
-// hides behind the others' products. And the exponentials do not wait for the maxima of their own
-// block (OnlineSoftmax::step_ahead): O is rescaled only where a maximum rises by more than 2⁸.
+// hides behind the others' products. The exponentials do not wait for the maxima of their own block
+// (OnlineSoftmax::step_ahead): O is rescaled only where it must be. And a tile's first S is issued
+// before the tile before ends: beside its last product, its epilogue and the way of its O out.
 //
 //   consumer 0   │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ issue Q K(n-1)ᵀ, P V(n) │ …
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
 //
-// Shared memory   d <= 128   │ Q × 2           │ K × kStages │ V × kStages │ O │ work, barriers │
-//                 d > 128    │ Q, in the end O │ K × kStages │ V × kStages │     work, barriers │
+// Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
+//                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
 #pragma once
-
-#include <new>
 
 #include "../cuda/attn/mask.cuh"
 #include "../cuda/launch.h"
 #include "fwd.h"
-#include "fwd_traits.cuh"
+#include "fwd_producer.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_attn::sm90 {
 
-// ---- producer warps
-
-// K or V of one tile of queries. One thread.
-template <typename Traits, typename Tile>
-__device__ __forceinline__ void load_blocks(const CUtensorMap& map, const FwdWork& work,
-                                            int num_cols, Tile (&tiles)[Traits::kStages],
-                                            Ring<Traits::kStages>& ring) {
-#pragma unroll 1
-  for (int n = work.range.end - 1; n >= work.range.begin; --n) {
-    ring.wait_empty();
-    ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-    load_tile(tiles[ring.stage()], map, work.kv, n * Traits::kBlockN, num_cols, ring.full(),
-              ptx::CacheHint::kEvictLast);
-    ring.advance();
-  }
-}
-
-// Takes tiles from a counter that all blocks share, from long to short, and publishes them; loads
-// their K. The next tile is taken when this one's last K has been asked for: late, so that blocks
-// end together, but early enough for its first loads to hide behind the end of this one.
-template <typename Traits>
-__device__ __forceinline__ void schedule_and_load_k_loop(
-    const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
-    const CUtensorMap& k_map, FwdSharedStorage<Traits>& smem) {
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
-  Ring<Traits::kStages> k_ring(smem.k_ring);
-  const int lane = threadIdx.x % 32;
-  int tile_idx = blockIdx.x;
-#pragma unroll 1
-  while (tile_idx < num_tiles) {
-    const TileCoordinates tile = scheduler.tile(tile_idx);
-    const SeqlenInfo seqlen(params, tile.batch_idx);
-    const int first_row = tile.block * Traits::kBlockM;
-    if (first_row < seqlen.segment_q) {
-      if (lane == 0) {
-        slots.wait_empty();
-        FwdWorkSlot& slot = smem.work[slots.stage()];
-        slot.end = false;
-        new (slot.storage) FwdWork(make_work<Traits>(params, tile, seqlen));
-        slots.arrive_full();
-        load_blocks<Traits>(k_map, slot.work(), params.head_dim, smem.k, k_ring);
-      }
-      slots.advance();
-    }
-    if (lane == 0) tile_idx = gridDim.x + atomicAdd(params.tile_counter, 1);
-    tile_idx = __shfl_sync(~0u, tile_idx, 0);
-  }
-  if (lane == 0) {
-    slots.wait_empty();
-    smem.work[slots.stage()].end = true;
-    slots.arrive_full();
-  }
-}
-
-// Calls step(work) for each tile. One thread of a loader warp.
-template <typename Traits, typename Step>
-__device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, const Step& step) {
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
-#pragma unroll 1
-  for (;; slots.advance()) {
-    slots.wait_full();
-    const FwdWorkSlot& slot = smem.work[slots.stage()];
-    if (slot.end) break;
-    step(slot.work());
-    slots.arrive_empty();
-  }
-}
-
-template <typename Traits>
-__device__ __forceinline__ void load_q_loop(const CUtensorMap& map, int num_cols,
-                                            FwdSharedStorage<Traits>& smem) {
-  Ring<Traits::kQStages> ring(smem.q_ring);
-  for_each_work<Traits>(smem, [&](const FwdWork& work) {
-    ring.wait_empty();
-    ring.expect_bytes(loaded_bytes<typename Traits::QTile>(num_cols));
-    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, num_cols, ring.full(),
-              ptx::CacheHint::kEvictFirst);
-    ring.advance();
-  });
-}
-
-template <typename Traits>
-__device__ __forceinline__ void load_v_loop(const CUtensorMap& map, int num_cols,
-                                            FwdSharedStorage<Traits>& smem) {
-  Ring<Traits::kStages> ring(smem.v_ring);
-  for_each_work<Traits>(
-      smem, [&](const FwdWork& work) { load_blocks<Traits>(map, work, num_cols, smem.v, ring); });
-}
-
-// ---- consumer warpgroups
-
 // What a consumer keeps from tile to tile.
 template <typename Traits>
 struct FwdConsumer {
+  using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
+  using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
+
+  const FwdParams& params;
+  const CUtensorMap& out_map;
+  FwdSharedStorage<Traits>& smem;
   int warpgroup, lane;
-  int warp_row;  // of the warp's 16 rows in the tile
+  int warp_row;     // of the warp's 16 rows in the tile
+  int staged = -1;  // slot of the tile whose O lies in shared memory
   Ring<FwdSharedStorage<Traits>::kWorkSlots> slots;
   Ring<Traits::kQStages> q_ring;
   Ring<Traits::kStages> k_ring, v_ring;
 
-  __device__ __forceinline__ FwdConsumer(FwdSharedStorage<Traits>& smem, int consumer)
-      : warpgroup(consumer),
+  __device__ __forceinline__ FwdConsumer(const FwdParams& params, const CUtensorMap& out_map,
+                                         FwdSharedStorage<Traits>& smem, int consumer)
+      : params(params),
+        out_map(out_map),
+        smem(smem),
+        warpgroup(consumer),
         lane(threadIdx.x % 32),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
         slots(smem.work_ring),
@@ -169,28 +88,77 @@ struct FwdConsumer {
     if (lane == 0) ring.arrive_empty();
     ring.advance();
   }
+
+  // Starts S = Q K(n)ᵀ of a tile, n its first block. The caller waits.
+  __device__ __forceinline__ void start_tile(typename Traits::Scores& S) {
+    slots.wait_full();
+    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    if (!slot.end && slot.work().has_keys()) {
+      q_ring.wait_full();
+      k_ring.wait_full();
+    }
+    wait_turn();
+    // Without keys S means nothing; but ptxas serialises products that are under way in one branch only.
+    scores(S);
+    ptx::wgmma_commit();
+    pass_turn();
+  }
+
+  __device__ __forceinline__ void start_next_tile(typename Traits::Scores& S) {
+    slots.advance();
+    start_tile(S);
+  }
+
+  // Starts the copy of the columns of O from first_col on that lie in shared memory.
+  __device__ __forceinline__ void send_output(const FwdWork& work, int first_col) const {
+    using Slab = typename Traits::OutputSlab;
+    const int first_row = work.first_row + warp_row;
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    if (first_row < work.segment_q && lane == 0) {
+#pragma unroll
+      for (int slab = 0; slab < Traits::kOutputSlabs; ++slab) {
+        const int col = first_col + slab * Slab::kCols;
+        if (col < params.head_dim_v) {
+          store_tile_rows<16>(smem.out[slab], warp_row, out_map, work.q, first_row, col);
+        }
+      }
+      ::cuda::ptx::cp_async_bulk_commit_group();
+    }
+  }
+
+  // The rest of the tile before, and the end of it.
+  __device__ __forceinline__ void send_staged() {
+    if (staged < 0) return;
+    send_output(smem.work[staged].work(), Traits::kHeadDimV - Traits::kOutputCols);
+    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[staged]);
+    staged = -1;
+  }
+
+  __device__ __forceinline__ void scores(typename Traits::Scores& S) const {
+    gemm_ss<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
+        S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));
+  }
 };
 
 // A consumer's walk over the keys of a tile; leaves O (not yet normalised) and the softmax state of
-// its rows.
+// its rows, and the last product under way.
 template <typename Traits>
 class KeyWalk {
   using Element = typename Traits::Element;
-  using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
-  using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
 
  public:
-  __device__ __forceinline__ KeyWalk(FwdSharedStorage<Traits>& smem, const FwdWork& work,
-                                     FwdConsumer<Traits>& self, typename Traits::Output& O,
+  // S: of the first block.
+  __device__ __forceinline__ KeyWalk(const FwdWork& work, FwdConsumer<Traits>& self,
+                                     typename Traits::Scores& S, typename Traits::Output& O,
                                      typename Traits::Softmax& softmax)
-      : smem(smem),
-        work(work),
+      : work(work),
         self(self),
+        S(S),
         O(O),
         softmax(softmax),
-        q(smem.q[self.q_ring.stage()], self.warpgroup * 64),
         range(work.range),
         n(work.range.end - 1) {}
 
@@ -208,30 +176,22 @@ class KeyWalk {
 
  private:
   __device__ __forceinline__ void first(Probabilities& P) {
-    self.k_ring.wait_full();
-    self.wait_turn();
-    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, q, K(smem.k[self.k_ring.stage()]));
-    ptx::wgmma_commit();  // S = Q K(n)ᵀ
-    self.pass_turn();
-
-    ptx::wgmma_wait<0>();
-    pin(S);
     self.release(self.k_ring);
     mask();
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
+    self.send_staged();
     self.v_ring.wait_full();
   }
 
   __device__ __forceinline__ void next(Probabilities& P, Probabilities& P_next) {
     self.k_ring.wait_full();
     self.wait_turn();
-    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, q, K(smem.k[self.k_ring.stage()]));
+    self.scores(S);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
-    gemm_rs<Element>(O, P, V(smem.v[self.v_ring.stage()]));
+    accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
-
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
@@ -257,72 +217,80 @@ class KeyWalk {
   }
 
   __device__ __forceinline__ void last(Probabilities& P) {
-    gemm_rs<Element>(O, P, V(smem.v[self.v_ring.stage()]));
+    self.release(self.q_ring);
+    accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
-    ptx::wgmma_wait<0>();
+    if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
+    ptx::wgmma_wait<Traits::kStartsEarly ? 1 : 0>();
     pin(O);
     self.release(self.v_ring);
+  }
+
+  __device__ __forceinline__ void accumulate(Probabilities& P) {
+    gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
   }
 
   // S = -inf where nothing is seen.
   __device__ __forceinline__ void mask() {
     if (n >= range.full_begin && n < range.full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
-    mask_keys(S, work.window, {query, query + 8}, n * Traits::kBlockN, self.lane);
+    const int first_key = n * Traits::kBlockN;
+    if (n >= range.full_end) {  // no limit on the left
+      mask_from(
+          S, {work.window.end_key(query) - first_key, work.window.end_key(query + 8) - first_key},
+          self.lane);
+    } else {
+      mask_keys(S, work.window, {query, query + 8}, first_key, self.lane);
+    }
   }
 
-  FwdSharedStorage<Traits>& smem;
   const FwdWork& work;
   FwdConsumer<Traits>& self;
+  typename Traits::Scores& S;
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
-  const Q q;
   const BlockRange range;
   int n;  // block of keys
-  typename Traits::Scores S;
   float correction[2];
 };
 
-// Normalises O and writes it and LSE; rows of the segment that do not count get 0 and -inf.
+// Normalises O and brings it to shared memory; writes LSE. Rows of the segment that do not count get 0
+// and -inf. The last columns that lie there, or all, are sent when the next tile is under way: the
+// wait for the proxies then falls beside its first softmax.
 template <typename Traits>
-__device__ __forceinline__ void store_tile(const FwdParams& params, const CUtensorMap& map,
-                                           FwdSharedStorage<Traits>& smem, const FwdWork& work,
-                                           FwdConsumer<Traits>& self, typename Traits::Output& O,
-                                           typename Traits::Softmax& softmax) {
-  softmax.finish();
+__device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Traits>& self,
+                                             typename Traits::Output& O,
+                                             typename Traits::Softmax& softmax) {
   const int first_row = work.first_row + self.warp_row;  // of the warp
+  const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
+  float* const lse = work.lse + first_row;
+  softmax.finish();
+  scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
+  if (rows_that_count < 16) {
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const int query = first_row + fragment_row(row, self.lane);
-    const bool counts = query < work.window.len_q();
-    if (self.lane % 4 == 0 && query < work.segment_q) {
-      work.lse[query] = counts ? softmax.log_sum_exp(row) : -INFINITY;
-    }
-    const float inverse_sum = softmax.inverse_sum(row);
-#pragma unroll
-    for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) *= inverse_sum;
-    if (!counts) {
+    for (int row = 0; row < 2; ++row) {
+      if (fragment_row(row, self.lane) < rows_that_count) continue;
 #pragma unroll
       for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) = 0.f;
     }
   }
-
-  if constexpr (Traits::kTile.own_output) {  // this warp's rows of the tile before are on their way
-    if (self.lane == 0) ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+#pragma unroll
+  for (int col = 0; col < Traits::kHeadDimV; col += Traits::kOutputCols) {
+    if (col > 0) self.send_output(work, col - Traits::kOutputCols);
+    // What was there before has been read. A warp keeps to its own rows.
+    ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
     __syncwarp();
-  } else {  // all warps of the consumer are done with its rows of Q
-    ptx::barrier_sync<128>(kOutput + self.warpgroup);
-  }
-  store_rounded(smem.o(), O, self.warp_row, self.lane);
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-  __syncwarp();
-  if (self.lane == 0) {
-    if (first_row < work.segment_q) {
-      store_tile_rows<16>(smem.o(), self.warp_row, map, work.q, first_row, params.head_dim_v);
+#pragma unroll
+    for (int slab = 0; slab < Traits::kOutputSlabs; ++slab) {
+      store_rounded(self.smem.out[slab], O, col + slab * Traits::OutputSlab::kCols, self.warp_row,
+                    self.lane);
     }
-    ::cuda::ptx::cp_async_bulk_commit_group();
-    if constexpr (!Traits::kTile.own_output) {
-      ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int lse_row = fragment_row(row, self.lane);
+    if (self.lane % 4 == 0 && lse_row < rows) {
+      lse[lse_row] = lse_row < rows_that_count ? softmax.log_sum_exp(row) : -INFINITY;
     }
   }
 }
@@ -330,31 +298,33 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, const CUtens
 template <typename Traits>
 __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUtensorMap& out_map,
                                               FwdSharedStorage<Traits>& smem, int consumer) {
-  FwdConsumer<Traits> self(smem, consumer);
+  FwdConsumer<Traits> self(params, out_map, smem, consumer);
+  typename Traits::Scores S;
+  self.start_tile(S);
+  ptx::wgmma_wait<0>();
+  pin(S);
 #pragma unroll 1
   for (;;) {
-    self.slots.wait_full();
-    const FwdWorkSlot& slot = smem.work[self.slots.stage()];
-    if (slot.end) break;
-    const FwdWork& work = slot.work();
+    const int slot = self.slots.stage();
+    if (smem.work[slot].end) break;
+    const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
     typename Traits::Softmax softmax(params.softmax_scale);
     O.fill(0.f);
-    self.q_ring.wait_full();
-    if (work.range.end > work.range.begin) KeyWalk<Traits>(smem, work, self, O, softmax).run();
-    if constexpr (Traits::kTile.own_output) self.release(self.q_ring);
-    store_tile<Traits>(params, out_map, smem, work, self, O, softmax);
-    if constexpr (!Traits::kTile.own_output) {
-      // O, wider than Q, was where Q has nothing but zeros.
-      __syncwarp();
-      zero_absent_slabs(smem.q[0], params.head_dim, self.warp_row, 16, self.lane, 32);
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-      __syncwarp();
-      self.release(self.q_ring);
+    if (work.has_keys()) {
+      KeyWalk<Traits>(work, self, S, O, softmax).run();
+    } else {
+      self.send_staged();
+      if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
     }
-    self.release(self.slots);
+    stage_output<Traits>(work, self, O, softmax);
+    self.staged = slot;
+    if constexpr (!Traits::kStartsEarly) self.start_next_tile(S);
+    ptx::wgmma_wait<0>();
+    pin(S);
   }
-  if (self.lane == 0) ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+  self.send_staged();
+  ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
 }
 
 template <typename Traits>
@@ -383,25 +353,34 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-template <DType kDType, int kHeadDim, int kHeadDimV>
-void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  using Traits = FwdTraits<kDType, kHeadDim, kHeadDimV>;
+// Tiles of one length, which need no counter: every query of every sequence sees all keys.
+inline bool tiles_are_alike(const FwdParams& params) {
+  return params.window_left < 0 && params.window_right < 0 && params.cu_seqlens_q == nullptr &&
+         params.cu_seqlens_k == nullptr && params.seqused_q == nullptr &&
+         params.seqused_k == nullptr && params.leftpad_k == nullptr;
+}
+
+template <typename Traits>
+void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream stream) {
   using Storage = FwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   const int64_t group = params.heads_q / params.heads_kv;
-  const auto scheduler = Traits::Scheduler::make(
+  auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
       int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * 2 / group);
+  const bool alike = tiles_are_alike(params);
+  // Head after head, as no length has to come first: the blocks walk over the same K and V together.
+  if (alike) scheduler.section_heads = 1;
   const int num_tiles = scheduler.num_tiles();
   if (num_tiles == 0) return;
 
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
-  const TensorShape q_shape = {.dtype = kDType,
+  const TensorShape q_shape = {.dtype = Traits::kDType,
                                .cols = params.head_dim,
                                .rows = varlen_q ? params.total_q : params.seqlen_q,
                                .heads = params.heads_q,
                                .batch = varlen_q ? 1 : params.batch};
-  const TensorShape k_shape = {.dtype = kDType,
+  const TensorShape k_shape = {.dtype = Traits::kDType,
                                .cols = params.head_dim,
                                .rows = varlen_k ? params.total_k : params.seqlen_k,
                                .heads = params.heads_kv,
@@ -415,11 +394,22 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
                               .v = make_tensor_map(params.v, params.v_strides, v_shape,
                                                    Traits::VTile::kSlabCols, Traits::kBlockN),
                               .out = make_tensor_map(params.out, params.out_strides, out_shape,
-                                                     Traits::OTile::kSlabCols, 16)};
+                                                     Traits::OutputSlab::kSlabCols, 16)};
   const int blocks = std::min(num_tiles, device.num_sms);
-  FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
+  if (alike || num_tiles <= blocks) {
+    params.tile_counter = nullptr;
+  } else {
+    FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
+  }
   cuda::launch<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), stream, params,
                                    scheduler, maps, num_tiles);
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, [&]<FwdTile kTile> {
+    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile>>(params, device, stream);
+  });
 }
 
 }  // namespace flash_attn::sm90

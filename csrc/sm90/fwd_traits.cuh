@@ -12,14 +12,15 @@
 
 namespace flash_attn::sm90 {
 
-template <DType kDType, int kHeadDimClass, int kHeadDimVClass>
+template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes>
 struct FwdTraits {
+  static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
-  static constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDimV>;
+  static constexpr FwdTile kTile = kTileSizes;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
-  static constexpr int kQStages = kTile.own_output ? 2 : 1;
+  static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -27,7 +28,11 @@ struct FwdTraits {
   using QTile = SmemTile<Element, kBlockM, kHeadDim>;
   using KTile = SmemTile<Element, kBlockN, kHeadDim>;
   using VTile = SmemTile<Element, kBlockN, kHeadDimV>;
-  using OTile = SmemTile<Element, kBlockM, kHeadDimV>;
+  using OutputSlab = SmemTile<Element, kBlockM, VTile::kSlabCols>;
+  static constexpr int kOutputCols = kOutputSlabs * OutputSlab::kCols;
+  static_assert(kHeadDimV % kOutputCols == 0);
+  // With a second tile of Q, the next tile's first scores come before this one's end; else after.
+  static constexpr bool kStartsEarly = kQStages > 1;
   using Scores = Accumulator<1, kBlockN>;
   using Output = Accumulator<1, kHeadDimV>;
   // Powers of two that row maxima may rise before O is rescaled: P up to 2⁸ costs no accuracy.
@@ -37,8 +42,7 @@ struct FwdTraits {
 };
 
 enum NamedBarrier : int {  // 0 is __syncthreads
-  kTurn = 1,               // + consumer
-  kOutput = 4              // + consumer
+  kTurn = 1                // + consumer
 };
 
 // A tile to work on; written by one warp, read by all others.
@@ -49,6 +53,8 @@ struct FwdWork {
   float* lse;
   int first_row;  // of the tile's queries, within the sequence
   int segment_q;  // rows to write
+
+  __device__ __forceinline__ bool has_keys() const { return range.end > range.begin; }
 };
 
 template <typename Traits>
@@ -92,31 +98,21 @@ struct FwdWorkSlot {
 
 template <typename Traits>
 struct FwdSharedStorage {
-  static constexpr int kWorkSlots = 2;
+  static constexpr int kWorkSlots = 3;
 
   alignas(1024) typename Traits::QTile q[Traits::kQStages];
   alignas(1024) typename Traits::KTile k[Traits::kStages];
   alignas(1024) typename Traits::VTile v[Traits::kStages];
-  // Without its own tile O takes Q's: a consumer is done with its 64 rows of Q by then.
-  alignas(1024) typename Traits::OTile own_o[Traits::kTile.own_output ? 1 : 0];
+  alignas(1024) typename Traits::OutputSlab out[Traits::kOutputSlabs];
   FwdWorkSlot work[kWorkSlots];
   RingBarriers<kWorkSlots> work_ring;
   RingBarriers<Traits::kQStages> q_ring;
   RingBarriers<Traits::kStages> k_ring, v_ring;
 
-  __device__ __forceinline__ typename Traits::OTile& o() {
-    if constexpr (Traits::kTile.own_output) {
-      return own_o[0];
-    } else {
-      static_assert(sizeof(typename Traits::OTile) <= sizeof(typename Traits::QTile));
-      return reinterpret_cast<typename Traits::OTile&>(q[0]);
-    }
-  }
-
   // What no load ever writes. By all threads, before a barrier among them.
   __device__ __forceinline__ void zero_absent_slabs(const FwdParams& params) {
     const auto zero = [](auto& tile, int num_cols) {
-      sm90::zero_absent_slabs(tile, num_cols, 0, tile.kRows, threadIdx.x, Traits::kThreads);
+      sm90::zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
     };
     for (auto& tile : q) zero(tile, params.head_dim);
     for (int stage = 0; stage < Traits::kStages; ++stage) {

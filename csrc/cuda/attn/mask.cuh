@@ -26,6 +26,20 @@ __device__ __forceinline__ void mask_outside(Accumulator<kMBlocks, kN>& S,
   }
 }
 
+// The same with columns [0, end[r]).
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void mask_from(Accumulator<kMBlocks, kN>& S,
+                                          const int (&end)[2 * kMBlocks], int lane) {
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    const int row_end = end[row] - fragment_col(0, lane);
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      if (fragment_col(i, 0) >= row_end) S.at(row, i) = -INFINITY;
+    }
+  }
+}
+
 // S holds queries as rows (row r of the thread is query query_of_row[r]) and keys first_key … as
 // columns.
 template <int kMBlocks, int kN>

@@ -56,35 +56,34 @@ class OnlineSoftmax {
   }
 
   // step() that rounds P into an operand and keeps S, so that it can go ahead with the maxima of the
-  // blocks before: those of this block are not on the way to the exponentials, which almost never
-  // need them. Only where one exceeds its row_max by more than the slack, P is computed again.
+  // blocks before: those of this block are not on the way to the exponentials, which seldom need
+  // them. Where some P exceeds 2^kSlackLog2, or 1 and kOutweighs of what the thread has summed of its
+  // row, they are computed again, with the true maxima.
+  //
+  // The second is for accuracy: with the true maximum the largest P is 1 and rounds without error;
+  // with an older one its rounding (2⁻⁹ of it) would be the error of a row that this key dominates.
   template <typename Element, int kMBlocks, int kN>
   __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
                                              Accumulator<kMBlocks, kN>& S,
                                              float (&correction)[kRows]) {
     static_assert(kSlackLog2 > 0);
+    constexpr float kOutweighs = 0.5f;
     if (negate_) negate(S);
-    float sum_before[kRows], maximum[kRows];
+    float sum_before[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      sum_before[row] = row_sum_[row];
-      maximum[row] = S.at(row, 0);
-    }
+    for (int row = 0; row < kRows; ++row) sum_before[row] = row_sum_[row];
     exponentiate_into<Element>(P, S);
-#pragma unroll
-    for (int i = 1; i < S.kRowElements; ++i) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) maximum[row] = fmaxf(maximum[row], S.at(row, i));
-    }
     bool exceeds = false;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      exceeds |= fmaf(maximum[row], scale_log2_, -row_max_[row]) > kSlackLog2;
+      const float2 largest = ptx::unpack<Element>(row_max_of(P, row));
+      const float limit = fminf(fmaxf(kOutweighs * sum_before[row], 1.f), 1 << kSlackLog2);
+      exceeds |= fmaxf(largest.x, largest.y) > limit;
     }
     if (!__any_sync(~0u, exceeds)) return false;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) row_sum_[row] = sum_before[row];
-    raise_max(S, correction);
+    raise_max<0>(S, correction);
     exponentiate_into<Element>(P, S);
     return true;
   }
@@ -115,11 +114,11 @@ class OnlineSoftmax {
   __device__ __forceinline__ bool update_max(Accumulator<kMBlocks, kN>& S,
                                              float (&correction)[kRows]) {
     if (negate_) negate(S);
-    return raise_max(S, correction);
+    return raise_max<kSlackLog2>(S, correction);
   }
 
-  // update_max() where S does not need its sign flipped any more.
-  template <int kMBlocks, int kN>
+  // update_max() where S does not need its sign flipped any more; kSlack in the place of kSlackLog2.
+  template <int kSlack, int kMBlocks, int kN>
   __device__ __forceinline__ bool raise_max(const Accumulator<kMBlocks, kN>& S,
                                             float (&correction)[kRows]) {
     static_assert(Accumulator<kMBlocks, kN>::kRows == kRows);
@@ -137,7 +136,7 @@ class OnlineSoftmax {
       maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
       maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
       float row_max = fmaxf(maximum[row] * scale_log2_, row_max_[row]);
-      if (kSlackLog2 > 0 && row_max - row_max_[row] <= kSlackLog2) row_max = row_max_[row];
+      if (kSlack > 0 && row_max - row_max_[row] <= kSlack) row_max = row_max_[row];
       moved |= row_max != row_max_[row];
       correction[row] = ptx::exp2(row_max_[row] - row_max);
       row_max_[row] = row_max;
@@ -173,6 +172,21 @@ class OnlineSoftmax {
   }
 
  private:
+  // The largest of a row's elements in even and of those in odd columns, packed as they are. Numbers
+  // that are not negative compare as their bits do, and integers in threes.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ static uint32_t row_max_of(const OperandA<kMBlocks, kN>& P, int row) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int k = 0; k < kN / 16; ++k) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        largest = __vmaxu2(largest, P.data[row / 2][k][half * 2 + row % 2]);
+      }
+    }
+    return largest;
+  }
+
   // With a negative scale the largest score is the smallest product: flip the sign of both.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ static void negate(Accumulator<kMBlocks, kN>& S) {

@@ -41,4 +41,18 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
   return packed;
 }
 
+// The two elements that pack() packed.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t packed) {
+  return __half22float2(reinterpret_cast<const __half2&>(packed));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+}
+
 }  // namespace flash_attn::ptx

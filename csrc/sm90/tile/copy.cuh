@@ -19,15 +19,14 @@ struct MatrixPlace {
 
 // Slabs of a tile that lie beyond the matrix's num_cols columns are not copied: a box without any
 // element inside its map makes TMA touch the map's first byte, which nobody may own (tensor_map.h).
-// They are zeroed here, once, and stay zero. Rows [first_row, first_row + num_rows); thread: of num_threads.
+// They are zeroed here, once, and stay zero. thread: of num_threads.
 template <typename Tile>
-__device__ __forceinline__ void zero_absent_slabs(Tile& tile, int num_cols, int first_row,
-                                                  int num_rows, int thread, int num_threads) {
+__device__ __forceinline__ void zero_absent_slabs(Tile& tile, int num_cols, int thread,
+                                                  int num_threads) {
   for (int col = 0; col < Tile::kCols; col += Tile::kSlabCols) {
     if (col < num_cols) continue;
-    auto* chunks =
-        reinterpret_cast<uint4*>(&tile.data[col * Tile::kRows + first_row * Tile::kSlabCols]);
-    for (int i = thread; i < num_rows * Tile::kSlabChunks; i += num_threads) chunks[i] = {};
+    auto* chunks = reinterpret_cast<uint4*>(&tile.data[col * Tile::kRows]);
+    for (int i = thread; i < Tile::kRows * Tile::kSlabChunks; i += num_threads) chunks[i] = {};
   }
 }
 
@@ -52,33 +51,36 @@ __device__ __forceinline__ void load_tile(Tile& tile, const CUtensorMap& map,
   }
 }
 
-// A warp writes its 16 rows of an accumulator, rounded, to rows first_row … of the tile.
+// A warp writes columns first_col … of its 16 rows of an accumulator, rounded, to rows first_row … of
+// the tile.
 template <typename Tile, int kN>
 __device__ __forceinline__ void store_rounded(Tile& tile, const Accumulator<1, kN>& C,
-                                              int first_row, int lane) {
-  const auto rounded = to_operand_a<typename Tile::Element>(C);
+                                              int first_col, int first_row, int lane) {
+  using Element = typename Tile::Element;
   const uint32_t address = tile.address(first_row + lane % 16, lane / 16 * 8);
 #pragma unroll
-  for (int col = 0; col < kN; col += 16) {
-    ptx::stmatrix_x4(Tile::advance(address, 0, col), rounded.data[0][col / 16]);
+  for (int col = 0; col < Tile::kCols; col += 16) {
+    const auto& left = C.data[0][(first_col + col) / 8];
+    const auto& right = C.data[0][(first_col + col) / 8 + 1];
+    ptx::stmatrix_x4(Tile::advance(address, 0, col),
+                     {flash_attn::ptx::pack<Element>(left[0], left[1]),
+                      flash_attn::ptx::pack<Element>(left[2], left[3]),
+                      flash_attn::ptx::pack<Element>(right[0], right[1]),
+                      flash_attn::ptx::pack<Element>(right[2], right[3])});
   }
 }
 
-// Starts the copy of kRows rows of the tile, from tile_row on, to rows first_row … of the matrix;
-// boxes that lie beyond its num_cols columns are left out. The caller commits and waits.
+// Starts the copy of kRows rows of a tile of one slab, from tile_row on, to the matrix, rows
+// first_row … and columns first_col …. The caller commits and waits.
 template <int kRows, typename Tile>
 __device__ __forceinline__ void store_tile_rows(const Tile& tile, int tile_row,
                                                 const CUtensorMap& map, const MatrixPlace& place,
-                                                int first_row, int num_cols) {
-#pragma unroll
-  for (int col = 0; col < Tile::kCols; col += Tile::kSlabCols) {
-    if (col >= num_cols) break;
-    const int32_t at[5] = {col, place.box.first + first_row, place.box.last, place.head,
-                           place.batch};
-    ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map,
-                                      at,
-                                      &tile.data[col * Tile::kRows + tile_row * Tile::kSlabCols]);
-  }
+                                                int first_row, int first_col) {
+  static_assert(Tile::kCols == Tile::kSlabCols);
+  const int32_t at[5] = {first_col, place.box.first + first_row, place.box.last, place.head,
+                         place.batch};
+  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map, at,
+                                    &tile.data[tile_row * Tile::kSlabCols]);
 }
 
 }  // namespace flash_attn::sm90

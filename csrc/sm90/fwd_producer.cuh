@@ -1,0 +1,107 @@
+// The producer warps of the forward kernel: one takes tiles of queries and loads K, one loads Q, one V.
+#pragma once
+
+#include <new>
+
+#include "fwd.h"
+#include "fwd_traits.cuh"
+
+namespace flash_attn::sm90 {
+
+// Block n of K or V. One thread.
+template <typename Traits, typename Tile>
+__device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork& work, int n,
+                                           int num_cols, Tile (&tiles)[Traits::kStages],
+                                           Ring<Traits::kStages>& ring) {
+  ring.wait_empty();
+  ring.expect_bytes(loaded_bytes<Tile>(num_cols));
+  load_tile(tiles[ring.stage()], map, work.kv, n * Traits::kBlockN, num_cols, ring.full(),
+            ptx::CacheHint::kEvictLast);
+  ring.advance();
+}
+
+// Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
+// blocks share, the next tile is taken before this one's last K is waited for: late, so that blocks
+// end together, but early enough for its first loads to hide behind the end of this one.
+template <typename Traits>
+__device__ __forceinline__ void schedule_and_load_k_loop(
+    const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
+    const CUtensorMap& k_map, FwdSharedStorage<Traits>& smem) {
+  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<Traits::kStages> k_ring(smem.k_ring);
+  const int lane = threadIdx.x % 32;
+  int tile_idx = blockIdx.x;
+#pragma unroll 1
+  while (tile_idx < num_tiles) {
+    const TileCoordinates tile = scheduler.tile(tile_idx);
+    const SeqlenInfo seqlen(params, tile.batch_idx);
+    const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
+    FwdWorkSlot& slot = smem.work[slots.stage()];
+    int n = 0, begin = 0;  // blocks of K to load
+    if (has_rows && lane == 0) {
+      slots.wait_empty();
+      slot.end = false;
+      new (slot.storage) FwdWork(make_work<Traits>(params, tile, seqlen));
+      slots.arrive_full();
+      n = slot.work().range.end, begin = slot.work().range.begin;
+    }
+    const auto load_next = [&] {
+      load_block<Traits>(k_map, slot.work(), --n, params.head_dim, smem.k, k_ring);
+    };
+    while (n > begin + 1) load_next();
+    tile_idx += gridDim.x;
+    if (params.tile_counter != nullptr && lane == 0) {
+      tile_idx = gridDim.x + atomicAdd(params.tile_counter, 1);
+    }
+    if (n > begin) load_next();
+    tile_idx = __shfl_sync(~0u, tile_idx, 0);
+    if (has_rows) slots.advance();
+  }
+  if (lane == 0) {
+    slots.wait_empty();
+    smem.work[slots.stage()].end = true;
+    slots.arrive_full();
+  }
+}
+
+// Calls step(work) for each tile. One thread of a loader warp.
+template <typename Traits, typename Step>
+__device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, const Step& step) {
+  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+#pragma unroll 1
+  for (;; slots.advance()) {
+    slots.wait_full();
+    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    if (slot.end) break;
+    step(slot.work());
+    slots.arrive_empty();
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_q_loop(const CUtensorMap& map, int num_cols,
+                                            FwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kQStages> ring(smem.q_ring);
+  for_each_work<Traits>(smem, [&](const FwdWork& work) {
+    if (!work.has_keys()) return;
+    ring.wait_empty();
+    ring.expect_bytes(loaded_bytes<typename Traits::QTile>(num_cols));
+    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, num_cols, ring.full(),
+              ptx::CacheHint::kEvictFirst);
+    ring.advance();
+  });
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_v_loop(const CUtensorMap& map, int num_cols,
+                                            FwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kStages> ring(smem.v_ring);
+  for_each_work<Traits>(smem, [&](const FwdWork& work) {
+#pragma unroll 1
+    for (int n = work.range.end - 1; n >= work.range.begin; --n) {
+      load_block<Traits>(map, work, n, num_cols, smem.v, ring);
+    }
+  });
+}
+
+}  // namespace flash_attn::sm90
