@@ -42,10 +42,11 @@ struct FwdTile {
 template <int kHeadDim, int kHeadDimV>
 inline constexpr FwdTile kFwdTile = {};
 
-// TFLOP/s on an H200, bf16, full / causal, ± 5 %; the figures of one line are of one run.
+// TFLOP/s on an H200, bf16, full / causal, ± 5 %. First the tile's own, of one run; what was tried
+// beside it as a ratio to it, of other runs (benchmarks/NOTES.md).
 //
-// 3 consumers × 96 keys: s = 16k 542 / 525, 2k 450 / 372, 1k 376 / 267, 512 302 / 185; turns passed on
-// after S instead of at once 540 / 518 (16k).
+// s = 16k 536 / 511, 2k 439 / 361. Turns passed on after S instead of at once: 1.00 / 0.99. Earlier
+// forms: 80 keys 0.94 / 0.93; 128 keys not ahead 0.95 / 0.94 (16k).
 template <>
 inline constexpr FwdTile kFwdTile<64, 64> = {.consumers = 3,
                                              .block_n = 96,
@@ -54,10 +55,10 @@ inline constexpr FwdTile kFwdTile<64, 64> = {.consumers = 3,
                                              .output_slabs = 1,
                                              .ordered = true,
                                              .ahead = true};
-// d = 64, few queries: 192 do not divide short sequences, and a third consumer has less to hide.
-// 2 consumers × 128 keys: s = 16k 479 / 466, 2k 445 / 366, 1k 410 / 293, 512 357 / 212; without turns
-// 335 / 213 (345 / 209 in that run); 160 keys 267 / 177.
+// d = 64 with few queries: 192 rows do not divide short sequences.
 inline constexpr int kFewQueries = 1024;
+// s = 1k 386 / 283, 512 323 / 209. 3 × 96 keys: 0.92 / 0.91 (1k), 0.85 / 0.87 (512), but 1.01 / 1.02 (2k),
+// 1.13 / 1.13 (16k). Without turns: 0.97 / 1.02 (512); 160 keys 0.77 / 0.85 (512).
 inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
                                             .block_n = 128,
                                             .stages = 2,
@@ -74,8 +75,8 @@ inline constexpr FwdTile kFwdTile<96, 96> = {.consumers = 2,
                                              .output_slabs = 3,
                                              .ordered = true,
                                              .ahead = true};
-// s = 16k 705 / 678, 512 489 / 307; turns passed on after S 697 / 664; without turns 658 / 637 (658 / 648
-// in that run) and 1k 524 / 394 (544 / 401). An earlier form, not ahead: 128 keys 624 / 622, 176 619 / 618.
+// s = 16k 681 / 653, 512 461 / 298. Without turns: 1.00 / 0.98 (16k), 0.96 / 0.98 (1k); turns passed on
+// after S: 0.99 / 0.98 (16k). An earlier form, not ahead: 128 keys 624 / 622, 176 keys 619 / 618.
 template <>
 inline constexpr FwdTile kFwdTile<128, 128> = {.consumers = 2,
                                                .block_n = 128,
@@ -101,8 +102,8 @@ inline constexpr FwdTile kFwdTile<192, 192> = {.consumers = 2,
                                                .output_slabs = 1,
                                                .ordered = true,
                                                .ahead = true};
-// 64 keys ahead: s = 16k 760 / 697, 512 502 / 326; without turns 740 / 706, 501 / 323. 80 keys not ahead, O
-// in Q's place: 707 / 684, 410 / 294. 64 keys not ahead, without turns: 724 / 683 (724 / 691 in that run).
+// s = 16k 729 / 702, 512 485 / 317. Without turns: 0.97 / 1.01 (16k), 1.00 / 0.99 (512). 80 keys not ahead, O
+// in the place of Q: 0.93 / 0.98 (16k), 0.82 / 0.90 (512).
 template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
                                                .block_n = 64,
