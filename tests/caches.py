@@ -33,6 +33,23 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, descale: torch.Tensor | None) 
     return scaled.clamp(-448, 448).to(dtype)
 
 
+def assert_stored(name: str, actual: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
+    """The same bits; else, where a rotation may round another way, some values next to them."""
+    same = actual.view(torch.uint8) == expected.view(torch.uint8)
+    same = same.unflatten(-1, (-1, actual.element_size())).all(-1)
+    if same.all():
+        return
+    assert not exact, f"{name}: {int((~same).sum())} values differ, not what the append must leave"
+    a, e = actual[~same].float(), expected[~same].float()
+    if actual.dtype == torch.int8:
+        close = (a - e).abs() <= 1
+    else:
+        step = torch.finfo(actual.dtype).eps
+        close = (a - e).abs() <= step * torch.maximum(e.abs(), torch.full_like(e, 2.0**-6))
+    rare = len(a) <= 4 + actual.numel() // 50
+    assert close.all() and rare, f"{name}: {len(a)} values differ, {int((~close).sum())} by far"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheCase:
     """What has its default is not part of the id."""
@@ -289,10 +306,11 @@ class CacheProblem:
             )
         if self.case.new:
             self.append()
+        exact = backend == "aten" or not self.case.rotary
         for name, guard, pool in zip("kv", guards, (self.k_pool, self.v_pool), strict=True):
             wanted = Guarded(pool.to(self.device)).buffer
-            same = torch.equal(guard.buffer.view(torch.uint8), wanted.view(torch.uint8))
-            assert same, f"{name}_cache: not what the append must leave there"
+            assert_stored(f"{name}_cache", guard.buffer, wanted, exact or name == "v")
+            pool.copy_(guard.tensor)
         return results
 
     def keys(self, pool: torch.Tensor, descale: torch.Tensor | None) -> torch.Tensor:

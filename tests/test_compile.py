@@ -212,3 +212,27 @@ def test_compile_kvcache_with_inductor(target: Target, seed: int, fresh_dynamo) 
     expected = step(problem.q, *written[1], *call)
     for a, e in zip([*actual, *written[0]], [*expected, *written[1]], strict=True):
         torch.testing.assert_close(a, e)
+
+
+@each_target(ATEN_CPU)
+def test_export_kvcache(target: Target) -> None:
+    """A module whose buffers are the caches: the exported program writes its own."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("k_cache", "v_cache"):
+                self.register_buffer(name, torch.zeros(2, 9, 2, 16))
+
+        def forward(self, q, k, v, lengths) -> torch.Tensor:
+            caches = self.k_cache, self.v_cache
+            return flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths)
+
+    q, k, v = torch.randn(3, 2, 1, 2, 16)
+    lengths = torch.tensor([3, 8], dtype=torch.int32)
+    layer = Layer()
+    with use(target):
+        program = torch.export.export(layer, (q, k, v, lengths), strict=True).module()
+        assert torch.equal(program(q, k, v, lengths), layer(q, k, v, lengths))
+    for name, cache in layer.named_buffers():
+        assert torch.equal(dict(program.named_buffers())[name], cache) and cache.any()

@@ -56,6 +56,39 @@ def test_cpu_memory_is_linear(direction: str, bias: str) -> None:
     assert long < 4 * short + 24, f"{short:.1f} MiB at 2048, {long:.1f} MiB at 8192"
 
 
+PAGED_SCRIPT = """
+import torch, flash_attn
+torch.set_num_threads(2)
+page, pages = 16, 4096
+k, v = torch.randn(2, pages, page, 2, 64)
+q = torch.randn(1, 1, 4, 64)
+table = torch.randperm(pages, dtype=torch.int32)[None]
+
+def peak_mib():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+def decode(length):
+    lengths = torch.tensor([length], dtype=torch.int32)
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak_mib()
+    flash_attn.flash_decode_func(q, k, v, lengths, block_table=table)
+    return peak_mib() - before
+
+decode(100)
+print(decode(page * pages))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_paged_cache_is_not_copied_together() -> None:
+    """K and V of the sequence are 64 MiB."""
+    arguments = [sys.executable, "-c", PAGED_SCRIPT]
+    done = subprocess.run(arguments, check=True, timeout=300, capture_output=True, text=True)
+    assert float(done.stdout) < 16, f"{done.stdout.strip()} MiB"
+
+
 def cuda_peak_mib(target: Target, seqlen: int, backward: bool) -> float:
     """Above the inputs."""
     q, k, v = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from caches import EIGHT_BITS, quantize
+from caches import EIGHT_BITS, assert_stored, quantize
 from cases import ATEN_CPU, ATEN_CUDA, DECODE_CUDA, Target, each_target, use
 from numerics import assert_close, assert_lse_close
 
@@ -90,18 +90,29 @@ class Server:
                 return_softmax_lse=True,
                 **{name: x.to(self.target.device) for name, x in given.items()},
             )
-        self.remember(batch, k, v, before)
+        self.remember(batch, k, v, before, table)
         self.check(batch, self.rotate(q, before).bfloat16(), out, lse)
 
     def rotate(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         tables = self.cos.float(), self.sin.float()
         return apply_rotary_emb(x.float(), *tables, seqlen_offsets=before.long())
 
-    def remember(self, batch, k, v, before) -> None:
-        for sequence, new_k, new_v in zip(batch, self.rotate(k, before), v.float(), strict=True):
-            for seen, new in ((sequence.k, new_k), (sequence.v, new_v)):
-                stored = quantize(new, self.dtype, self.descale).double()
-                seen.append(stored if self.descale is None else stored * self.descale[:, None])
+    def remember(self, batch, k, v, before, table) -> None:
+        """The caches hold the new tokens at their places."""
+        exact = self.target.backend == "aten"
+        position = before[:, None].long() + torch.arange(k.size(1))
+        page, slot = table.long().gather(1, position // PAGE), position % PAGE
+        for name, pool, new in zip(
+            "kv", self.pools, (self.rotate(k, before), v.float()), strict=True
+        ):
+            stored = pool.cpu().view(torch.uint8)[page, slot].view(self.dtype)
+            expected = quantize(new, self.dtype, self.descale)
+            assert_stored(f"{name}_cache", stored, expected, exact or name == "v")
+            values = stored.double()
+            if self.descale is not None:
+                values = values * self.descale[:, None]
+            for sequence, value in zip(batch, values, strict=True):
+                getattr(sequence, name).append(value)
 
     def check(self, batch, q, out, lse) -> None:
         lengths = torch.tensor([len(s) for s in batch])
