@@ -19,31 +19,28 @@ DecodeResult decode_cuda(const DecodeArgs& args) {
   if (q.numel() == 0 || k.numel() == 0) {
     return {out.zero_(), lse.fill_(-std::numeric_limits<float>::infinity())};
   }
-  DecodeParams params = {
-      .q = q.const_data_ptr(),
-      .k_cache = k.const_data_ptr(),
-      .v_cache = v.const_data_ptr(),
-      .q_strides = strides_of(q),
-      .k_strides = strides_of(k),
-      .v_strides = strides_of(v),
-      .dtype = dtype_of(q),
-      .batch = static_cast<int>(q.size(0)),
-      .heads_q = static_cast<int>(q.size(2)),
-      .heads_kv = static_cast<int>(k.size(2)),
-      .head_dim = static_cast<int>(q.size(3)),
-      .seqlen_q = static_cast<int>(q.size(1)),
-      .capacity = static_cast<int>(k.size(1)),
-      .cache_seqlens = cache_seqlens ? cache_seqlens->const_data_ptr<int32_t>() : nullptr,
-      .softmax_scale = static_cast<float>(resolved_scale(args.softmax_scale, q.size(3))),
-      .window_left = window_to_params(args.window_left),
-      .window_right = args.causal ? 0 : window_to_params(args.window_right),
-      .num_splits = static_cast<int>(args.num_splits),
-      .partial_o = nullptr,
-      .partial_lse = nullptr,
-      .out = out.data_ptr(),
-      .out_strides = strides_of(out),
-      .lse = lse.data_ptr<float>(),
-  };
+  DecodeParams params = {};
+  params.q = q.const_data_ptr();
+  params.k_cache = k.const_data_ptr();
+  params.v_cache = v.const_data_ptr();
+  params.q_strides = strides_of(q);
+  params.k_strides = strides_of(k);
+  params.v_strides = strides_of(v);
+  params.dtype = dtype_of(q);
+  params.batch = static_cast<int>(q.size(0));
+  params.heads_q = static_cast<int>(q.size(2));
+  params.heads_kv = static_cast<int>(k.size(2));
+  params.head_dim = static_cast<int>(q.size(3));
+  params.seqlen_q = static_cast<int>(q.size(1));
+  params.capacity = static_cast<int>(k.size(1));
+  params.cache_seqlens = cache_seqlens ? cache_seqlens->const_data_ptr<int32_t>() : nullptr;
+  params.softmax_scale = static_cast<float>(resolved_scale(args.softmax_scale, q.size(3)));
+  params.window_left = window_to_params(args.window_left);
+  params.window_right = args.causal ? 0 : window_to_params(args.window_right);
+  params.num_splits = static_cast<int>(args.num_splits);
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
   const cuda::DeviceInfo& device = device_info_of(q);
   if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
   at::Tensor partial_o, partial_lse;  // a workspace a call: streams and graphs run side by side

@@ -17,7 +17,25 @@ const DeviceInfo& device_info(int device);
 
 // How many pieces to cut the keys into so that the grid fills the device. Any head dim up to 256.
 int decode_num_splits(const DecodeParams& params, const DeviceInfo& device);
+// What DecodeParams calls plain: dense caches of q's dtype, head_dim_v = head_dim.
 void run_decode(const DecodeParams& params, const DeviceInfo& device, Stream stream);
+
+// How a call of the kernel for every form of cache is spread over the device.
+struct KvcacheGrid {
+  int parts;             // that all keys are cut into, for each kv head
+  int smem_bytes;        // that a block may use
+  int smem_optin_bytes;  // of DeviceInfo
+};
+KvcacheGrid kvcache_grid(const DecodeParams& params, const DeviceInfo& device);
+inline constexpr int kKvcacheSlotRows = 16;
+// Slots, of kKvcacheSlotRows rows, that partial_o and partial_lse hold.
+int64_t kvcache_slots(const DecodeParams& params, const KvcacheGrid& grid);
+// Keys of a piece where a result may not depend on the batch, for DecodeParams::keys_per_split.
+inline constexpr int kInvariantKeys = 2048;
+// Any head_dim and head_dim_v up to 256 that are multiples of 8 (8-bit caches: of 16).
+void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
+// Writes the tokens; a run_kvcache with the same seqlen_new that follows on the stream overlaps it.
+void run_append(const AppendParams& params, Stream stream);
 }  // namespace cuda
 
 namespace sm80 {

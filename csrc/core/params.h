@@ -80,28 +80,71 @@ struct BwdParams : AttnParams {
   bool deterministic;
 };
 
-struct DecodeParams {
-  const void* q;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens, whose keys are in the
-                  // cache already
-  const void* k_cache;  // (batch, capacity, heads_kv, head_dim)
-  const void* v_cache;  // (batch, capacity, heads_kv, head_dim)
-  Strides q_strides, k_strides, v_strides;
+// A cache of keys and values, dense or paged. Its index vectors live on the device and may hold
+// anything: an entry that names no row or page has no keys.
+struct CacheParams {
+  // (cache_rows, capacity, heads_kv, head_dim), or (cache_rows pages, page_size, heads_kv, head_dim)
+  const void* k_cache;
+  const void* v_cache;           // likewise, with head_dim_v
+  Strides k_strides, v_strides;  // batch: from one row of the cache, or page, to the next
+  DType cache_dtype;             // that of q, kFp8E4M3 or kInt8
+  int cache_rows, capacity;      // capacity: keys of one sequence; paged: max_pages · page_size
+  int page_size;                 // dense: capacity
 
-  DType dtype;
-  int batch, heads_q, heads_kv, head_dim;
-  int seqlen_q, capacity;
+  const int32_t* block_table;  // (table_rows, max_pages), or null: dense
+  int64_t table_stride;
+  int table_rows;
   const int32_t*
-      cache_seqlens;  // (batch) tokens in each cache, the new ones included; null: capacity
+      cache_batch_idx;           // (batch) row of the cache, or of block_table; null: the sequence
+  const int32_t* cache_seqlens;  // (batch) tokens before the appended ones; null: capacity
+  int seqlen_new;                // tokens appended by this call to every sequence
+
+  // 8 bits: value = descale · what is stored; null: 1. Strides may be 0.
+  const float *k_descale, *v_descale;
+  int64_t k_descale_batch_stride, k_descale_head_stride;
+  int64_t v_descale_batch_stride, v_descale_head_stride;
+
+  // (rotary_rows, rotary_dim / 2) contiguous, dtype of q; null: no rotation. Row t turns position t.
+  const void *rotary_cos, *rotary_sin;
+  int rotary_rows, rotary_dim;
+  bool rotary_interleaved;  // pairs (0, 1), (2, 3), …; else (i, i + rotary_dim / 2)
+
+  DType dtype;  // of q, out, and k, v to append
+  int batch, heads_kv, head_dim, head_dim_v;
+};
+
+struct AppendParams : CacheParams {
+  const void *k, *v;  // (batch, seqlen_new, heads_kv, head_dim or head_dim_v)
+  Strides k_new_strides, v_new_strides;
+};
+
+// Plain: a dense cache of q's dtype with head_dim_v = head_dim, and of the rest of CacheParams
+// cache_seqlens alone; no leftpad, softcap, slopes or sink.
+struct DecodeParams : CacheParams {
+  const void* q;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
+  Strides q_strides;
+  int heads_q, seqlen_q;
+  int group;                 // heads_q / heads_kv; group · seqlen_q < 2^20
+  const int32_t* leftpad_k;  // (batch) or null: keys to skip at the front
 
   float softmax_scale;
   int window_left, window_right;  // as in AttnParams, bottom-right
+  bool rotate_by_row;          // query i rotates by its own position; else all by that of the first
+  float softcap;               // 0: none
+  const float* alibi_slopes;   // (heads_q) or (batch, heads_q), or null
+  int64_t alibi_batch_stride;  // 0: the same for all sequences
+  const float* learnable_sink;  // (heads_q), or null
 
-  int num_splits;    // pieces that each sequence's keys are cut into, >= 1
-  float* partial_o;  // workspace (num_splits, batch, heads_q, seqlen_q, head_dim), normalised; null
-                     // if num_splits = 1
-  float* partial_lse;  // workspace (num_splits, batch, heads_q, seqlen_q)
+  // Pieces that each sequence's keys are cut into, all alike. 0, not for plain calls: the keys of
+  // the whole call are dealt out evenly, whatever the lengths.
+  int num_splits;
+  int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
 
-  void* out;  // like q
+  // Workspace of normalised partial results, null where there are none: (num_splits, batch, heads_q,
+  // seqlen_q, head_dim) and the same without head_dim; not plain: (kvcache_slots, 16, head_dim_v).
+  float *partial_o, *partial_lse;
+
+  void* out;  // like q, with head_dim_v
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) contiguous, or null
 };

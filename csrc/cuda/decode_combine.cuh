@@ -118,8 +118,8 @@ void launch_decode_combine(const DecodeParams& params, Stream stream) {
   const int useful =
       params.head_dim / 4 * ((params.num_splits + kSplitsAtOnce - 1) / kSplitsAtOnce);
   const int threads = std::min((useful + 31) / 32 * 32, kMaxCombineThreads);
-  launch_dependent<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows)), threads,
-                                                  stream, params);
+  launch_overlapping<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows)), threads, 0,
+                                                    /*overlap=*/true, stream, params);
 }
 
 }  // namespace flash_attn::cuda

@@ -64,20 +64,23 @@ int compiled_architecture() {
   return attributes.ptxVersion;
 }
 
-// For a kernel that waits for its prerequisites (ptx/griddepcontrol.cuh): its blocks may come while
-// the kernel before it on the stream ends. Code for an architecture below 90 cannot wait, on any
-// GPU, and gets a plain launch.
+// For a kernel that waits for its prerequisites (ptx/griddepcontrol.cuh): if `overlap`, its blocks
+// may come while the kernel before it on the stream ends. Code for an architecture below 90 cannot
+// wait, on any GPU, and gets a plain launch.
 template <auto kKernel, typename... Args>
-void launch_dependent(dim3 grid, int threads, Stream stream, const Args&... args) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+void launch_overlapping(dim3 grid, int threads, int smem_bytes, bool overlap, Stream stream,
+                        const Args&... args) {
+  allow_smem<kKernel>(smem_bytes);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = compiled_architecture<kKernel>() >= 90 ? 1 : 0;
+  config.attrs = &attribute;
+  config.numAttrs = overlap && compiled_architecture<kKernel>() >= 90 ? 1 : 0;
   FLASH_ATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 

@@ -1,0 +1,46 @@
+// Where a sequence's tokens lie in a cache, dense or paged.
+#pragma once
+
+#include "../core/params.h"
+
+namespace flash_attn::cuda {
+
+// Where the appended tokens of a sequence begin; with anything in cache_seqlens anywhere.
+__device__ __forceinline__ int64_t first_new_position(const CacheParams& params, int batch_idx) {
+  return params.cache_seqlens == nullptr ? int64_t{params.capacity} - params.seqlen_new
+                                         : int64_t{params.cache_seqlens[batch_idx]};
+}
+
+// A row of one cache row (dense), or of one page; page -1: nowhere.
+struct CachePlace {
+  int page, row;
+};
+
+class CacheSequence {
+ public:
+  CacheSequence() = default;
+  __device__ __forceinline__ CacheSequence(const CacheParams& params, int batch_idx) {
+    const int row =
+        params.cache_batch_idx == nullptr ? batch_idx : params.cache_batch_idx[batch_idx];
+    const int rows = params.block_table == nullptr ? params.cache_rows : params.table_rows;
+    row_ = row >= 0 && row < rows ? row : -1;
+    pages_ = params.block_table == nullptr || row_ < 0
+                 ? nullptr
+                 : params.block_table + row_ * params.table_stride;
+  }
+
+  // 0 <= position < capacity.
+  __device__ __forceinline__ CachePlace place(const CacheParams& params, int position) const {
+    if (pages_ == nullptr) return {params.block_table == nullptr ? row_ : -1, position};
+    const int index =
+        static_cast<int>(static_cast<unsigned>(position) / static_cast<unsigned>(params.page_size));
+    const int page = pages_[index];
+    return {page >= 0 && page < params.cache_rows ? page : -1, position - index * params.page_size};
+  }
+
+ private:
+  int row_;
+  const int32_t* pages_;
+};
+
+}  // namespace flash_attn::cuda

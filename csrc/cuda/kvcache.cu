@@ -1,0 +1,48 @@
+#include "kvcache.h"
+
+#include <algorithm>
+
+#include "kvcache_combine.cuh"
+
+namespace flash_attn::cuda {
+
+KvcacheGrid kvcache_grid(const DecodeParams& params, const DeviceInfo& device) {
+  // One block an SM reads as fast as two and leaves half as many pieces; two fill the device better
+  // where there are many heads. 1 KiB a block is the system's, and the blocks that merge want to be
+  // there early.
+  constexpr int kSystemBytes = 1024, kCombineBytes = 16 * 1024, kTwoBlocksBytes = 160 * 1024;
+  const int items = params.heads_kv * kvcache_row_tiles(params);
+  const bool two = kvcache_head_dim(params) <= 128 && !is_8bit(params.cache_dtype) &&
+                   device.smem_optin_bytes >= kTwoBlocksBytes && items > device.num_sms / 5;
+  const int smem_bytes = device.smem_optin_bytes - kCombineBytes;
+  return {.parts = std::max(device.num_sms * (two ? 2 : 1) / items, 1),
+          .smem_bytes = two ? smem_bytes / 2 - kSystemBytes : smem_bytes,
+          .smem_optin_bytes = device.smem_optin_bytes};
+}
+
+int64_t kvcache_slots(const DecodeParams& params, const KvcacheGrid& grid) {
+  if (params.num_splits == 1) return 0;
+  const int64_t numbers = params.num_splits == 0
+                              ? 2 * int64_t{grid.parts}
+                              : static_cast<int64_t>(params.batch) * params.num_splits;
+  return numbers * params.heads_kv * kvcache_row_tiles(params);
+}
+
+void run_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
+  if (params.num_splits == 1) return;
+  with_kvcache_class(params.cache_dtype, kvcache_head_dim(params),
+                     [&]<DType kCacheDType, int kHeadDim> {
+                       constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);
+                       launch_kvcache_combine<kKeys, (kHeadDim + 127) / 128>(params, grid, stream);
+                     });
+}
+
+void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
+  with_kvcache_class(params.cache_dtype, kvcache_head_dim(params),
+                     [&]<DType kCacheDType, int kHeadDim> {
+                       launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
+                     });
+  run_kvcache_combine(params, grid, stream);
+}
+
+}  // namespace flash_attn::cuda

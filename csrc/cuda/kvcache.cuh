@@ -1,0 +1,205 @@
+// Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just appended
+// to; with every term of the score. decode.cuh is the faster one for plain calls.
+//
+//   S = softmax_scale · Q Kᵀ → softcap → ALiBi → mask → online softmax → O = P V
+//
+// The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
+// block works through its share of all keys (kvcache_schedule.cuh), in tiles that its producer warps
+// bring into a ring of shared memory, K and V in turns, and up to a whole ring ahead of the four
+// warps that compute. The producers do not stop where one sequence ends and the next begins.
+//
+//   producers   wait empty   copy K(j)   wait empty   copy V(j)   …
+//   each warp   wait K(j)    S = Q K(j)ᵀ of its quarter of the keys    release   scores
+//     all warps   exchange row maxima    P = exp2(S - max)    exchange P
+//   each warp   wait V(j)    O += P V(j) in its quarter of the columns    release
+//
+// The two exchanges cost two barriers of 128 threads a tile, whose read takes a microsecond, and leave
+// nothing to merge between the warps in the end but row sums.
+//
+// 8-bit caches: a 16-bit word of shared memory holds two neighbouring columns. K and V are widened to
+// fp16, exactly, between ldmatrix and mma; what ldmatrix permutes so is undone in Q's columns and
+// O's. Descales enter the softmax scale and O.
+#pragma once
+
+#include "kvcache_gather.cuh"
+#include "kvcache_gemm.cuh"
+#include "kvcache_queries.cuh"
+#include "kvcache_schedule.cuh"
+#include "kvcache_softmax.cuh"
+#include "kvcache_store.cuh"
+#include "launch.h"
+#include "ptx/barrier.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+namespace flash_attn::cuda {
+
+// O and the row sums of a sequence, or of a piece of it, to where they belong.
+template <typename Traits>
+__device__ __forceinline__ void store_piece(const typename Traits::Output& O,
+                                            const KvcacheSoftmax& softmax,
+                                            const DecodeParams& params, const KvcachePiece& piece,
+                                            int warp, int lane) {
+  const int first_row = blockIdx.x * kKvcacheRows;
+  const bool whole = piece.number < 0, stores_lse = warp == 0 && lane % 4 == 0;
+  const int64_t slot = kvcache_slot(piece.number, blockIdx.y, blockIdx.x, gridDim.y, gridDim.x);
+  const float descale = params.v_descale == nullptr
+                            ? 1.f
+                            : params.v_descale[piece.batch_idx * params.v_descale_batch_stride +
+                                               blockIdx.y * params.v_descale_head_stride];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(half, lane);
+    if (first_row + row >= kvcache_group_rows(params)) continue;
+    const float sum = softmax.row_sum[half];
+    const float lse = sum == 0.f ? -INFINITY : (softmax.row_max[half] + ptx::log2(sum)) * kLn2;
+    float factor = sum == 0.f ? 0.f : descale / sum;
+    float* partial = params.partial_o + (slot * kKvcacheRows + row) * params.head_dim_v;
+    uint16_t* out = nullptr;
+    if (whole) {
+      const KvcacheRow at(params, blockIdx.y, first_row + row);
+      const OutputRow output(params, piece.batch_idx, at);
+      factor *= output.finish_lse(params, at, lse, stores_lse);
+      out = output.out;
+    } else if (stores_lse) {
+      params.partial_lse[slot * kKvcacheRows + row] = lse;
+    }
+#pragma unroll
+    for (int i = 0; i < O.kRowElements; i += 2) {
+      // Of two neighbouring columns; 8-bit products hold even and odd ones in blocks of their own.
+      const int block = i / 4, pair = i / 2 % 2;
+      const int col = (block * kKvcacheWarps + warp) * 16 +
+                      (Traits::k8Bit ? lane % 4 * 4 + pair * 2 : pair * 8 + lane % 4 * 2);
+      const float o0 = O.at(half, Traits::k8Bit ? 4 * block + pair : i) * factor;
+      const float o1 = O.at(half, Traits::k8Bit ? 4 * block + 2 + pair : i + 1) * factor;
+      if (col >= params.head_dim_v) continue;
+      if (whole) {
+        store_pair(out + col, params.dtype, o0, o1);
+      } else {
+        *reinterpret_cast<float2*>(partial + col) = {o0, o1};
+      }
+    }
+  }
+}
+
+// The producers' warps.
+template <typename Traits>
+__device__ __forceinline__ void produce(CacheLoader<Traits>& load, const DecodeParams& params,
+                                        const KvcacheRing<Traits>& ring,
+                                        KvcacheSchedule<Traits::kKeys>& schedule) {
+  KvcachePiece piece;
+  RingPlace at;
+  while (schedule.next(piece)) {
+    load.start(piece);
+    for (int tile = piece.first_tile; tile < piece.end_tile; ++tile) {
+      // The appended tokens are the cache's last; what comes before is there.
+      if (params.seqlen_new > 0 &&
+          (tile + 1) * Traits::kKeys > piece.keys.end - params.seqlen_new) {
+        ptx::wait_for_prerequisites();
+      }
+      load.locate(tile);
+      ptx::mbarrier_wait(ring.smem.empty[at.stage], at.phase ^ 1);
+      load.keys(at.stage);
+      at.advance(ring.stages);
+      ptx::mbarrier_wait(ring.smem.empty[at.stage], at.phase ^ 1);
+      load.values(at.stage);
+      at.advance(ring.stages);
+    }
+  }
+}
+
+// The warps that compute.
+template <typename Traits>
+__device__ __forceinline__ void consume(const DecodeParams& params, const KvcacheRing<Traits>& ring,
+                                        KvcacheSchedule<Traits::kKeys>& schedule) {
+  KvcacheStorage<Traits>& smem = ring.smem;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  KvcachePiece piece;
+  RingPlace at;
+  const auto release = [&] {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(smem.empty[at.stage]);
+    at.advance(ring.stages);
+  };
+  while (schedule.next(piece)) {
+    load_queries<typename Traits::Element, Traits::k8Bit>(smem.q, smem.q_scale, params, piece);
+    ptx::barrier_sync<Traits::kThreads>(1);
+    OperandA<1, Traits::kHeadDim> Q;
+    const SmemOperandA<1, 16, Layout::kKInner, typename Traits::QTile> q_view(smem.q, 0, lane);
+#pragma unroll
+    for (int k = 0; k < Traits::kHeadDim; k += 16) {
+      uint32_t block[1][4];
+      q_view.load(block, k);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) Q.data[0][k / 16][r] = block[0][r];
+    }
+    const KvcacheRows rows(params, piece, smem.q_scale, lane);
+    typename Traits::Output O;
+    O.fill(0.f);
+    KvcacheSoftmax softmax;
+
+    for (int tile = piece.first_tile; tile < piece.end_tile; ++tile) {
+      ptx::mbarrier_wait(smem.full[at.stage], at.phase);
+      const uint32_t own_valid = smem.valid[at.stage][warp];
+      uint32_t valid[kKvcacheWarps];
+#pragma unroll
+      for (int w = 0; w < kKvcacheWarps; ++w) valid[w] = smem.valid[at.stage][w];
+      auto S = multiply_keys<Traits>(Q, ring.tiles[at.stage], warp, lane);
+      release();
+      const int first_key = tile * Traits::kKeys + warp * Traits::kWarpKeys;
+      finish_scores(S, params, rows, own_valid, first_key, lane);
+      float correction[2];
+      if (softmax.template step<Traits>(S, correction, smem, warp, lane)) {
+        scale_rows(O, correction);
+      }
+      ptx::mbarrier_wait(smem.full[at.stage], at.phase);
+      constexpr uint32_t kAll = ~0u >> (32 - Traits::kWarpKeys);
+      if ((valid[0] & valid[1] & valid[2] & valid[3]) == kAll) {
+        multiply_values<Traits, false>(O, smem.p, ring.tiles[at.stage], valid, warp, lane);
+      } else {
+        multiply_values<Traits, true>(O, smem.p, ring.tiles[at.stage], valid, warp, lane);
+      }
+      release();
+    }
+    softmax.template finish<Traits>(smem, warp, lane);
+    ptx::wait_for_prerequisites();  // whoever wrote before, or still reads the workspace
+    store_piece<Traits>(O, softmax, params, piece, warp, lane);
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads + 32 * CacheLoader<Traits>::kWarps,
+                                  Traits::kTwoBlocksFit ? 2 : 1)
+    kvcache_kernel(const __grid_constant__ DecodeParams params,
+                   const __grid_constant__ unsigned stages) {
+  extern __shared__ __align__(1024) char smem_bytes[];
+  // The combine kernel's blocks come once all of these are resident or done, and wait.
+  ptx::launch_dependents();
+  const KvcacheRing<Traits> ring(smem_bytes, stages);
+  ring.init(CacheLoader<Traits>::kArrivals, params.head_dim, params.head_dim_v);
+  KvcacheSchedule<Traits::kKeys> schedule(params);
+  __syncthreads();
+  if (threadIdx.x < Traits::kThreads) {
+    consume<Traits>(params, ring, schedule);
+  } else {
+    CacheLoader<Traits> load(params, ring, threadIdx.x - Traits::kThreads);
+    produce<Traits>(load, params, ring, schedule);
+  }
+}
+
+template <DType kCacheDType, int kHeadDim>
+void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
+  using Traits = KvcacheTraits<kCacheDType, kHeadDim>;
+  const auto smem_bytes = [](int stages) {
+    return stages * static_cast<int>(sizeof(typename Traits::KvTile)) +
+           static_cast<int>(sizeof(KvcacheStorage<Traits>));
+  };
+  int stages = kKvcacheMaxStages;
+  while (stages > 2 && smem_bytes(stages) > grid.smem_bytes) stages -= 2;
+  allow_smem<kvcache_kernel<Traits>>(grid.smem_optin_bytes);  // whatever later calls ask for
+  launch_overlapping<kvcache_kernel<Traits>>(
+      dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
+      Traits::kThreads + 32 * CacheLoader<Traits>::kWarps, smem_bytes(stages),
+      params.seqlen_new > 0, stream, params, static_cast<unsigned>(stages));
+}
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,65 @@
+// Tiles of kvcache.cuh, and its instances: one a cache dtype and head-dim class, in
+// inst/kvcache_d*.cu.
+#pragma once
+
+#include <stdexcept>
+
+#include "../core/kernels.h"
+
+namespace flash_attn::cuda {
+
+// Rows of a matrix tile, the least that mma.sync takes: the query heads of one kv head times the new
+// tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the time.
+inline constexpr int kKvcacheRows = kKvcacheSlotRows;
+inline constexpr int kKvcacheWarps = 4;       // that compute
+inline constexpr int kKvcacheMaxStages = 16;  // tiles of K and V in shared memory
+
+constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
+
+// Keys of a tile: 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not to be
+// felt; 8-bit tiles have twice the keys, as the work a key is the same.
+constexpr int kvcache_tile_keys(DType cache_dtype, int head_dim_class) {
+  return head_dim_class <= 64 || is_8bit(cache_dtype) ? 128 : 64;
+}
+
+// K and V share the class of the wider one.
+inline int kvcache_head_dim(const DecodeParams& params) {
+  return params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
+}
+
+// Calls f.template operator()<cache dtype, class>().
+template <typename F>
+auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
+  const auto with_dtype = [&]<int kHeadDim> {
+    switch (cache_dtype) {
+      case DType::kFp16:
+        return f.template operator()<DType::kFp16, kHeadDim>();
+      case DType::kBf16:
+        return f.template operator()<DType::kBf16, kHeadDim>();
+      case DType::kFp8E4M3:
+        return f.template operator()<DType::kFp8E4M3, kHeadDim>();
+      case DType::kInt8:
+        return f.template operator()<DType::kInt8, kHeadDim>();
+      default:
+        throw std::invalid_argument("flash_attn: k_cache: expected a dtype of 16 or 8 bits");
+    }
+  };
+  if (head_dim <= 64) return with_dtype.template operator()<64>();
+  if (head_dim <= 128) return with_dtype.template operator()<128>();
+  if (head_dim <= 192) return with_dtype.template operator()<192>();
+  if (head_dim <= 256) return with_dtype.template operator()<256>();
+  throw std::invalid_argument("flash_attn: head_dim: expected at most 256");
+}
+
+// Rows of one kv head in one sequence, and the tiles that they fill.
+__host__ __device__ inline int kvcache_group_rows(const DecodeParams& params) {
+  return params.seqlen_q * params.group;
+}
+__host__ __device__ inline int kvcache_row_tiles(const DecodeParams& params) {
+  return (kvcache_group_rows(params) + kKvcacheRows - 1) / kKvcacheRows;
+}
+
+template <DType kCacheDType, int kHeadDim>
+void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
+
+}  // namespace flash_attn::cuda

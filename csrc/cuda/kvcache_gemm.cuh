@@ -1,0 +1,139 @@
+// The two matrix products of kvcache.cuh, and 8-bit caches on their way into them.
+#pragma once
+
+#include "kvcache_traits.cuh"
+#include "ptx/widen.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_attn::cuda {
+
+// Four elements of an 8-bit cache: the first two, and the last two.
+template <DType kCacheDType>
+__device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  if constexpr (kCacheDType == DType::kInt8) {
+    ptx::widen_int8(bytes, low, high);
+  } else {
+    ptx::widen_e4m3(bytes, low, high);
+  }
+}
+
+// A warp's quarter of the keys: S = Q Kᵀ. With 16 keys in two sums, which halves the chain of
+// dependent products; 32 keys are two chains more.
+template <typename Traits>
+__device__ __forceinline__ typename Traits::Scores multiply_keys(
+    const OperandA<1, Traits::kHeadDim>& Q, const typename Traits::KvTile& K, int warp, int lane) {
+  using Element = typename Traits::Element;
+  using View = SmemOperandB<typename Traits::KvTile, Layout::kKInner>;
+  const View view(K, warp * Traits::kWarpKeys, lane);
+  constexpr int kSums = Traits::kWarpKeys == 16 ? 2 : 1;
+  typename Traits::Scores S[kSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) S[i].fill(0.f);
+#pragma unroll
+  for (int unit = 0; unit < Traits::kUnits; unit += 16) {
+#pragma unroll
+    for (int n = 0; n < Traits::kWarpKeys; n += 16) {
+      uint32_t b[4];
+      view.load(b, n, unit);
+      if constexpr (Traits::k8Bit) {  // 32 columns of K: two steps
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const uint32_t (&q)[4] = Q.data[0][unit / 8 + step];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t low, high;
+            widen<Traits::kCacheDType>(b[2 * half + step], low, high);
+            float (&c)[4] = S[step % kSums].data[0][n / 8 + half];
+            ptx::mma_m16n8k16<Element>(c, q, low, high, c);
+          }
+        }
+      } else {
+        uint32_t q[1][4];
+        Q.load(q, unit);
+        multiply_block<Element, Into::kSum>(S[unit / 16 % kSums], q, b, n);
+      }
+    }
+  }
+  if constexpr (kSums > 1) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < S[0].kRowElements; ++i) S[0].at(half, i) += S[1].at(half, i);
+    }
+  }
+  return S[0];
+}
+
+// 0xffff for each of a lane's two keys 2t, 2t + 1 whose bit of eight is set.
+__device__ __forceinline__ uint32_t pair_mask(uint32_t valid, int lane) {
+  const uint32_t bits = valid >> lane % 4 * 2;
+  return (bits & 1) * 0xffffu | (bits & 2) * 0x7fff8000u;
+}
+
+// A warp's quarter of the columns: O += P V. kMasked: rows of V that do not exist hold anything, NaN
+// too, and count as 0.
+template <typename Traits, bool kMasked>
+__device__ __forceinline__ void multiply_values(typename Traits::Output& O,
+                                                const typename Traits::PTile& P,
+                                                const typename Traits::KvTile& V,
+                                                const uint32_t (&valid)[kKvcacheWarps], int warp,
+                                                int lane) {
+  using Element = typename Traits::Element;
+  using KvTile = typename Traits::KvTile;
+  constexpr int kWarpKeys = Traits::kWarpKeys;
+  const SmemOperand<Side::kA, Layout::kKInner, typename Traits::PTile> p_view(P, 0, lane);
+  if constexpr (Traits::k8Bit) {
+    const uint32_t address = V.address(lane, warp * 8);
+#pragma unroll
+    for (int key = 0; key < Traits::kKeys; key += 32) {
+      uint32_t p[2][4];
+      p_view.load(p[0], 0, key);
+      p_view.load(p[1], 0, key + 16);
+#pragma unroll
+      for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+        uint32_t b[4];  // eight keys each, two columns a word
+        ptx::ldmatrix_x4_trans(b, KvTile::advance(address, key, block * 8 * kKvcacheWarps));
+        uint32_t even[4], odd[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          widen<Traits::kCacheDType>(ptx::permute_bytes(b[i], 0, 0x3120), even[i], odd[i]);
+          if constexpr (kMasked) {
+            const uint32_t mask = pair_mask(valid[key / kWarpKeys] >> i * 8, lane);
+            even[i] &= mask;
+            odd[i] &= mask;
+          }
+        }
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          float (&c0)[4] = O.data[0][2 * block];
+          float (&c1)[4] = O.data[0][2 * block + 1];
+          ptx::mma_m16n8k16<Element>(c0, p[step], even[2 * step], even[2 * step + 1], c0);
+          ptx::mma_m16n8k16<Element>(c1, p[step], odd[2 * step], odd[2 * step + 1], c1);
+        }
+      }
+    }
+  } else {
+    const SmemOperandB<KvTile, Layout::kKOuter> v_view(V, warp * 16, lane);
+#pragma unroll
+    for (int key = 0; key < Traits::kKeys; key += 16) {
+      uint32_t p[1][4];
+      p_view.load(p[0], 0, key);
+#pragma unroll
+      for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+        uint32_t b[4];
+        v_view.load(b, block * 16 * kKvcacheWarps, key);
+        if constexpr (kMasked) {
+          const uint32_t bits = valid[key / kWarpKeys] >> key % kWarpKeys;
+          const uint32_t low = pair_mask(bits, lane), high = pair_mask(bits >> 8, lane);
+          b[0] &= low;
+          b[1] &= high;
+          b[2] &= low;
+          b[3] &= high;
+        }
+        multiply_block<Element, Into::kSum>(O, p, b, block * 16);
+      }
+    }
+  }
+}
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,94 @@
+// A piece's rows of Q on their way to the matrix product: rotated, and for 8-bit caches in fp16.
+#pragma once
+
+#include "kvcache_schedule.cuh"
+#include "rotary.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace flash_attn::cuda {
+
+// Power of two that brings the largest of a row near 2^14, where fp16 holds 11 bits of everything
+// down to 2^-28 of it: more than bf16 has.
+__device__ __forceinline__ float fp16_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  const bool usual = exponent > -110 && exponent < 128;
+  return usual ? __uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 1.f;
+}
+
+// The 16 rows as the left operand of Q Kᵀ, zeros beyond rows and columns; row_scale: what the
+// products are to be multiplied with. kPermuted: the order in which 8-bit keys come out of ldmatrix,
+// each four neighbours k as two pairs, k / 2 of 16 columns and 8 further on. Threads: kKvcacheWarps
+// warps, eight lanes a row.
+template <typename Element, bool kTo8Bit, int kHeadDim>
+__device__ __forceinline__ void load_queries(SmemTile<Element, kKvcacheRows, kHeadDim>& tile,
+                                             float (&row_scale)[kKvcacheRows],
+                                             const DecodeParams& params,
+                                             const KvcachePiece& piece) {
+  constexpr int kLanes = 32 * kKvcacheWarps / kKvcacheRows, kChunks = kHeadDim / kChunk / kLanes;
+  const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int first_row = blockIdx.x * kKvcacheRows, kv_head = blockIdx.y;
+  const bool exists = first_row + row < kvcache_group_rows(params);
+  const KvcacheRow at(params, kv_head, first_row + row);
+  const int64_t offset = piece.batch_idx * params.q_strides.batch +
+                         at.token * params.q_strides.row + at.head * params.q_strides.head;
+  float x[kChunks][kChunk];
+  const auto load = [&]<typename Source>(const Source* q) {
+    const Source* source = q + offset;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int col = (i * kLanes + lane) * kChunk;
+#pragma unroll
+      for (int c = 0; c < kChunk; ++c) x[i][c] = 0.f;
+      if (!exists || col >= params.head_dim) continue;
+      load_chunk<Source>(x[i], source + col);
+      if (params.rotary_cos != nullptr && col < params.rotary_dim) {
+        const int64_t position =
+            first_new_position(params, piece.batch_idx) + (params.rotate_by_row ? at.token : 0);
+        rotate_chunk(x[i], source, col, position, params);
+#pragma unroll
+        for (int c = 0; c < kChunk; ++c) x[i][c] = static_cast<float>(static_cast<Source>(x[i][c]));
+      }
+    }
+  };
+  if (params.dtype == DType::kFp16) {
+    load(static_cast<const __half*>(params.q));
+  } else {
+    load(static_cast<const __nv_bfloat16*>(params.q));
+  }
+
+  float scale = 1.f;
+  if constexpr (kTo8Bit) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+      for (int c = 0; c < kChunk; ++c) largest = fmaxf(largest, fabsf(x[i][c]));
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+    }
+    if (params.dtype == DType::kBf16) scale = fp16_scale(largest);
+  }
+  if (lane == 0) {
+    const float descale = params.k_descale == nullptr
+                              ? 1.f
+                              : params.k_descale[piece.batch_idx * params.k_descale_batch_stride +
+                                                 kv_head * params.k_descale_head_stride];
+    row_scale[row] = descale / scale;
+  }
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int col = (i * kLanes + lane) * kChunk;
+#pragma unroll
+    for (int pair = 0; pair < kChunk / 2; ++pair) {
+      const uint32_t packed =
+          ptx::pack<Element>(x[i][2 * pair] * scale, x[i][2 * pair + 1] * scale);
+      const int k = col + 2 * pair;
+      const int to = kTo8Bit ? k / 16 * 16 + k % 4 / 2 * 8 + k % 16 / 4 * 2 : k;
+      *reinterpret_cast<uint32_t*>(tile.pointer(row, to)) = packed;
+    }
+  }
+}
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,258 @@
+// Which thread block of kvcache.cuh reads which keys of which sequences.
+//
+// Grid (row tiles, kv heads, parts). The keys of a sequence lie in tiles, which start at multiples of
+// kKeys. The tiles of all sequences, one after the other, are one line, which is cut into equal
+// parts wherever the cuts fall, the same for each head and row tile:
+//
+//   sequences   │ 0                  │ 1    │ 2        │ 3                     │ …
+//   parts       │ 0          │ 1          │ 2          │ 3          │ 4          │ …
+//
+// so that lengths, which only the device knows, leave no block without work, and the blocks of one
+// part read the heads of the same tokens, neighbours in memory. A sequence inside one part is
+// finished there; the others are merged by kvcache_combine.cuh. A block leaves at most two pieces of
+// sequences: one that began before its part, and one that goes on behind.
+//
+// With num_splits > 0 each sequence is cut alike, by its own length alone, and the parts take the
+// pieces in turns: no bit of a sequence's result depends on the other sequences.
+//
+// A launch finds the instruction cache cold, and a call is short (7 us went into an earlier form of
+// this): all is 32-bit arithmetic, with one division by what only the device knows. Whole warps do it, each for itself; lane
+// i holds the keys of sequence i of 32.
+#pragma once
+
+#include "cache_rows.cuh"
+#include "kvcache.h"
+
+namespace flash_attn::cuda {
+
+// Keys of the sequence, the appended ones included. Anything may stand in cache_seqlens.
+__device__ __forceinline__ int kvcache_len_k(const CacheParams& params, int batch_idx) {
+  if (params.cache_seqlens == nullptr) return params.capacity;
+  const int start = min(max(params.cache_seqlens[batch_idx], -params.seqlen_new), params.capacity);
+  return min(start + params.seqlen_new, params.capacity);
+}
+
+// The keys that some queries of a sequence see, by length, window and leftpad.
+struct SequenceKeys {
+  int first, end;
+
+  // Of the queries first_token … last_token; masks are aligned bottom-right.
+  __device__ __forceinline__ SequenceKeys(const DecodeParams& params, int batch_idx, int len_k,
+                                          int first_token, int last_token) {
+    const int leftpad = params.leftpad_k == nullptr ? 0 : max(params.leftpad_k[batch_idx], 0);
+    const int from =
+        params.window_left < 0 ? 0 : len_k - params.seqlen_q + first_token - params.window_left;
+    const int beyond = last_token + 1 - params.seqlen_q + params.window_right;
+    end = params.window_right < 0 ? len_k : max(len_k + min(beyond, 0), 0);
+    first = min(max(from, leftpad), end);
+  }
+  // Of all queries.
+  __device__ __forceinline__ SequenceKeys(const DecodeParams& params, int batch_idx)
+      : SequenceKeys(params, batch_idx, kvcache_len_k(params, batch_idx), 0, params.seqlen_q - 1) {}
+  SequenceKeys() = default;
+
+  template <int kKeys>
+  __device__ __forceinline__ int first_tile() const {
+    return first / kKeys;
+  }
+  // At least one, so that each sequence is visited and its output written.
+  template <int kKeys>
+  __device__ __forceinline__ int tiles() const {
+    return max((end + kKeys - 1) / kKeys - first / kKeys, 1);
+  }
+};
+
+// The sequences of the batch, as places on the line of tiles.
+template <int kKeys>
+class SequenceCursor {
+ public:
+  __device__ __forceinline__ explicit SequenceCursor(const DecodeParams& params)
+      : params_(params), lane_(threadIdx.x % 32) {}
+
+  // Tiles of all sequences.
+  __device__ __forceinline__ int total_tiles() {
+    int total = 0;
+#pragma unroll 1
+    for (int base = 0; base < params_.batch; base += 32) {
+      load(base);
+      total += __reduce_add_sync(~0u, lane_tiles_);
+    }
+    return total;
+  }
+
+  // To the sequence that holds the tile. After total_tiles().
+  __device__ __forceinline__ void seek_tile(int tile) {
+    find([&](int, int end) { return end > tile; });
+  }
+  // To this sequence. After total_tiles().
+  __device__ __forceinline__ void seek_sequence(int batch_idx) {
+    find([&](int index, int) { return index >= batch_idx; });
+  }
+  __device__ __forceinline__ void advance() {
+    begin_ += tiles_;
+    if ((batch_idx_ + 1) % 32 == 0) load(batch_idx_ + 1);
+    select(batch_idx_ + 1);
+  }
+
+  __device__ __forceinline__ int batch_idx() const { return batch_idx_; }
+  __device__ __forceinline__ int begin() const { return begin_; }  // on the line
+  __device__ __forceinline__ int tiles() const { return tiles_; }
+  __device__ __forceinline__ const SequenceKeys& keys() const { return keys_; }
+
+ private:
+  // The first sequence, by its index and where it ends on the line, for which found() says so.
+  template <typename Found>
+  __device__ __forceinline__ void find(const Found& found) {
+    int begin = 0;
+#pragma unroll 1
+    for (int base = 0;; base += 32) {
+      if (params_.batch > 32) load(base);
+      int end = lane_tiles_;  // of the lane's sequence, by prefix sum
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, end, distance);
+        if (lane_ >= distance) end += other;
+      }
+      end += begin;
+      const int batch_idx = base + lane_;
+      const unsigned hits = __ballot_sync(~0u, batch_idx < params_.batch && found(batch_idx, end));
+      if (hits != 0) {
+        const int lane = __ffs(hits) - 1;
+        begin_ = __shfl_sync(~0u, end - lane_tiles_, lane);
+        select(base + lane);
+        return;
+      }
+      begin = __shfl_sync(~0u, end, 31);
+    }
+  }
+
+  __device__ __forceinline__ void load(int base) {
+    const int batch_idx = base + lane_;
+    lane_keys_ = SequenceKeys(params_, min(batch_idx, params_.batch - 1));
+    lane_tiles_ = batch_idx < params_.batch ? lane_keys_.template tiles<kKeys>() : 0;
+  }
+  __device__ __forceinline__ void select(int batch_idx) {
+    batch_idx_ = batch_idx;
+    keys_.first = __shfl_sync(~0u, lane_keys_.first, batch_idx % 32);
+    keys_.end = __shfl_sync(~0u, lane_keys_.end, batch_idx % 32);
+    tiles_ = __shfl_sync(~0u, lane_tiles_, batch_idx % 32);
+  }
+
+  const DecodeParams& params_;
+  int lane_, lane_tiles_;
+  SequenceKeys lane_keys_;
+  int batch_idx_, begin_, tiles_;
+  SequenceKeys keys_;
+};
+
+// Tiles of each part. Fewer are not worth another piece to merge.
+__device__ __forceinline__ int kvcache_share(int total_tiles, unsigned parts) {
+  constexpr int kLeastTiles = 2;
+  return max(static_cast<int>((total_tiles + parts - 1) / parts), kLeastTiles);
+}
+
+// The workspace slot of a piece; `number`: see KvcachePiece.
+__device__ __forceinline__ int64_t kvcache_slot(unsigned number, unsigned head, unsigned row_tile,
+                                                unsigned heads, unsigned row_tiles) {
+  return (static_cast<int64_t>(number) * heads + head) * row_tiles + row_tile;
+}
+
+// What a thread block works on between two merges.
+struct KvcachePiece {
+  int batch_idx;
+  SequenceKeys keys;
+  int first_tile, end_tile;  // of the sequence's cache rows
+  // Of this head's and row tile's pieces: 2 · part, + 1 if the sequence begins here; or the split.
+  // -1: the whole sequence.
+  int number;
+};
+
+// num_splits > 0: the pieces of one sequence.
+struct KvcacheSplits {
+  int tiles_each, count;
+
+  template <int kKeys>
+  __device__ __forceinline__ static KvcacheSplits of(const DecodeParams& params, int tiles) {
+    const int each = params.keys_per_split > 0
+                         ? params.keys_per_split / kKeys
+                         : (tiles + params.num_splits - 1) / params.num_splits;
+    return {each, (tiles + each - 1) / each};
+  }
+};
+
+// The pieces of one thread block, in order.
+template <int kKeys>
+class KvcacheSchedule {
+ public:
+  __device__ __forceinline__ explicit KvcacheSchedule(const DecodeParams& params)
+      : params_(params), cursor_(params) {
+    if (params.num_splits > 0) {
+      at_ = blockIdx.z;
+      end_ = params.batch * params.num_splits;
+      return;
+    }
+    const int total = cursor_.total_tiles();
+    const int share = kvcache_share(total, gridDim.z);
+    at_ = min(blockIdx.z * share, static_cast<unsigned>(total));
+    end_ = min(at_ + share, total);
+    if (at_ < end_) cursor_.seek_tile(at_);
+  }
+
+  // False: no more.
+  __device__ __forceinline__ bool next(KvcachePiece& piece) {
+    if (params_.num_splits > 0) return next_split(piece);
+    if (at_ >= end_) return false;
+    if (at_ == cursor_.begin() + cursor_.tiles()) cursor_.advance();
+    const int begin = at_ - cursor_.begin(), tiles = cursor_.tiles();
+    const int end = min(tiles, begin + end_ - at_);
+    set(piece, cursor_.batch_idx(), cursor_.keys(), begin, end);
+    piece.number = end - begin == tiles ? -1 : static_cast<int>(2 * blockIdx.z) + (begin == 0);
+    at_ += end - begin;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ bool next_split(KvcachePiece& piece) {
+#pragma unroll 1
+    for (; at_ < end_; at_ += gridDim.z) {
+      const int batch_idx = at_ / params_.num_splits, split = at_ % params_.num_splits;
+      const SequenceKeys keys(params_, batch_idx);
+      const int tiles = keys.template tiles<kKeys>();
+      const KvcacheSplits splits = KvcacheSplits::of<kKeys>(params_, tiles);
+      if (split >= splits.count) continue;
+      set(piece, batch_idx, keys, split * splits.tiles_each,
+          min((split + 1) * splits.tiles_each, tiles));
+      piece.number = splits.count == 1 ? -1 : at_;
+      at_ += gridDim.z;
+      return true;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ static void set(KvcachePiece& piece, int batch_idx,
+                                             const SequenceKeys& keys, int begin, int end) {
+    const int first_tile = keys.template first_tile<kKeys>();
+    piece.batch_idx = batch_idx;
+    piece.keys = keys;
+    piece.first_tile = first_tile + begin;
+    piece.end_tile = first_tile + end;
+  }
+
+  const DecodeParams& params_;
+  SequenceCursor<kKeys> cursor_;
+  int at_, end_;  // on the line of tiles; num_splits > 0: of all splits
+};
+
+// Row r of a kv head: token r / group, query head kv_head · group + r % group.
+struct KvcacheRow {
+  int token, head;
+
+  __device__ __forceinline__ KvcacheRow(const DecodeParams& params, int kv_head, int row) {
+    const int group = params.group;
+    // Exact for fewer than 2^20 rows, and far shorter than an integer division.
+    token = static_cast<int>(__fdividef(static_cast<float>(row) + 0.5f, static_cast<float>(group)));
+    head = kv_head * group + row - token * group;
+  }
+};
+
+}  // namespace flash_attn::cuda

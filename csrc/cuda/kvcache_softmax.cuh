@@ -1,0 +1,163 @@
+// From Q Kᵀ to P, among the four warps of kvcache.cuh that share the rows.
+#pragma once
+
+#include <cfloat>
+
+#include "attn/online_softmax.cuh"
+#include "kvcache_schedule.cuh"
+#include "kvcache_traits.cuh"
+#include "ptx/barrier.cuh"
+
+namespace flash_attn::cuda {
+
+// What this thread knows of its rows, g and g + 8 of the tile.
+struct KvcacheRows {
+  int first_key[2], end_key[2];  // seen by the row
+  float scale[2];                // of Q Kᵀ, in units of log 2; with softcap, of its argument
+  float slope[2];                // ALiBi's, in units of log 2
+  int diagonal[2];
+
+  __device__ __forceinline__ KvcacheRows(const DecodeParams& params, const KvcachePiece& piece,
+                                         const float (&q_scale)[kKvcacheRows], int lane) {
+    const int len_k = kvcache_len_k(params, piece.batch_idx);
+    const int last_row = kvcache_group_rows(params) - 1;
+    const float unit = params.softcap > 0.f ? 1.f / params.softcap : kLog2E;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row(half, lane);
+      const KvcacheRow at(params, blockIdx.y,
+                          min(static_cast<int>(blockIdx.x * kKvcacheRows) + row, last_row));
+      const SequenceKeys seen(params, piece.batch_idx, len_k, at.token, at.token);
+      first_key[half] = seen.first;
+      end_key[half] = seen.end;
+      diagonal[half] = at.token + len_k - params.seqlen_q;
+      scale[half] = params.softmax_scale * unit * q_scale[row];
+      slope[half] =
+          params.alibi_slopes == nullptr
+              ? 0.f
+              : kLog2E * params.alibi_slopes[piece.batch_idx * params.alibi_batch_stride + at.head];
+    }
+  }
+};
+
+// Q Kᵀ becomes scores in units of log 2; -inf where masked. first_key: of the warp's columns.
+template <typename Scores>
+__device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& params,
+                                              const KvcacheRows& rows, uint32_t valid,
+                                              int first_key, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) S.at(half, i) *= rows.scale[half];
+  }
+  if (params.softcap > 0.f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        // tanh(x) = 1 - 2 / (exp(2x) + 1)
+        const float power = ptx::exp2(S.at(half, i) * (2.f * kLog2E));
+        S.at(half, i) = params.softcap * kLog2E * (1.f - __fdividef(2.f, power + 1.f));
+      }
+    }
+  }
+  if (params.alibi_slopes != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        const int distance = abs(first_key + fragment_col(i, lane) - rows.diagonal[half]);
+        S.at(half, i) -= rows.slope[half] * static_cast<float>(distance);
+      }
+    }
+  }
+  constexpr uint32_t kAll = ~0u >> (32 - Scores::kN);
+  const bool inside = max(rows.first_key[0], rows.first_key[1]) <= first_key &&
+                      min(rows.end_key[0], rows.end_key[1]) >= first_key + Scores::kN;
+  if (__all_sync(~0u, inside && valid == kAll)) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      const int col = fragment_col(i, lane), key = first_key + col;
+      const bool seen =
+          (valid >> col & 1) != 0 && key >= rows.first_key[half] && key < rows.end_key[half];
+      if (!seen) S.at(half, i) = -INFINITY;
+    }
+  }
+}
+
+// The running softmax of the thread's two rows; sums over the warp's keys in this lane.
+struct KvcacheSoftmax {
+  float row_max[2] = {-FLT_MAX, -FLT_MAX};  // finite: see attn/online_softmax.cuh
+  float row_sum[2] = {0.f, 0.f};
+
+  // S becomes P. Returns whether O, by `correction`, and the sums have to follow a new maximum.
+  template <typename Traits>
+  __device__ __forceinline__ bool step(typename Traits::Scores& S, float (&correction)[2],
+                                       KvcacheStorage<Traits>& smem, int warp, int lane) {
+    constexpr int kExchange = 1;
+    float maximum[2] = {S.at(0, 0), S.at(1, 0)};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 1; i < S.kRowElements; ++i) maximum[half] = fmaxf(maximum[half], S.at(half, i));
+      maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], 1));
+      maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], 2));
+      if (lane % 4 == 0) smem.row_max[warp][fragment_row(half, lane)] = maximum[half];
+    }
+    ptx::barrier_sync<Traits::kThreads>(kExchange);
+    bool moved = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float new_max = row_max[half];
+#pragma unroll
+      for (int w = 0; w < kKvcacheWarps; ++w) {
+        new_max = fmaxf(new_max, smem.row_max[w][fragment_row(half, lane)]);
+      }
+      moved |= new_max != row_max[half];
+      correction[half] = ptx::exp2(row_max[half] - new_max);
+      row_max[half] = new_max;
+      row_sum[half] *= correction[half];
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        S.at(half, i) = ptx::exp2(S.at(half, i) - new_max);
+        row_sum[half] += S.at(half, i);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; i += 2) {
+        const int col = warp * Traits::kWarpKeys + fragment_col(i, lane);
+        *reinterpret_cast<uint32_t*>(smem.p.pointer(fragment_row(half, lane), col)) =
+            ptx::pack<typename Traits::Element>(S.at(half, i), S.at(half, i + 1));
+      }
+    }
+    ptx::barrier_sync<Traits::kThreads>(kExchange);
+    return __any_sync(~0u, moved);
+  }
+
+  // row_sum over all keys of the piece.
+  template <typename Traits>
+  __device__ __forceinline__ void finish(KvcacheStorage<Traits>& smem, int warp, int lane) {
+    constexpr int kExchange = 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_sum[half] += __shfl_xor_sync(~0u, row_sum[half], 1);
+      row_sum[half] += __shfl_xor_sync(~0u, row_sum[half], 2);
+      if (lane % 4 == 0) smem.row_sum[warp][fragment_row(half, lane)] = row_sum[half];
+    }
+    ptx::barrier_sync<Traits::kThreads>(kExchange);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_sum[half] = 0.f;
+#pragma unroll
+      for (int w = 0; w < kKvcacheWarps; ++w) {
+        row_sum[half] += smem.row_sum[w][fragment_row(half, lane)];
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn::cuda

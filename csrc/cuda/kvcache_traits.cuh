@@ -1,0 +1,103 @@
+// Tiles and shared memory of kvcache.cuh.
+#pragma once
+
+#include "kvcache.h"
+#include "ptx/mbarrier.cuh"
+#include "tile/fragment.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace flash_attn::cuda {
+
+template <DType kCacheDTypeOfTile, int kHeadDimOfTile>
+struct KvcacheTraits {
+  static constexpr DType kCacheDType = kCacheDTypeOfTile;
+  static constexpr bool k8Bit = is_8bit(kCacheDType);
+  using Element = flash_attn::Element<kCacheDType == DType::kBf16 ? DType::kBf16 : DType::kFp16>;
+  static constexpr int kHeadDim = kHeadDimOfTile;
+  static constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);
+  static constexpr int kWarpKeys = kKeys / kKvcacheWarps;
+  static constexpr int kThreads = 32 * kKvcacheWarps;  // that compute
+  // Of a warp: blocks of 16 columns of O, kKvcacheWarps · 16 apart.
+  static constexpr int kColumnBlocks = kHeadDim / (16 * kKvcacheWarps);
+  static constexpr int kUnits = k8Bit ? kHeadDim / 2 : kHeadDim;  // 16-bit words a row
+  // In the registers of an SM; 8-bit caches take some more.
+  static constexpr bool kTwoBlocksFit = kHeadDim <= 128 && !k8Bit;
+  using KvTile = SmemTile<Element, kKeys, kUnits>;
+  using QTile = SmemTile<Element, kKvcacheRows, kHeadDim>;
+  using PTile = SmemTile<Element, kKvcacheRows, kKeys>;
+  using Scores = Accumulator<1, kWarpKeys>;
+  using Output = Accumulator<1, 16 * kColumnBlocks>;
+};
+
+// Behind the ring of tiles, which begins the shared memory.
+template <typename Traits>
+struct KvcacheStorage {
+  typename Traits::QTile q;
+  typename Traits::PTile p;
+  float q_scale[kKvcacheRows];
+  float row_max[kKvcacheWarps][kKvcacheRows], row_sum[kKvcacheWarps][kKvcacheRows];
+  // One bit a key of a K tile that exists, one word a warp. Set by the producers.
+  uint32_t valid[kKvcacheMaxStages][kKvcacheWarps];
+  uint64_t full[kKvcacheMaxStages], empty[kKvcacheMaxStages];
+};
+
+// A place in the ring; the parity of the visit tells one round from the next.
+struct RingPlace {
+  unsigned stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance(unsigned stages) {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <typename Traits>
+class KvcacheRing {
+ public:
+  typename Traits::KvTile* tiles;
+  KvcacheStorage<Traits>& smem;
+  unsigned stages;  // even: K has the even stages, V the odd ones
+
+  __device__ __forceinline__ KvcacheRing(char* smem_bytes, unsigned num_stages)
+      : tiles(reinterpret_cast<typename Traits::KvTile*>(smem_bytes)),
+        smem(*reinterpret_cast<KvcacheStorage<Traits>*>(tiles + num_stages)),
+        stages(num_stages) {}
+
+  // All threads, before a barrier among them.
+  __device__ __forceinline__ void init(int full_arrivals, int head_dim, int head_dim_v) const {
+    if (threadIdx.x % 32 == 0) {  // the lanes of a warp would take turns anyway
+#pragma unroll 1
+      for (unsigned stage = threadIdx.x / 32; stage < stages; stage += blockDim.x / 32) {
+        ptx::mbarrier_init(smem.full[stage], full_arrivals);
+        ptx::mbarrier_init(smem.empty[stage], kKvcacheWarps);
+      }
+    }
+    if (min(head_dim, head_dim_v) <= Traits::kHeadDim - kSlabColumns) {
+      zero_absent_slabs(head_dim, head_dim_v);
+    }
+  }
+
+ private:
+  static constexpr int kSlabColumns = Traits::KvTile::kSlabCols * (Traits::k8Bit ? 2 : 1);
+
+  // Slabs beyond the head dim, which no copy touches: K's meet zeros of Q and must not be NaN.
+  __device__ __forceinline__ void zero_absent_slabs(int head_dim, int head_dim_v) const {
+    using KvTile = typename Traits::KvTile;
+#pragma unroll 1
+    for (unsigned stage = 0; stage < stages; ++stage) {
+      const int num_cols = stage % 2 == 0 ? head_dim : head_dim_v;
+      const int slabs = (num_cols + kSlabColumns - 1) / kSlabColumns;
+      auto* chunks = reinterpret_cast<uint4*>(tiles[stage].data);
+#pragma unroll 1
+      for (int i = slabs * KvTile::kSlabBytes / 16 + threadIdx.x;
+           i < static_cast<int>(sizeof(KvTile) / 16); i += blockDim.x) {
+        chunks[i] = {};
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,46 @@
+// Rotary position embedding (Su et al. 2021), for queries on their way to the matrix product and keys
+// on their way to the cache.
+#pragma once
+
+#include "../core/params.h"
+#include "tile/element.cuh"
+
+namespace flash_attn::cuda {
+
+template <typename Element>
+__device__ __forceinline__ void load_chunk(float (&x)[kChunk], const void* source) {
+  const uint4 raw = *static_cast<const uint4*>(source);
+  const auto* elements = reinterpret_cast<const Element*>(&raw);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>(elements[i]);
+}
+
+// Turns eight columns of a row, of which `row` points to column 0, by its position:
+//
+//   x₁' = x₁ cos - x₂ sin      x₂' = x₁ sin + x₂ cos
+//
+// in fp32. Positions are clamped to the table, columns from rotary_dim on stay.
+//
+// Out of line: most calls rotate nothing, and a launch has to fetch what it jumps over.
+template <typename Element>
+__device__ __noinline__ void rotate_chunk(float (&x)[kChunk], const Element* row, int col,
+                                          int64_t position, const CacheParams& params) {
+  const int half = params.rotary_dim / 2;
+  const int64_t table_row = min(max(position, int64_t{0}), int64_t{params.rotary_rows} - 1);
+  const auto* cos = static_cast<const Element*>(params.rotary_cos) + table_row * half;
+  const auto* sin = static_cast<const Element*>(params.rotary_sin) + table_row * half;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const int c = col + i;
+    if (c >= params.rotary_dim) continue;
+    const bool first = params.rotary_interleaved ? c % 2 == 0 : c < half;
+    const int pair = params.rotary_interleaved ? c / 2 : (first ? c : c - half);
+    const int partner = params.rotary_interleaved ? c ^ 1 : (first ? c + half : c - half);
+    const float other = static_cast<float>(row[partner]);
+    const float cosine = static_cast<float>(cos[pair]), sine = static_cast<float>(sin[pair]);
+    const float mine = static_cast<float>(row[c]);
+    x[i] = first ? mine * cosine - other * sine : other * sine + mine * cosine;
+  }
+}
+
+}  // namespace flash_attn::cuda
