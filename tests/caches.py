@@ -7,6 +7,7 @@ sequence uses is poisoned, and the pool lies between guard zones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -357,8 +358,10 @@ class CacheProblem:
         assert_lse_close(lse, expected_lse, largest)
 
 
-def each_cache(cases: list[CacheCase]) -> pytest.MarkDecorator:
-    pairs = [param(c, t) for c in dict.fromkeys(cases) for t in DECODE_TARGETS]
+def each_cache(
+    cases: list[CacheCase], targets: Sequence[Target] = DECODE_TARGETS, marks: Sequence = ()
+) -> pytest.MarkDecorator:
+    pairs = [param(c, t, *marks) for c in dict.fromkeys(cases) for t in targets]
     return pytest.mark.parametrize("case, target", pairs)
 
 

@@ -57,9 +57,8 @@ class DecodeCase:
     def served_by(self, backend: str) -> bool:
         if backend == "aten":
             return True
-        terms = self.softcap or self.alibi or self.sink or self.page_size
-        fits = self.d % 8 == 0 and self.d <= 256 and self.d_v in (None, self.d)
-        return self.dtype in ("fp16", "bf16") and fits and not terms
+        fits = all(d % 8 == 0 and d <= 256 for d in (self.d, self.d_v or self.d))
+        return self.dtype in ("fp16", "bf16") and fits
 
 
 def each_decode(

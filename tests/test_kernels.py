@@ -7,6 +7,7 @@ The reference is computed on the CPU, so that a sanitizer sees little but our ke
 from __future__ import annotations
 
 import pytest
+from caches import CacheCase, CacheProblem, each_cache, skip_unless_served
 from cases import DECODE_CUDA, SM80, SM90, Case, Target, check, each_case
 from test_decode import DecodeCase, each_decode
 from test_decode import check as check_decode
@@ -78,6 +79,40 @@ def decode_kernel_cases() -> list[DecodeCase]:
     ]
 
 
+def cache_kernel_cases() -> list[CacheCase]:
+    """Caches of 8 bits, pages, the append."""
+    return [
+        CacheCase(
+            d=d,
+            cache=cache,
+            page_size=page_size,
+            capacity=130,
+            new=3,
+            seqlen_q=3,
+            rotary=rotary,
+            sink=page_size > 0,
+            softcap=8.0 * (page_size == 16),
+            alibi=page_size == 3,
+            rows=page_size == 16,
+            leftpad=page_size == 0,
+        )
+        for d in (64, 128, 192, 256)
+        for cache, page_size, rotary in (
+            ("fp8", 0, "halves"),
+            ("int8", 16, ""),
+            ("fp8", 3, "interleaved"),
+            ("", 16, "halves"),
+        )
+    ]
+
+
 @each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
 def test_decode(case: DecodeCase, target: Target, seed: int) -> None:
     check_decode(case, target, seed)
+
+
+@each_cache(cache_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
+def test_caches(case: CacheCase, target: Target, seed: int) -> None:
+    problem = CacheProblem(case, seed, target.device)
+    skip_unless_served(problem, target)
+    problem.compare(*problem.run(target.backend))

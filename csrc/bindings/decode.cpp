@@ -10,53 +10,163 @@
 namespace flash_attn {
 namespace {
 
-DecodeResult decode_cuda(const DecodeArgs& args) {
-  const at::Tensor q = readable(args.q), k = readable(args.k_cache), v = readable(args.v_cache);
-  const OptTensor cache_seqlens = contiguous(args.cache_seqlens);
-  at::Tensor out = at::empty(q.sizes(), q.options());
+// What the kernels read of a call: tensors in place where that is possible, else copies. The caches
+// themselves only if nothing is to be appended to them.
+DecodeArgs kernel_args(DecodeArgs args) {
+  args.q = readable(args.q);
+  args.k_cache = readable(args.k_cache);
+  args.v_cache = readable(args.v_cache);
+  for (OptTensor* tensor : {&args.cache_seqlens, &args.cache_batch_idx, &args.leftpad_k,
+                            &args.block_table, &args.alibi_slopes}) {
+    *tensor = contiguous(*tensor);
+  }
+  if (args.learnable_sink) {
+    args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
+  }
+  return args;
+}
+
+int64_t capacity_of(const DecodeArgs& args) {
+  const int64_t page_size = args.k_cache.size(1);
+  return args.block_table ? args.block_table->size(1) * page_size : page_size;
+}
+
+// The kernels count rows, and tiles of all sequences, in 32 bits or less.
+bool fits_kernels(const DecodeArgs& args) {
+  constexpr int64_t kMaxRows = int64_t{1} << 20, kMaxKeys = int64_t{1} << 35;
+  const int64_t rows = args.q.size(1) * (args.q.size(2) / args.k_cache.size(2));
+  const int64_t capacity = capacity_of(args);
+  return args.k_cache.numel() > 0 && capacity > 0 && rows < kMaxRows &&
+         capacity < std::numeric_limits<int32_t>::max() / 2 && args.q.size(0) * capacity < kMaxKeys;
+}
+
+template <typename T>
+const T* pointer(const OptTensor& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+// args: of kernel_args. tokens: what is appended, or null.
+CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens) {
+  const auto batch_stride = [](const OptTensor& descale) {
+    return descale && descale->dim() == 2 ? descale->stride(0) : 0;
+  };
+  const auto head_stride = [](const OptTensor& descale) {
+    return descale ? descale->stride(-1) : 0;
+  };
+  const bool rotates = tokens != nullptr && tokens->rotary_cos && tokens->rotary_cos->size(1) > 0;
+  return {.k_cache = args.k_cache.const_data_ptr(),
+          .v_cache = args.v_cache.const_data_ptr(),
+          .k_strides = strides_of(args.k_cache),
+          .v_strides = strides_of(args.v_cache),
+          .cache_dtype = dtype_of(args.k_cache),
+          .cache_rows = static_cast<int>(args.k_cache.size(0)),
+          .capacity = static_cast<int>(capacity_of(args)),
+          .page_size = static_cast<int>(args.k_cache.size(1)),
+          .block_table = pointer<int32_t>(args.block_table),
+          .table_stride = args.block_table ? args.block_table->size(1) : 0,
+          .table_rows = args.block_table ? static_cast<int>(args.block_table->size(0)) : 0,
+          .cache_batch_idx = pointer<int32_t>(args.cache_batch_idx),
+          .cache_seqlens = pointer<int32_t>(args.cache_seqlens),
+          .seqlen_new = tokens == nullptr ? 0 : static_cast<int>(tokens->k.size(1)),
+          .k_descale = pointer<float>(args.k_descale),
+          .v_descale = pointer<float>(args.v_descale),
+          .k_descale_batch_stride = batch_stride(args.k_descale),
+          .k_descale_head_stride = head_stride(args.k_descale),
+          .v_descale_batch_stride = batch_stride(args.v_descale),
+          .v_descale_head_stride = head_stride(args.v_descale),
+          .rotary_cos = rotates ? tokens->rotary_cos->const_data_ptr() : nullptr,
+          .rotary_sin = rotates ? tokens->rotary_sin->const_data_ptr() : nullptr,
+          .rotary_rows = rotates ? static_cast<int>(tokens->rotary_cos->size(0)) : 0,
+          .rotary_dim = rotates ? static_cast<int>(2 * tokens->rotary_cos->size(1)) : 0,
+          .rotary_interleaved = rotates && tokens->rotary_interleaved,
+          .dtype = dtype_of(args.q),
+          .batch = static_cast<int>(args.q.size(0)),
+          .heads_kv = static_cast<int>(args.k_cache.size(2)),
+          .head_dim = static_cast<int>(args.q.size(3)),
+          .head_dim_v = static_cast<int>(args.v_cache.size(3))};
+}
+
+// What the faster kernel serves: core/params.h.
+bool is_plain(const DecodeArgs& args, const KvcacheArgs* tokens) {
+  return tokens == nullptr && !args.block_table && !args.cache_batch_idx && !args.leftpad_k &&
+         args.softcap == 0 && !args.alibi_slopes && !args.learnable_sink &&
+         args.k_cache.scalar_type() == args.q.scalar_type() &&
+         args.v_cache.size(3) == args.q.size(3) && !args.batch_invariant;
+}
+
+void append_cuda(const DecodeArgs& args, const KvcacheArgs& tokens) {
+  const at::Tensor k = readable(tokens.k), v = readable(tokens.v);
+  AppendParams params = {};
+  static_cast<CacheParams&>(params) = cache_params(args, &tokens);
+  params.k = k.const_data_ptr();
+  params.v = v.const_data_ptr();
+  params.k_new_strides = strides_of(k);
+  params.v_new_strides = strides_of(v);
+  cuda::run_append(params, stream_of(args.q));
+}
+
+// args: of kernel_args. tokens: appended just before, on the same stream; or null.
+DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
+  const at::Tensor& q = args.q;
+  at::Tensor out = at::empty({q.size(0), q.size(1), q.size(2), args.v_cache.size(3)}, q.options());
   const auto fp32 = q.options().dtype(at::kFloat);
   at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, fp32);
-  if (q.numel() == 0 || k.numel() == 0) {
-    return {out.zero_(), lse.fill_(-std::numeric_limits<float>::infinity())};
-  }
+  if (q.numel() == 0) return {out, lse};
   DecodeParams params = {};
+  static_cast<CacheParams&>(params) = cache_params(args, tokens);
   params.q = q.const_data_ptr();
-  params.k_cache = k.const_data_ptr();
-  params.v_cache = v.const_data_ptr();
   params.q_strides = strides_of(q);
-  params.k_strides = strides_of(k);
-  params.v_strides = strides_of(v);
-  params.dtype = dtype_of(q);
-  params.batch = static_cast<int>(q.size(0));
   params.heads_q = static_cast<int>(q.size(2));
-  params.heads_kv = static_cast<int>(k.size(2));
-  params.head_dim = static_cast<int>(q.size(3));
   params.seqlen_q = static_cast<int>(q.size(1));
-  params.capacity = static_cast<int>(k.size(1));
-  params.cache_seqlens = cache_seqlens ? cache_seqlens->const_data_ptr<int32_t>() : nullptr;
+  params.group = params.heads_q / params.heads_kv;
+  params.leftpad_k = pointer<int32_t>(args.leftpad_k);
   params.softmax_scale = static_cast<float>(resolved_scale(args.softmax_scale, q.size(3)));
   params.window_left = window_to_params(args.window_left);
   params.window_right = args.causal ? 0 : window_to_params(args.window_right);
+  params.rotate_by_row = params.window_left >= 0 || params.window_right >= 0;
+  params.softcap = static_cast<float>(args.softcap);
+  params.alibi_slopes = pointer<float>(args.alibi_slopes);
+  params.alibi_batch_stride =
+      args.alibi_slopes && args.alibi_slopes->dim() == 2 ? params.heads_q : 0;
+  params.learnable_sink = pointer<float>(args.learnable_sink);
   params.num_splits = static_cast<int>(args.num_splits);
+  if (args.batch_invariant && params.num_splits == 0) {
+    params.keys_per_split = cuda::kInvariantKeys;
+    params.num_splits = params.capacity / cuda::kInvariantKeys + 2;  // leftpad may add one
+  }
   params.out = out.data_ptr();
   params.out_strides = strides_of(out);
   params.lse = lse.data_ptr<float>();
+
   const cuda::DeviceInfo& device = device_info_of(q);
-  if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
-  at::Tensor partial_o, partial_lse;  // a workspace a call: streams and graphs run side by side
-  if (params.num_splits > 1) {
-    partial_o = at::empty({params.num_splits, q.size(0), q.size(2), q.size(1), q.size(3)}, fp32);
-    partial_lse = at::empty({params.num_splits, q.size(0), q.size(2), q.size(1)}, fp32);
-    params.partial_o = partial_o.data_ptr<float>();
-    params.partial_lse = partial_lse.data_ptr<float>();
+  // A workspace a call: streams and graphs run side by side.
+  const auto allocate = [&](int64_t rows) {
+    at::Tensor workspace = at::empty({rows, args.v_cache.size(3) + 1}, fp32);
+    params.partial_o = workspace.data_ptr<float>();
+    params.partial_lse = params.partial_o + rows * args.v_cache.size(3);
+    return workspace;
+  };
+  if (is_plain(args, tokens)) {
+    if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
+    const int64_t rows = params.num_splits > 1 ? params.num_splits * lse.numel() : 0;
+    const at::Tensor workspace = allocate(rows);
+    cuda::run_decode(params, device, stream_of(q));
+  } else {
+    const cuda::KvcacheGrid grid = cuda::kvcache_grid(params, device);
+    const int64_t rows = cuda::kvcache_slots(params, grid) * cuda::kKvcacheSlotRows;
+    const at::Tensor workspace = allocate(rows);
+    cuda::run_kvcache(params, grid, stream_of(q));
   }
-  cuda::run_decode(params, device, stream_of(q));
   return {out, lse};
 }
 
 DecodeResult decode_on(Backend backend, const DecodeArgs& args) {
-  return backend == Backend::kCuda ? decode_cuda(args) : aten::decode(to_aten(args));
+  if (backend == Backend::kAten || !fits_kernels(args)) return aten::decode(to_aten(args));
+  return decode_cuda(kernel_args(args), nullptr);
 }
+
+// Whether the append kernel can write to the tensor as it lies.
+bool writable_in_place(const at::Tensor& cache) { return readable(cache).is_same(cache); }
 
 void check_writable(const char* name, const at::Tensor& cache) {
   for (int64_t d = 0; d < cache.dim(); ++d) {
@@ -82,6 +192,15 @@ DecodeResult kvcache(const KvcacheArgs& args) {
   const c10::DeviceGuard guard(args.decode.q.device());
   // Chosen before anything is written: a backend that refuses leaves the cache as it was.
   const Backend backend = select_backend(call_shape(args.decode), args.decode.backend);
+  if (backend != Backend::kAten && fits_kernels(args.decode) &&
+      writable_in_place(args.decode.k_cache) && writable_in_place(args.decode.v_cache)) {
+    KvcacheArgs tokens = args;
+    tokens.rotary_cos = contiguous(args.rotary_cos);
+    tokens.rotary_sin = contiguous(args.rotary_sin);
+    const DecodeArgs step = kernel_args(args.decode);
+    append_cuda(step, tokens);
+    return decode_cuda(step, &tokens);
+  }
   const aten::Appended appended =
       aten::append(to_aten(args.decode), {.k = args.k,
                                           .v = args.v,

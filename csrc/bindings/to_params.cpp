@@ -32,11 +32,7 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .dropout = false,
       .sink = false,
       .return_probs = false,
-      .cache_dtype = dtype_of(q),
-      .paged = false,
-      .batch_idx = false,
-      .leftpad = false,
-      .batch_invariant = false};
+      .cache_dtype = dtype_of(q)};
 }
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
@@ -75,10 +71,6 @@ CallShape call_shape(const DecodeArgs& args) {
   call.softcap = args.softcap > 0;
   call.sink = args.learnable_sink.has_value();
   call.cache_dtype = dtype_of(args.k_cache);
-  call.paged = args.block_table.has_value();
-  call.batch_idx = args.cache_batch_idx.has_value();
-  call.leftpad = args.leftpad_k.has_value();
-  call.batch_invariant = args.batch_invariant;
   return call;
 }
 

@@ -11,25 +11,42 @@ constexpr bool kBuiltWithCuda = true;
 constexpr bool kBuiltWithCuda = false;
 #endif
 
+class Reasons {
+ public:
+  void refuse_if(bool refused, std::string reason) {
+    if (refused) reasons_.push_back(std::move(reason));
+  }
+  std::vector<std::string> take() { return std::move(reasons_); }
+
+ private:
+  std::vector<std::string> reasons_;
+};
+
 // What every CUDA kernel of ours asks for.
-std::vector<std::string> why_not_cuda(const CallShape& call) {
-  std::vector<std::string> reasons;
-  const auto refuse_if = [&](bool refused, std::string reason) {
-    if (refused) reasons.push_back(std::move(reason));
-  };
-  refuse_if(!kBuiltWithCuda, "this build of flash_attn has no CUDA kernels");
-  refuse_if(!call.on_cuda, "the tensors are not on a CUDA device");
-  refuse_if(kBuiltWithCuda && call.on_cuda && call.compute_capability < 80,
-            "the GPU is older than compute capability 8.0");
-  refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
-            "dtype is not float16 or bfloat16");
-  refuse_if(
+Reasons why_not_cuda(const CallShape& call) {
+  Reasons reasons;
+  reasons.refuse_if(!kBuiltWithCuda, "this build of flash_attn has no CUDA kernels");
+  reasons.refuse_if(!call.on_cuda, "the tensors are not on a CUDA device");
+  reasons.refuse_if(kBuiltWithCuda && call.on_cuda && call.compute_capability < 80,
+                    "the GPU is older than compute capability 8.0");
+  reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
+                    "dtype is not float16 or bfloat16");
+  reasons.refuse_if(
       call.head_dim > 256 || call.head_dim_v > 256,
       "head_dim " + std::to_string(std::max(call.head_dim, call.head_dim_v)) + " is above 256");
-  refuse_if(call.alibi, "alibi_slopes is not supported");
-  refuse_if(call.softcap, "softcap is not supported");
-  refuse_if(call.sink, "learnable_sink is not supported");
   return reasons;
+}
+
+std::vector<std::string> why_not_decode(const CallShape& call) {
+  Reasons reasons = why_not_cuda(call);
+  const bool fp8 = call.cache_dtype == DType::kFp8E4M3;
+  const int64_t multiple = fp8 || call.cache_dtype == DType::kInt8 ? 16 : 8;
+  reasons.refuse_if(call.head_dim % multiple != 0 || call.head_dim_v % multiple != 0,
+                    "a head_dim of the caches is not a multiple of " + std::to_string(multiple));
+  // Older GPUs cannot widen fp8, and newer ones run code made for older ones.
+  reasons.refuse_if(fp8 && kBuiltWithCuda && call.on_cuda && call.compute_capability != 90,
+                    "a cache of fp8 needs a GPU of compute capability 9.0");
+  return reasons.take();
 }
 
 }  // namespace
@@ -60,34 +77,26 @@ Backend backend_from_name(std::string_view wanted) {
 
 std::vector<std::string> why_not(Backend backend, const CallShape& call) {
   if (backend == Backend::kAten) return {};
-  std::vector<std::string> reasons;
+  if (call.op == Op::kDecode) {
+    if (backend != Backend::kCuda) return {"it has no decode kernel"};
+    return why_not_decode(call);
+  }
   if (backend == Backend::kCuda) {
-    if (call.op != Op::kDecode)
-      return {"it serves flash_decode_func and flash_attn_with_kvcache only"};
-    reasons = why_not_cuda(call);
-    if (call.head_dim % 8 != 0) reasons.emplace_back("head_dim is not a multiple of 8");
-    if (call.head_dim != call.head_dim_v) {
-      reasons.emplace_back("k_cache and v_cache differ in head_dim");
-    }
-    if (call.cache_dtype != call.dtype) reasons.emplace_back("the cache is not of q's dtype");
-    if (call.paged) reasons.emplace_back("block_table is not supported");
-    if (call.batch_idx) reasons.emplace_back("cache_batch_idx is not supported");
-    if (call.leftpad) reasons.emplace_back("cache_leftpad is not supported");
-    if (call.batch_invariant) reasons.emplace_back("batch_invariant is not supported");
-    return reasons;
+    return {"it serves flash_decode_func and flash_attn_with_kvcache only"};
   }
-  if (call.op == Op::kDecode) return {"it has no decode kernel"};
-  reasons = why_not_cuda(call);
-  if (call.bias) reasons.emplace_back("attn_bias is not supported");
-  if (call.dropout) reasons.emplace_back("dropout_p is not supported");
-  if (call.return_probs) reasons.emplace_back("return_attn_probs is not supported");
+  Reasons reasons = why_not_cuda(call);
+  reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
+  reasons.refuse_if(call.softcap, "softcap is not supported");
+  reasons.refuse_if(call.sink, "learnable_sink is not supported");
+  reasons.refuse_if(call.bias, "attn_bias is not supported");
+  reasons.refuse_if(call.dropout, "dropout_p is not supported");
+  reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
   if (backend == Backend::kSm90) {
-    if (call.op == Op::kBackward) reasons.emplace_back("it has no backward kernel");
-    if (kBuiltWithCuda && call.on_cuda && call.compute_capability != 90) {
-      reasons.emplace_back("the GPU is not of compute capability 9.0");
-    }
+    reasons.refuse_if(call.op == Op::kBackward, "it has no backward kernel");
+    reasons.refuse_if(kBuiltWithCuda && call.on_cuda && call.compute_capability != 90,
+                      "the GPU is not of compute capability 9.0");
   }
-  return reasons;
+  return reasons.take();
 }
 
 Backend choose_backend(const CallShape& call, std::optional<std::string_view> forced) {

@@ -26,7 +26,6 @@ struct CallShape {
   bool bias, alibi, softcap, dropout, sink, return_probs;
   // Decode only.
   DType cache_dtype;
-  bool paged, batch_idx, leftpad, batch_invariant;
 };
 
 std::string_view name(Backend backend);
