@@ -122,6 +122,10 @@ class ByteGPT(nn.Module):
             cache.length += tokens.shape[1]
         return self.head(self.norm(x)).float()
 
+    def attend_with(self, attention: Attention) -> None:
+        for block in self.blocks:
+            block.attention.attention = attention
+
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy (nats a byte) of predicting each next byte of (batch, context + 1)."""
         logits = self(tokens[:, :-1])
