@@ -1,7 +1,7 @@
 """Which backend serves a call, and how to insist on one.
 
-aten: ATen operations, any device and dtype. sm80: CUDA forward and backward. cuda: CUDA split-KV
-decode.
+aten: ATen operations, any device and dtype. sm80: CUDA forward and backward. sm90: the forward on
+Hopper. cuda: split-KV decode and append.
 """
 
 from collections.abc import Sequence
