@@ -59,7 +59,7 @@ def test_cpu_memory_is_linear(direction: str, bias: str) -> None:
 PAGED_SCRIPT = """
 import torch, flash_attn
 torch.set_num_threads(2)
-page, pages = 16, 4096
+page, pages = 16, 16384
 k, v = torch.randn(2, pages, page, 2, 64)
 q = torch.randn(1, 1, 4, 64)
 table = torch.randperm(pages, dtype=torch.int32)[None]
@@ -75,7 +75,8 @@ def decode(length):
     flash_attn.flash_decode_func(q, k, v, lengths, block_table=table)
     return peak_mib() - before
 
-decode(100)
+# Both threads' workspaces of the matrix library come first; a quarter of the keys hides nothing.
+decode(page * pages // 4)
 print(decode(page * pages))
 """
 
@@ -83,10 +84,10 @@ print(decode(page * pages))
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_paged_cache_is_not_copied_together() -> None:
-    """K and V of the sequence are 64 MiB."""
+    """K or V of the sequence alone would take 128 MiB; what is freed and kept takes 53 to 80."""
     arguments = [sys.executable, "-c", PAGED_SCRIPT]
     done = subprocess.run(arguments, check=True, timeout=300, capture_output=True, text=True)
-    assert float(done.stdout) < 16, f"{done.stdout.strip()} MiB"
+    assert float(done.stdout) < 112, f"{done.stdout.strip()} MiB"
 
 
 def cuda_peak_mib(target: Target, seqlen: int, backward: bool) -> float:
