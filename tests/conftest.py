@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import zlib
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="run the tests of one device only (default: all; cuda skips where there is no GPU)",
     )
+    parser.addoption(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="run every Nth test from the Ith on (from 0): N processes share a suite",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and int(first) < int(step)):
+        raise ArgumentTypeError(f"expected I/N with 0 <= I < N, got {text!r}")
+    return int(first), int(step)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,16 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     device = config.getoption("--device")
     if device != "all":
-        wanted = [
-            item for item in items if bool(item.get_closest_marker("gpu")) == (device == "cuda")
-        ]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
-        items[:] = wanted
+        gpu = device == "cuda"
+        keep_only(config, items, [i for i in items if bool(i.get_closest_marker("gpu")) == gpu])
+    if part := config.getoption("--part"):
+        first, step = part
+        keep_only(config, items, items[first::step])
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def keep_only(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.Item]) -> None:
+    kept = set(wanted)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = wanted
 
 
 @pytest.fixture
