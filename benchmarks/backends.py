@@ -43,8 +43,10 @@ class Inputs:
         return [x for x in tensors if x is not None and x.requires_grad]
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, std: float = 1.0) -> Inputs:
-    generator = torch.Generator(device).manual_seed(0)
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device, std: float = 1.0, seed: int = 0
+) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, grad: bool = True) -> torch.Tensor:
         x = torch.randn(shape, dtype=dtype, device=device, generator=generator) * std
@@ -105,6 +107,16 @@ def _ours(backend: str, case: Case, inputs: Inputs) -> Attend:
             return call(q, k, v, **options)
 
     return attend
+
+
+def has_backward(name: str, inputs: Inputs) -> bool:
+    """Whether a contestant computes gradients: a backend of ours may be a forward alone."""
+    if name in PEERS:
+        return True
+    import flash_attn
+
+    with forced_backend(name):
+        return bool(flash_attn.can_use(inputs.q, inputs.k, inputs.v, op="bwd"))
 
 
 def _sdpa(name: str, case: Case, inputs: Inputs) -> Attend:
