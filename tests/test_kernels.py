@@ -50,6 +50,11 @@ def kernel_cases() -> list[Case]:
     cases.append(Case(d=40, d_v=24, dtype="fp16", seqlen_q=33, seqlen_k=20, causal=True))
     cases.append(Case(d=192, d_v=128, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))
     cases.append(Case(d=13, dtype="bf16", seqlen_q=33, seqlen_k=20))
+    # Long enough for the other tile of d = 64 on Hopper.
+    for dtype in ("fp16", "bf16"):
+        cases.append(
+            Case(d=64, dtype=dtype, batch=1, heads_q=1, heads_kv=1, seqlen_q=1030, seqlen_k=200)
+        )
     return cases
 
 

@@ -31,12 +31,18 @@ struct FwdTile {
   // The next P is made while the tensor cores still read this one: block_n / 4 more registers. With
   // more than about 195 of 240 (130 of 160) taken by S, O and two P, ptxas serialises wgmma.
   bool ahead;
+  // On a multiprocessor. With two, one's products run beside the other's softmax and tile ends, so a
+  // consumer does one thing after the other and `ordered` and `ahead` are false.
+  int blocks = 1;
 
   constexpr int block_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
-  // Of 64 K registers; the producers have enough with the rest.
+  // Of 64 K registers; the producers have enough with the rest. setmaxnreg deals with what the block
+  // got at the start, the same for each thread in eights: asking for more hangs.
   constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
-  constexpr int consumer_registers() const { return consumers == 3 ? 160 : 240; }
+  constexpr int consumer_registers() const {
+    return blocks == 2 ? 104 : consumers == 3 ? 160 : 240;
+  }
 };
 
 template <int kHeadDim, int kHeadDimV>
@@ -55,17 +61,18 @@ inline constexpr FwdTile kFwdTile<64, 64> = {.consumers = 3,
                                              .output_slabs = 1,
                                              .ordered = true,
                                              .ahead = true};
-// d = 64 with few queries: 192 rows do not divide short sequences.
-inline constexpr int kFewQueries = 1024;
-// s = 1k 386 / 283, 512 323 / 209. 3 × 96 keys: 0.92 / 0.91 (1k), 0.85 / 0.87 (512), but 1.01 / 1.02 (2k),
-// 1.13 / 1.13 (16k). Without turns: 0.97 / 1.02 (512); 160 keys 0.77 / 0.85 (512).
+// d = 64 with few queries: at the end of a tile both consumers of a block stand still at once.
+inline constexpr int kFewQueries = 1024, kFewMaskedQueries = 2048;
+// s = 512 334 / 227, 1k 384 / 307, 2k 406 / 365. One block of 2 × 128 keys: 0.93 / 0.90 (512), 0.97 /
+// 0.88 (1k); 3 × 96 keys: 1.07 / 0.97 (2k), 1.19 / 1.14 (16k). 80 keys: 0.96 / 0.96 (512).
 inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
-                                            .block_n = 128,
-                                            .stages = 2,
+                                            .block_n = 64,
+                                            .stages = 3,
                                             .q_stages = 2,
                                             .output_slabs = 1,
-                                            .ordered = true,
-                                            .ahead = true};
+                                            .ordered = false,
+                                            .ahead = false,
+                                            .blocks = 2};
 // s = 8k, an earlier form: 128 keys ahead 553 / 525; 160 not ahead 520 / 449.
 template <>
 inline constexpr FwdTile kFwdTile<96, 96> = {.consumers = 2,
@@ -113,11 +120,12 @@ inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
                                                .ordered = true,
                                                .ahead = true};
 
-// Calls f.template operator()<FwdTile>().
+// Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.
 template <int kHeadDim, int kHeadDimV, typename F>
-auto with_fwd_tile(int seqlen_q, F&& f) {
+auto with_fwd_tile(int seqlen_q, bool masked, F&& f) {
   if constexpr (kHeadDim == 64) {
-    if (seqlen_q <= kFewQueries) return f.template operator()<kFewQueriesTile>();
+    if (seqlen_q <= (masked ? kFewMaskedQueries : kFewQueries))
+      return f.template operator()<kFewQueriesTile>();
   }
   return f.template operator()<kFwdTile<kHeadDim, kHeadDimV>>();
 }

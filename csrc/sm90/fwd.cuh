@@ -163,6 +163,13 @@ class KeyWalk {
         n(work.range.end - 1) {}
 
   __device__ __forceinline__ void run() {
+    if constexpr (Traits::kTile.blocks > 1) {
+      Probabilities P;
+      first(P);
+#pragma unroll 1
+      while (--n >= range.begin) next_in_steps(P);
+      return last(P);
+    }
     Probabilities P, P_next;  // two, so that one can come while the other is read
     first(P);
 #pragma unroll 1
@@ -180,7 +187,7 @@ class KeyWalk {
     mask();
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
-    self.send_staged();
+    if constexpr (Traits::kTile.blocks == 1) self.send_staged();
     self.v_ring.wait_full();
   }
 
@@ -216,10 +223,37 @@ class KeyWalk {
     if constexpr (!Traits::kTile.ahead) P_next = to_operand_a<Element>(S);
   }
 
+  // One after the other, S in the registers of P: another block's products fill the gaps.
+  __device__ __forceinline__ void next_in_steps(Probabilities& P) {
+    accumulate(P);
+    ptx::wgmma_commit();  // O += P V(n + 1)
+    self.k_ring.wait_full();
+    ptx::wgmma_wait<0>();
+    pin(O);
+    pin(P);
+    self.release(self.v_ring);
+    self.scores(S);
+    ptx::wgmma_commit();  // S = Q K(n)ᵀ
+    self.send_staged();
+    ptx::wgmma_wait<0>();
+    pin(S);
+    self.release(self.k_ring);
+    mask();
+    if (softmax.update_max(S, correction)) scale_rows(O, correction);
+    softmax.template exponentiate_into<Element>(P, S);
+    self.v_ring.wait_full();
+  }
+
   __device__ __forceinline__ void last(Probabilities& P) {
     self.release(self.q_ring);
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
+    if constexpr (Traits::kTile.blocks > 1) {
+      self.send_staged();
+      ptx::wgmma_wait<0>();
+      pin(O);
+      pin(P);
+    }
     if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
     ptx::wgmma_wait<Traits::kStartsEarly ? 1 : 0>();
     pin(O);
@@ -328,7 +362,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     fwd_kernel(const __grid_constant__ FwdParams params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
                const __grid_constant__ FwdTensorMaps maps, int num_tiles) {
@@ -363,7 +397,7 @@ inline bool tiles_are_alike(const FwdParams& params) {
 template <typename Traits>
 void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream stream) {
   using Storage = FwdSharedStorage<Traits>;
-  static_assert(sizeof(Storage) <= 227 * 1024);
+  static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
   const int64_t group = params.heads_q / params.heads_kv;
   auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
@@ -395,7 +429,7 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                                    Traits::VTile::kSlabCols, Traits::kBlockN),
                               .out = make_tensor_map(params.out, params.out_strides, out_shape,
                                                      Traits::OutputSlab::kSlabCols, 16)};
-  const int blocks = std::min(num_tiles, device.num_sms);
+  const int blocks = std::min(num_tiles, device.num_sms * Traits::kTile.blocks);
   if (alike || num_tiles <= blocks) {
     params.tile_counter = nullptr;
   } else {
@@ -407,7 +441,7 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, [&]<FwdTile kTile> {
+  with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
     launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile>>(params, device, stream);
   });
 }

@@ -23,8 +23,11 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 // exp2(-inf) = 0 in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through
 // the exponentials.
 //
-// kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while the true maximum is less than
-// 2^kSlackLog2 times above it. The result is the same; P reaches 2^kSlackLog2.
+// kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while no P exceeds 2^kSlackLog2, nor
+// both 1 and kOutweighs of what its thread has summed of the row. In exact arithmetic the result is
+// the same; the second is for the rounding. With the true maximum the largest P is 1 and rounds
+// without error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row
+// would be that row's error.
 template <int kRows, int kSlackLog2 = 0>
 class OnlineSoftmax {
  public:
@@ -57,35 +60,53 @@ class OnlineSoftmax {
 
   // step() that rounds P into an operand and keeps S, so that it can go ahead with the maxima of the
   // blocks before: those of this block are not on the way to the exponentials, which seldom need
-  // them. Where some P exceeds 2^kSlackLog2, or 1 and kOutweighs of what the thread has summed of its
-  // row, they are computed again, with the true maxima.
-  //
-  // The second is for accuracy: with the true maximum the largest P is 1 and rounds without error;
-  // with an older one its rounding (2⁻⁹ of it) would be the error of a row that this key dominates.
+  // them. Where some P exceeds 2^kSlackLog2 they are computed again, with the true maxima; where one
+  // outweighs its row, row_max is moved so that it needs no rounding.
   template <typename Element, int kMBlocks, int kN>
   __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
                                              Accumulator<kMBlocks, kN>& S,
                                              float (&correction)[kRows]) {
     static_assert(kSlackLog2 > 0);
-    constexpr float kOutweighs = 0.5f;
     if (negate_) negate(S);
     float sum_before[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) sum_before[row] = row_sum_[row];
     exponentiate_into<Element>(P, S);
-    bool exceeds = false;
+    bool exceeds = false, overflows = false;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float2 largest = ptx::unpack<Element>(row_max_of(P, row));
-      const float limit = fminf(fmaxf(kOutweighs * sum_before[row], 1.f), 1 << kSlackLog2);
-      exceeds |= fmaxf(largest.x, largest.y) > limit;
+      exceeds |= fmaxf(largest.x, largest.y) > limit(sum_before[row]);
+      overflows |= fmaxf(largest.x, largest.y) > kLargest;
     }
     if (!__any_sync(~0u, exceeds)) return false;
+    if (!__any_sync(~0u, overflows)) {
+      spare_largest<Element>(S, correction);
+      return true;
+    }
 #pragma unroll
     for (int row = 0; row < kRows; ++row) row_sum_[row] = sum_before[row];
     raise_max<0>(S, correction);
     exponentiate_into<Element>(P, S);
     return true;
+  }
+
+  // After P has been rounded: moves the row_max of rows whose largest P is above 1, by less than 2⁻⁸,
+  // to where that P is what it was rounded to. The block's other P are not computed again: they are
+  // off by the same factor, no more than by their own rounding.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void spare_largest(const Accumulator<kMBlocks, kN>& S,
+                                                float (&correction)[kRows]) {
+    float maximum[kRows];
+    row_maxima(S, maximum);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float largest = exponentiate(row, maximum[row]);
+      const float rounded = ptx::unpack<Element>(ptx::pack<Element>(largest, 0.f)).x;
+      correction[row] = largest > 1.f ? __fdividef(rounded, largest) : 1.f;
+      row_max_[row] -= ptx::log2(correction[row]);
+      row_sum_[row] *= correction[row];
+    }
   }
 
   // P = exp2(c·S - row_max), rounded; the unrounded ones join the sums.
@@ -121,25 +142,27 @@ class OnlineSoftmax {
   template <int kSlack, int kMBlocks, int kN>
   __device__ __forceinline__ bool raise_max(const Accumulator<kMBlocks, kN>& S,
                                             float (&correction)[kRows]) {
-    static_assert(Accumulator<kMBlocks, kN>::kRows == kRows);
     float maximum[kRows];
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) maximum[row] = S.at(row, 0);
-#pragma unroll
-    for (int i = 1; i < S.kRowElements; ++i) {  // kRows independent chains
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) maximum[row] = fmaxf(maximum[row], S.at(row, i));
-    }
+    row_maxima(S, maximum);
     bool moved = false;
+    float raised[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
-      maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
-      float row_max = fmaxf(maximum[row] * scale_log2_, row_max_[row]);
-      if (kSlack > 0 && row_max - row_max_[row] <= kSlack) row_max = row_max_[row];
-      moved |= row_max != row_max_[row];
-      correction[row] = ptx::exp2(row_max_[row] - row_max);
-      row_max_[row] = row_max;
+      raised[row] = fmaxf(maximum[row] * scale_log2_, row_max_[row]);
+      moved |= raised[row] != row_max_[row];
+      correction[row] = ptx::exp2(row_max_[row] - raised[row]);
+    }
+    if constexpr (kSlack > 0) {  // for all rows of the warp: the lanes of a quad must agree
+      bool exceeds = false;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        exceeds |= 1.f > correction[row] * limit(row_sum_[row]);
+      }
+      if (!__any_sync(~0u, exceeds)) return false;
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      row_max_[row] = raised[row];
       row_sum_[row] *= correction[row];
     }
     return __any_sync(~0u, moved);
@@ -172,6 +195,25 @@ class OnlineSoftmax {
   }
 
  private:
+  // Of whole rows: over the quad.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ static void row_maxima(const Accumulator<kMBlocks, kN>& S,
+                                                    float (&maximum)[kRows]) {
+    static_assert(Accumulator<kMBlocks, kN>::kRows == kRows);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) maximum[row] = S.at(row, 0);
+#pragma unroll
+    for (int i = 1; i < S.kRowElements; ++i) {  // kRows independent chains
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) maximum[row] = fmaxf(maximum[row], S.at(row, i));
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
+      maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
+    }
+  }
+
   // The largest of a row's elements in even and of those in odd columns, packed as they are. Numbers
   // that are not negative compare as their bits do, and integers in threes.
   template <int kMBlocks, int kN>
@@ -197,6 +239,13 @@ class OnlineSoftmax {
         S.at(row, i) = S.at(row, i) == -INFINITY ? -INFINITY : -S.at(row, i);
       }
     }
+  }
+
+  static constexpr float kLargest = 1 << kSlackLog2, kOutweighs = 0.125f;
+
+  // The largest P that passes with an older maximum, by what the thread had summed of its row.
+  __device__ __forceinline__ static float limit(float row_sum) {
+    return fminf(fmaxf(kOutweighs * row_sum, 1.f), kLargest);
   }
 
   float row_max_[kRows], row_sum_[kRows];
