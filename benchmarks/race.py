@@ -1,6 +1,6 @@
 """The races: ours by backend against torch's backends, FlexAttention and FlashAttention-4.
 
-    python -m benchmarks.race [--kinds fwd,bwd,decode,naive,features,cpu] [--backends
+    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,naive,features,cpu] [--backends
     sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
@@ -20,9 +20,10 @@ from benchmarks import backends, results, shapes
 from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
-KINDS = ("fwd", "bwd", "decode", "naive", "features", "cpu")
+KINDS = ("fwd", "shapes", "bwd", "decode", "naive", "features", "cpu")
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
+    "shapes": ("fa2", "cudnn", "fa4"),
     "bwd": ("fa2", "cudnn", "fa4"),
     "decode": ("fa2", "cudnn"),
     "naive": ("naive",),
@@ -34,7 +35,8 @@ PEERS = {
 def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
     """Ours, the fastest on this device first, then the peers that are installed."""
     ours = {"decode": ("cuda",), "cpu": ("aten",)}.get(kind, ("sm80",))
-    if kind in ("fwd", "naive", "features") and torch.cuda.get_device_capability(device) == (9, 0):
+    forward = kind in ("fwd", "shapes", "naive", "features")
+    if forward and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
     fa4 = importlib.util.find_spec("flash_attn.cute") is not None
     return *ours, *(name for name in PEERS[kind] if name != "fa4" or fa4)
@@ -210,6 +212,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return records + results.geometric_means(records, by=())
     if kind == "naive":
         return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
+    if kind == "shapes":
+        return dense_race(race, "fwd", shapes.other_shapes(quick), names, suffix=".feature")
     if kind == "features":
         cases = shapes.features(quick)
         return [r for k in ("fwd", "bwd") for r in dense_race(race, k, cases, names, ".feature")]

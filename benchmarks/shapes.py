@@ -100,8 +100,8 @@ def documents() -> tuple[int, ...]:
     )
 
 
-def features(quick: bool = False) -> list[Case]:
-    """GQA, other head dims, windows, varlen, score terms, dropout, determinism."""
+def other_shapes(quick: bool = False) -> list[Case]:
+    """GQA, other head dims, a window, varlen: what a forward without score terms meets besides."""
     gqa = [Case(TOKENS // s, s, 32, 128, True, heads_kv=8) for s in (2048, 8192)]
     dims = [
         Case(2, 8192, 16, d, causal, head_dim_v=dv)
@@ -109,10 +109,18 @@ def features(quick: bool = False) -> list[Case]:
         for causal in (False, True)
     ]
     docs = documents()
-    causal_8k = dict(batch=2, seqlen=8192, heads=16, head_dim=128, causal=True)
     others = [
         Case(1, 16384, 16, 128, True, window=1024),
         Case(1, max(docs), 16, 128, True, docs=docs),
+    ]
+    cases = gqa + dims + others
+    return cases[::4] if quick else cases
+
+
+def features(quick: bool = False) -> list[Case]:
+    """The other shapes, then score terms, dropout, determinism."""
+    causal_8k = dict(batch=2, seqlen=8192, heads=16, head_dim=128, causal=True)
+    terms = [
         Case(**causal_8k, softcap=50.0),
         Case(**causal_8k, alibi=True),
         Case(4, 4096, 16, 128, bias="fixed"),
@@ -123,8 +131,8 @@ def features(quick: bool = False) -> list[Case]:
     deterministic = [
         Case(2, 8192, HIDDEN // d, d, True, deterministic=True) for d in (64, 128, 256)
     ]
-    cases = gqa + dims + others + deterministic
-    return cases[::4] if quick else cases
+    cases = terms + deterministic
+    return other_shapes(quick) + (cases[::4] if quick else cases)
 
 
 def gpt2_medium(quick: bool = False) -> list[Case]:

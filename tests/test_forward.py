@@ -31,7 +31,7 @@ KERNEL_CHOICES = dict(
     seqlen_q=EDGES,
     seqlen_k=EDGES,
     heads=HEADS,
-    d=[32, 64, 72, 96, 128, 160, 192, 256],
+    d=[32, 48, 64, 72, 80, 96, 128, 160, 192, 256],
     dtype=["fp16", "bf16"],
     causal=[False, True],
     top_left=[False, True],
@@ -83,7 +83,21 @@ HEAD_DIM_CASES = [
 ]
 VALUE_DIM_CASES = [
     Case(batch=1, d=d, d_v=d_v, dtype="bf16", seqlen_q=66, seqlen_k=40)
-    for d, d_v in [(192, 128), (64, 256), (128, 96), (96, 128), (40, 24), (17, 33), (256, 64)]
+    for d, d_v in [
+        (192, 128),
+        (64, 256),
+        (128, 96),
+        (96, 128),
+        (40, 24),
+        (17, 33),
+        (256, 64),
+        (48, 8),
+        (24, 45),
+        (80, 32),
+        (72, 64),
+        (56, 75),
+        (88, 80),
+    ]
 ]
 
 
@@ -122,6 +136,39 @@ def test_query_heads_of_one_kv_head(case: Case, target: Target, seed: int) -> No
     ]
 )
 def test_long_rows(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+@each_case(
+    [
+        Case(
+            batch=1,
+            seqlen_q=1030,
+            seqlen_k=seqlen_k,
+            d=d,
+            dtype=dtype,
+            heads_q=2,
+            heads_kv=1,
+            causal=causal,
+            window=window,
+        )
+        for d, dtype in (
+            (40, "fp16"),
+            (48, "bf16"),
+            (64, "bf16"),
+            (72, "bf16"),
+            (80, "fp16"),
+            (88, "bf16"),
+        )
+        for seqlen_k, causal, window in (
+            (1030, True, (-1, -1)),
+            (300, False, (-1, -1)),
+            (1100, False, (150, 20)),
+        )
+    ]
+)
+def test_many_queries(case: Case, target: Target, seed: int) -> None:
+    """sm90 has tiles of their own for them."""
     check(case, target, seed, backward=False)
 
 

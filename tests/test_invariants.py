@@ -11,6 +11,8 @@ import torch
 from cases import (
     ATTENTION_TARGETS,
     BITWISE_TARGETS,
+    SM80,
+    SM90,
     Case,
     Problem,
     Target,
@@ -215,6 +217,22 @@ def test_two_halves_of_the_keys_merge_by_their_lse(case: Case, target: Target, s
     unit = UNIT_ROUNDOFF[problem.q.dtype]
     size = sum(w * half["out"].float().abs() for w, half in zip(weights, halves, strict=True))
     assert ((merged - whole["out"].float()).abs() <= 3 * unit * (size + 1)).all()
+
+
+@each_target(SM80, SM90)
+def test_heads_that_do_not_fit_the_cache_together(target: Target, seed: int) -> None:
+    """The scheduler takes them in sections, here one and two: bit for bit what each gives alone."""
+    case = Case(batch=1, seqlen_q=130, seqlen_k=16384, d=256, dtype="bf16", causal=True)
+    problem = Problem(case.with_(heads_q=3, heads_kv=3), seed, target.device)
+    together = run(problem, target.backend, backward=False)
+    for head in range(3):
+        alone = Problem(case.with_(seqlen_k=1, heads_q=1, heads_kv=1), seed, target.device)
+        one = slice(head, head + 1)
+        alone.q, alone.k, alone.v = (x[:, :, one] for x in (problem.q, problem.k, problem.v))
+        alone.max_k = problem.max_k
+        results = run(alone, target.backend, backward=False)
+        assert torch.equal(results["out"], together["out"][:, :, one])
+        assert torch.equal(results["lse"], together["lse"][:, one])
 
 
 TERMS_THAT_MATTER = {

@@ -47,7 +47,16 @@ def kernel_cases() -> list[Case]:
                         **shape,
                     )
                 )
+    # sm90's further classes, and its tiles for many queries.
+    for d in (48, 80, 160):
+        for i, shape in enumerate(SHAPES.values()):
+            dtype = ("fp16", "bf16")[i // 2 % 2]
+            cases.append(Case(d=d - 8 * (i % 2), dtype=dtype, heads_q=4, heads_kv=2, **shape))
+    for d in (40, 64, 72, 96):
+        cases.append(Case(d=d, dtype="bf16", batch=1, seqlen_q=1100, seqlen_k=200, heads_q=2))
     cases.append(Case(d=40, d_v=24, dtype="fp16", seqlen_q=33, seqlen_k=20, causal=True))
+    cases.append(Case(d=80, d_v=24, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))
+    cases.append(Case(d=56, d_v=72, dtype="fp16", seqlen_q=33, seqlen_k=20))
     cases.append(Case(d=192, d_v=128, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))
     cases.append(Case(d=13, dtype="bf16", seqlen_q=33, seqlen_k=20))
     # Long enough for the other tile of d = 64 on Hopper.

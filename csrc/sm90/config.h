@@ -9,25 +9,30 @@ namespace flash_attn::sm90 {
 
 using cuda::with_dtype;
 
-// Calls f.template operator()<class of q and k, class of v>(). Only 192 has a narrower class of v,
-// 128, which models use; other v are filled up with zeros.
+// Calls f.template operator()<class of q and k, class of v>(). Beside the classes of all kernels: 48,
+// 80 and 160, as the next class would spend a sixth to a quarter of its products on the zeros of
+// d = 40, 72, 80 and 160, which models use; and 192 with a narrower v of 128. Any other v is filled
+// up with zeros.
 template <typename F>
 auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
+  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest <= 48) return f.template operator()<48, 48>();
+  if (widest > 64 && widest <= 80) return f.template operator()<80, 80>();
   if (head_dim > 128 && head_dim <= 192 && head_dim_v <= 128) {
     return f.template operator()<192, 128>();
   }
-  return cuda::with_head_dim_class(head_dim > head_dim_v ? head_dim : head_dim_v, [&]<int kClass> {
-    return f.template operator()<kClass, kClass>();
-  });
+  if (widest > 128 && widest <= 160) return f.template operator()<160, 160>();
+  return cuda::with_head_dim_class(
+      widest, [&]<int kClass> { return f.template operator()<kClass, kClass>(); });
 }
 
 struct FwdTile {
-  int consumers;     // warpgroups that compute, 64 queries each
-  int block_n;       // keys of an iteration
-  int stages;        // tiles of K, and of V, in shared memory
-  int q_stages;      // tiles of Q; with two, a tile begins before the one before has ended
-  int output_slabs;  // 64 (d = 96: 32) columns each of O, on its way out; a divisor of those of O
-  bool ordered;      // consumers take turns at the tensor cores
+  int consumers;  // warpgroups that compute, 64 queries each
+  int block_n;    // keys of an iteration
+  int stages;     // tiles of K, and of V, in shared memory
+  int q_stages;   // tiles of Q; with two, a tile begins before the one before has ended
+  int output_slabs;  // 64 (d = 80, 96, 160: 32) columns each of O, on its way out; a divisor of those of O
+  bool ordered;  // consumers take turns at the tensor cores
   // The next P is made while the tensor cores still read this one: block_n / 4 more registers. With
   // more than about 195 of 240 (130 of 160) taken by S, O and two P, ptxas serialises wgmma.
   bool ahead;
@@ -51,6 +56,17 @@ inline constexpr FwdTile kFwdTile = {};
 // TFLOP/s on an H200, bf16, full / causal, ± 5 %. First the tile's own, of one run; what was tried
 // beside it as a ratio to it, of other runs (benchmarks/NOTES.md).
 //
+// d = 40, s = 8k 340 / 324, 2k 291 / 236. Two stages: 0.98 / 0.98 (8k); four 0.99 / 1.00; two consumers, 128
+// keys: 0.89 / 0.89 (8k), 1.03 / 1.08 (1k). Four consumers of 112 registers, 80 keys not ahead: 1.01 / 1.00
+// (8k), 1.09 / 1.07 (2k), but dominant keys are not exact (OnlineSoftmax::step_ahead).
+template <>
+inline constexpr FwdTile kFwdTile<48, 48> = {.consumers = 3,
+                                             .block_n = 96,
+                                             .stages = 3,
+                                             .q_stages = 2,
+                                             .output_slabs = 1,
+                                             .ordered = true,
+                                             .ahead = true};
 // s = 16k 536 / 511, 2k 439 / 361. Turns passed on after S instead of at once: 1.00 / 0.99. Earlier
 // forms: 80 keys 0.94 / 0.93; 128 keys not ahead 0.95 / 0.94 (16k).
 template <>
@@ -61,23 +77,48 @@ inline constexpr FwdTile kFwdTile<64, 64> = {.consumers = 3,
                                              .output_slabs = 1,
                                              .ordered = true,
                                              .ahead = true};
-// d = 64 with few queries: at the end of a tile both consumers of a block stand still at once.
-inline constexpr int kFewQueries = 1024, kFewMaskedQueries = 2048;
+// Three consumers with few queries: 192 rows do not divide short sequences.
+inline constexpr int kFewQueries = 1024;
+template <int kHeadDim>
+inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
+                                            .block_n = 128,
+                                            .stages = 2,
+                                            .q_stages = 2,
+                                            .output_slabs = kHeadDim < 64 ? 1 : 3,
+                                            .ordered = true,
+                                            .ahead = true};
+// d = 64: at the end of a tile both consumers of a block stand still at once; another block's do not.
 // s = 512 334 / 227, 1k 384 / 307, 2k 406 / 365. One block of 2 × 128 keys: 0.93 / 0.90 (512), 0.97 /
 // 0.88 (1k); 3 × 96 keys: 1.07 / 0.97 (2k), 1.19 / 1.14 (16k). 80 keys: 0.96 / 0.96 (512).
-inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
-                                            .block_n = 64,
-                                            .stages = 3,
-                                            .q_stages = 2,
-                                            .output_slabs = 1,
-                                            .ordered = false,
-                                            .ahead = false,
-                                            .blocks = 2};
-// s = 8k, an earlier form: 128 keys ahead 553 / 525; 160 not ahead 520 / 449.
+inline constexpr int kFewMaskedQueries = 2048;
 template <>
-inline constexpr FwdTile kFwdTile<96, 96> = {.consumers = 2,
-                                             .block_n = 128,
-                                             .stages = 2,
+inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
+                                                .block_n = 64,
+                                                .stages = 3,
+                                                .q_stages = 2,
+                                                .output_slabs = 1,
+                                                .ordered = false,
+                                                .ahead = false,
+                                                .blocks = 2};
+// With 128 rows to a tile of K and V, TMA seems to bound these two (rows of three boxes of 64 bytes, in
+// d = 72 across sectors): five k-steps in the place of six gained 3 %, 192 rows gain more.
+//
+// d = 80, s = 8k 528 / 487, 16k 532 / 510; d = 72, 8k 456 / 421. Two stages: 0.98 / 0.98, 0.95 / 0.98 (d = 72); four, O
+// in three parts: 1.00 / 1.01 (8k), 1.02 / 1.03 (16k); two consumers, 128 keys: 0.96 / 0.98, 0.78 / 0.84 (d = 72), 1.04 /
+// 1.17 (1k). 96 keys not ahead: 0.97 / 1.00.
+template <>
+inline constexpr FwdTile kFwdTile<80, 80> = {.consumers = 3,
+                                             .block_n = 80,
+                                             .stages = 3,
+                                             .q_stages = 2,
+                                             .output_slabs = 3,
+                                             .ordered = true,
+                                             .ahead = true};
+// s = 8k 588 / 554. Two stages: 0.99 / 0.98; two consumers, 128 keys: 0.95 / 0.96.
+template <>
+inline constexpr FwdTile kFwdTile<96, 96> = {.consumers = 3,
+                                             .block_n = 80,
+                                             .stages = 3,
                                              .q_stages = 2,
                                              .output_slabs = 3,
                                              .ordered = true,
@@ -100,7 +141,17 @@ inline constexpr FwdTile kFwdTile<192, 128> = {.consumers = 2,
                                                .output_slabs = 1,
                                                .ordered = true,
                                                .ahead = true};
-// s = 8k, an earlier form: 96 keys ahead 672 / 650; 112 not ahead 677 / 633.
+// s = 8k 654 / 617. In tiles of 192 columns, 96 keys: 0.98 to 1.03; as d = 192: 0.88.
+template <>
+inline constexpr FwdTile kFwdTile<160, 160> = {.consumers = 2,
+                                               .block_n = 112,
+                                               .stages = 2,
+                                               .q_stages = 1,
+                                               .output_slabs = 5,
+                                               .ordered = true,
+                                               .ahead = true};
+// s = 8k, an earlier form: 96 keys ahead 672 / 650; 112 not ahead 677 / 633. 64 keys with three stages, or with
+// two of Q: 0.99 / 0.99, 0.98 / 0.98.
 template <>
 inline constexpr FwdTile kFwdTile<192, 192> = {.consumers = 2,
                                                .block_n = 96,
@@ -123,9 +174,9 @@ inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.
 template <int kHeadDim, int kHeadDimV, typename F>
 auto with_fwd_tile(int seqlen_q, bool masked, F&& f) {
-  if constexpr (kHeadDim == 64) {
-    if (seqlen_q <= (masked ? kFewMaskedQueries : kFewQueries))
-      return f.template operator()<kFewQueriesTile>();
+  if constexpr (kFwdTile<kHeadDim, kHeadDimV>.consumers == 3) {
+    const int few = kHeadDim == 64 && masked ? kFewMaskedQueries : kFewQueries;
+    if (seqlen_q <= few) return f.template operator()<kFewQueriesTile<kHeadDim>>();
   }
   return f.template operator()<kFwdTile<kHeadDim, kHeadDimV>>();
 }

@@ -130,7 +130,7 @@ struct FwdConsumer {
   // The rest of the tile before, and the end of it.
   __device__ __forceinline__ void send_staged() {
     if (staged < 0) return;
-    send_output(smem.work[staged].work(), Traits::kHeadDimV - Traits::kOutputCols);
+    send_output(smem.work[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
     if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[staged]);
     staged = -1;
   }
@@ -269,12 +269,16 @@ class KeyWalk {
     if (n >= range.full_begin && n < range.full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
     const int first_key = n * Traits::kBlockN;
-    if (n >= range.full_end) {  // no limit on the left
+    if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {
       mask_from(
           S, {work.window.end_key(query) - first_key, work.window.end_key(query + 8) - first_key},
           self.lane);
-    } else {
-      mask_keys(S, work.window, {query, query + 8}, first_key, self.lane);
+    }
+    if (n < range.full_begin) {
+      mask_before(
+          S,
+          {work.window.first_key(query) - first_key, work.window.first_key(query + 8) - first_key},
+          self.lane);
     }
   }
 
@@ -309,7 +313,7 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
     }
   }
 #pragma unroll
-  for (int col = 0; col < Traits::kHeadDimV; col += Traits::kOutputCols) {
+  for (int col = 0; col < Traits::VTile::kCols; col += Traits::kOutputCols) {
     if (col > 0) self.send_output(work, col - Traits::kOutputCols);
     // What was there before has been read. A warp keeps to its own rows.
     ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
@@ -399,9 +403,14 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
   using Storage = FwdSharedStorage<Traits>;
   static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
   const int64_t group = params.heads_q / params.heads_kv;
+  // Keys that the tiles under way at one time read: with a window, about as many as one tile sees.
+  int64_t keys = params.seqlen_k;
+  if (params.window_left >= 0 && params.window_right >= 0) {
+    keys = std::min(keys, int64_t{params.window_left} + params.window_right + Traits::kBlockM);
+  }
   auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
-      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * 2 / group);
+      keys * (params.head_dim + params.head_dim_v) * 2 / group);
   const bool alike = tiles_are_alike(params);
   // Head after head, as no length has to come first: the blocks walk over the same K and V together.
   if (alike) scheduler.section_heads = 1;

@@ -12,6 +12,9 @@
 
 namespace flash_attn::sm90 {
 
+// Columns of a tile in shared memory whose first `cols` take part in products: whole slabs.
+constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
+
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes>
 struct FwdTraits {
   static constexpr DType kDType = kElementType;
@@ -25,12 +28,12 @@ struct FwdTraits {
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
 
-  using QTile = SmemTile<Element, kBlockM, kHeadDim>;
-  using KTile = SmemTile<Element, kBlockN, kHeadDim>;
-  using VTile = SmemTile<Element, kBlockN, kHeadDimV>;
+  using QTile = SmemTile<Element, kBlockM, whole_slabs(kHeadDim)>;
+  using KTile = SmemTile<Element, kBlockN, whole_slabs(kHeadDim)>;
+  using VTile = SmemTile<Element, kBlockN, whole_slabs(kHeadDimV)>;
   using OutputSlab = SmemTile<Element, kBlockM, VTile::kSlabCols>;
   static constexpr int kOutputCols = kOutputSlabs * OutputSlab::kCols;
-  static_assert(kHeadDimV % kOutputCols == 0);
+  static_assert(VTile::kCols % kOutputCols == 0);
   // With a second tile of Q, the next tile's first scores come before this one's end; else after.
   static constexpr bool kStartsEarly = kQStages > 1;
   using Scores = Accumulator<1, kBlockN>;

@@ -40,6 +40,20 @@ __device__ __forceinline__ void mask_from(Accumulator<kMBlocks, kN>& S,
   }
 }
 
+// The same with columns [first[r], kN).
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void mask_before(Accumulator<kMBlocks, kN>& S,
+                                            const int (&first)[2 * kMBlocks], int lane) {
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    const int row_first = first[row] - fragment_col(0, lane);
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      if (fragment_col(i, 0) < row_first) S.at(row, i) = -INFINITY;
+    }
+  }
+}
+
 // S holds queries as rows (row r of the thread is query query_of_row[r]) and keys first_key … as
 // columns.
 template <int kMBlocks, int kN>

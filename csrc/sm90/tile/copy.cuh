@@ -52,14 +52,14 @@ __device__ __forceinline__ void load_tile(Tile& tile, const CUtensorMap& map,
 }
 
 // A warp writes columns first_col … of its 16 rows of an accumulator, rounded, to rows first_row … of
-// the tile.
+// the tile. Columns that the accumulator lacks are left as they are.
 template <typename Tile, int kN>
 __device__ __forceinline__ void store_rounded(Tile& tile, const Accumulator<1, kN>& C,
                                               int first_col, int first_row, int lane) {
   using Element = typename Tile::Element;
   const uint32_t address = tile.address(first_row + lane % 16, lane / 16 * 8);
 #pragma unroll
-  for (int col = 0; col < Tile::kCols; col += 16) {
+  for (int col = 0; col < Tile::kCols && first_col + col < kN; col += 16) {
     const auto& left = C.data[0][(first_col + col) / 8];
     const auto& right = C.data[0][(first_col + col) / 8 + 1];
     ptx::stmatrix_x4(Tile::advance(address, 0, col),
