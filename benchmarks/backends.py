@@ -277,7 +277,7 @@ def make_caches(
 
 
 def decode(
-    name: str, case: DecodeCase, q: torch.Tensor, cache: Cache
+    name: str, case: DecodeCase, q: torch.Tensor, cache: Cache, num_splits: int = 0
 ) -> Callable[[], torch.Tensor]:
     if name in PEERS:
         if name not in peers.SDPA:
@@ -289,6 +289,73 @@ def decode(
 
     def call() -> torch.Tensor:
         with forced_backend(name):
-            return flash_decode_func(q, cache.k, cache.v, seqlens)
+            return flash_decode_func(q, cache.k, cache.v, seqlens, num_splits=num_splits)
+
+    return call
+
+
+CACHE_FORMS = ("plain", "rows", "paged16", "paged64", "paged256", "paged1", "e4m3", "int8")
+_DESCALE = 0.05  # of 8-bit caches of N(0, 1)
+
+
+def decode_form(
+    name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache]
+) -> list[Callable[[], torch.Tensor]]:
+    """Our decode kernel on each cache, brought into one of CACHE_FORMS."""
+    from flash_attn import flash_decode_func
+
+    device, options = q.device, {}
+    seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
+    if name == "rows":
+        options["cache_batch_idx"] = torch.arange(case.batch, dtype=torch.int32, device=device)
+    elif name.startswith("paged"):
+        page, tokens = int(name.removeprefix("paged")), case.batch * case.length
+        if page == 1 and tokens > 1 << 19:
+            raise Unsupported("a table this long is nobody's")
+        generator = torch.Generator(device).manual_seed(0)
+        table = torch.randperm(tokens // page, device=device, generator=generator)
+        options["block_table"] = table.int().view(case.batch, -1)
+        place = torch.empty_like(table)
+        place[table] = torch.arange(len(table), device=device)
+        caches = [
+            Cache(*(x.view(-1, page, *x.shape[2:])[place] for x in (cache.k, cache.v)))
+            for cache in caches
+        ]
+    elif name in ("e4m3", "int8"):
+        dtype = torch.float8_e4m3fn if name == "e4m3" else torch.int8
+        descale = torch.full((case.heads_kv,), _DESCALE, device=device)
+        options |= {"k_descale": descale, "v_descale": descale}
+        caches = [
+            Cache(*((x / _DESCALE).clamp(-127, 127).to(dtype) for x in (cache.k, cache.v)))
+            for cache in caches
+        ]
+
+    def call(cache: Cache) -> torch.Tensor:
+        with forced_backend("cuda"):
+            return flash_decode_func(q, cache.k, cache.v, seqlens, **options)
+
+    return [functools.partial(call, cache) for cache in caches]
+
+
+def decode_pages(
+    lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """32 / 8 heads of 128 against sequences of these lengths in pages of 64."""
+    from flash_attn import flash_decode_func
+
+    needs = [-(-length // 64) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randperm(sum(needs), generator=generator).int()
+    table = torch.full((len(lengths), max(needs)), -1, dtype=torch.int32)
+    for row, own in zip(table, pages.split(needs), strict=True):
+        row[: len(own)] = own
+    table = table.to(device)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = torch.randn(len(lengths), 1, 32, 128, device=device, dtype=dtype)
+    k, v = (torch.randn(len(pages), 64, 8, 128, device=device, dtype=dtype) for _ in range(2))
+
+    def call(**options) -> torch.Tensor:
+        with forced_backend("cuda"):
+            return flash_decode_func(q, k, v, seqlens, block_table=table, **options)
 
     return call

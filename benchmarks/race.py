@@ -1,16 +1,19 @@
 """The races: ours by backend against torch's backends, FlexAttention and FlashAttention-4.
 
-    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,naive,features,cpu] [--backends
-    sm80,fa2,cudnn] [--out FILE.json]
+    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,splits,naive,features,cpu]
+    [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
-before it is timed.
+before it is timed. The kinds cache and splits race our decode with itself: over the forms that a
+cache can have, and cut into pieces against not.
 """
 
 import argparse
+import functools
 import gc
 import importlib.util
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 
@@ -20,12 +23,14 @@ from benchmarks import backends, results, shapes
 from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
-KINDS = ("fwd", "shapes", "bwd", "decode", "naive", "features", "cpu")
+KINDS = ("fwd", "shapes", "bwd", "decode", "cache", "splits", "naive", "features", "cpu")
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
     "shapes": ("fa2", "cudnn", "fa4"),
     "bwd": ("fa2", "cudnn", "fa4"),
     "decode": ("fa2", "cudnn"),
+    "cache": (),
+    "splits": (),
     "naive": ("naive",),
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
     "cpu": ("flash",),
@@ -34,7 +39,12 @@ PEERS = {
 
 def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
     """Ours, the fastest on this device first, then the peers that are installed."""
-    ours = {"decode": ("cuda",), "cpu": ("aten",)}.get(kind, ("sm80",))
+    ours = {
+        "decode": ("cuda",),
+        "cache": backends.CACHE_FORMS,
+        "splits": ("automatic", "unsplit"),
+        "cpu": ("aten",),
+    }.get(kind, ("sm80",))
     forward = kind in ("fwd", "shapes", "naive", "features")
     if forward and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
@@ -116,31 +126,122 @@ def dense_race(
     return records
 
 
-def decode_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
-    """Caches of more than twice the L2 take turns in one CUDA graph: K and V come from memory."""
+def caches_and_rounds(
+    race: Race, case: shapes.DecodeCase, itemsize: int = 2
+) -> tuple[torch.Tensor, list, int]:
+    """q, caches of more than twice the L2 at this many bytes a number, to take turns in one CUDA
+    graph so that K and V come from memory, and how often: a short graph would time its launch."""
     l2 = torch.cuda.get_device_properties(race.device).L2_cache_size
+    count = max(2, -(-5 * l2 // (2 * case.cache_bytes(itemsize))))
+    q, caches = backends.make_caches(case, count, race.device, race.dtype)
+    return q, caches, max(1, 48 // count)
+
+
+def microseconds(times: dict[str, float | None], calls: int) -> dict[str, float | None]:
+    return {n: None if t is None else t / calls * 1e6 for n, t in times.items()}
+
+
+def decode_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
     records = []
     for case in cases:
-        count = max(2, -(-5 * l2 // (2 * case.cache_bytes())))
-        q, caches = backends.make_caches(case, count, race.device, race.dtype)
-        rounds = max(1, 48 // count)  # a short graph would time its own launch
+        q, caches, rounds = caches_and_rounds(race, case)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
             calls = [backends.decode(name, case, q, cache) for cache in caches] * rounds
             return graph_of(calls)
 
         times = race.seconds(names, f"decode {case.shape()}", build)
-        per_call = {n: None if t is None else t / (count * rounds) for n, t in times.items()}
-        rates = {
-            n: None if t is None else case.cache_bytes() / t / 1e12 for n, t in per_call.items()
-        }
-        micros = {n: None if t is None else t * 1e6 for n, t in per_call.items()}
+        micros = microseconds(times, len(caches) * rounds)
+        rates = {n: None if t is None else case.cache_bytes() / t / 1e6 for n, t in micros.items()}
         ratio = results.ratios(rates, names[0], names[1:], "more")
         records.append(results.record("decode", case.shape(), "TB/s", rates, ratio))
         records.append(results.record("decode.time", case.shape(), "us", micros))
         progress(records[-2])
         del q, caches, build
     return records
+
+
+def cache_race(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
+    """The same numbers in caches of every form, then lengths that differ within the batch."""
+    records = []
+    for case in shapes.cache(quick):
+        q, caches, rounds = caches_and_rounds(race, case, itemsize=1)
+
+        def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
+            return graph_of(backends.decode_form(name, case, q, caches) * rounds)
+
+        times = race.seconds(names, f"cache {case.shape()}", build)
+        micros = microseconds(times, len(caches) * rounds)
+        ratio = results.ratios(micros, names[0], names[1:], "less")
+        records.append(results.record("decode.cache", case.shape(), "us", micros, ratio))
+        progress(records[-1])
+        del q, caches, build
+    modes = {"balanced": {}, "batch_invariant": {"batch_invariant": True}}
+    for name, lengths in shapes.ragged(quick).items():
+        call = backends.decode_pages(lengths, race.device, race.dtype)
+
+        def build_mode(mode: str, call=call) -> Callable:
+            return graph_of([functools.partial(call, **modes[mode])] * 4)
+
+        times = race.seconds(modes, f"ragged {name}", build_mode)
+        tokens_bytes = sum(lengths) * 2 * 8 * 128 * 2
+        rates = {n: None if t is None else tokens_bytes * 4 / t / 1e12 for n, t in times.items()}
+        shape = {"lengths": name, "batch": len(lengths), "tokens": sum(lengths)}
+        ratio = results.ratios(rates, "batch_invariant", ["balanced"], "more")
+        records.append(results.record("decode.ragged", shape, "TB/s", rates, ratio))
+        progress(records[-1])
+        del call, build_mode
+    return records
+
+
+def splits_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+    """num_splits=1 against what is chosen, and the part of a call after its last key was read."""
+    records = []
+    for case in cases:
+        q, caches, rounds = caches_and_rounds(race, case)
+
+        def calls(name: str, case=case, q=q, caches=caches) -> list[Callable]:
+            num_splits = {"automatic": 0, "unsplit": 1}[name]
+            return [backends.decode("cuda", case, q, cache, num_splits) for cache in caches]
+
+        times = race.seconds(
+            names,
+            f"splits {case.shape()}",
+            lambda name, calls=calls, rounds=rounds: graph_of(calls(name) * rounds),
+        )
+        micros = microseconds(times, len(caches) * rounds)
+        ratio = results.ratios(micros, names[0], names[1:], "less")
+        records.append(results.record("decode.splits", case.shape(), "us", micros, ratio))
+        progress(records[-1])
+        share = combine_share(calls(names[0]))
+        records.append(results.record("decode.combine", case.shape(), "share", {names[0]: share}))
+        del q, caches, calls
+    return records
+
+
+def combine_share(calls: list[Callable]) -> float:
+    """Of the time from the first kernel's start to the last one's end, what comes after the kernel
+    that reads K and V; 0 where it is the only one. From the profiler's time stamps."""
+    rounds = max(1, 16 // len(calls))
+    for call in calls:
+        call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for call in calls * rounds:
+            call()
+            torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, "combine" in event.name)
+        for event in profile.events()
+        if "flash_attn" in event.name and "kernel" in event.name
+    )
+    shares, start, read = [], 0.0, 0.0
+    for begin, end, combines in spans:
+        if combines:
+            shares[-1] = (end - read) / (end - start)
+        else:
+            start, read = begin, end
+            shares.append(0.0)
+    return statistics.median(shares)
 
 
 def graph_of(calls: list[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tensor]:
@@ -210,6 +311,10 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
     if kind == "decode":
         records = decode_race(race, shapes.decode(quick), names)
         return records + results.geometric_means(records, by=())
+    if kind == "cache":
+        return cache_race(race, quick, names)
+    if kind == "splits":
+        return splits_race(race, shapes.splits(quick), names)
     if kind == "naive":
         return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
     if kind == "shapes":

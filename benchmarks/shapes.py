@@ -183,3 +183,35 @@ def decode(quick: bool = False) -> list[DecodeCase]:
         DecodeCase(16, 1, 64, 8192),
     ]
     return cases[::4] if quick else cases
+
+
+def cache(quick: bool = False) -> list[DecodeCase]:
+    """For the forms of a cache."""
+    cases = [
+        DecodeCase(32, 8, 1, 8192),
+        DecodeCase(32, 8, 1, 131072),
+        DecodeCase(32, 8, 16, 32768),
+        DecodeCase(32, 8, 128, 2048),
+    ]
+    return cases[:1] if quick else cases
+
+
+def ragged(quick: bool = False) -> dict[str, tuple[int, ...]]:
+    """64 lengths, log-uniform from 100 to 64k, and as many tokens in equal ones."""
+    generator = random.Random(0)
+    longest = 4096 if quick else 65536
+    lengths = tuple(
+        round(math.exp(generator.uniform(math.log(100), math.log(longest)))) for _ in range(64)
+    )
+    return {"ragged": lengths, "uniform": (sum(lengths) // 64,) * 64}
+
+
+def splits(quick: bool = False) -> list[DecodeCase]:
+    """Batch by kv heads by length, four query heads to a kv head, caches of up to 4 GiB."""
+    cases = [
+        DecodeCase(4 * heads_kv, heads_kv, batch, length)
+        for heads_kv in (1, 8, 32)
+        for batch in (1, 8, 64)
+        for length in (1024, 8192, 65536)
+    ]
+    return cases[:1] if quick else [c for c in cases if c.cache_bytes() <= 1 << 32]

@@ -113,6 +113,19 @@ def test_asking_for_decode() -> None:
         flash_attn.can_use(q, k, v, op="prefill")
 
 
+def test_what_decode_cannot_count() -> None:
+    """Beyond the kernels' 32 bits: a reason by name, so that a named backend refuses it."""
+    one = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    for batch, rows, keys, word in (
+        (1, 1 << 20, 9, "2^20 or more rows"),
+        (1, 1, 1 << 30, "2^30 or more places"),
+        (1 << 10, 1, 1 << 25, "2^35 or more places"),
+    ):
+        q, cache = one.expand(batch, rows, 1, 8), one.expand(batch, keys, 1, 8)
+        support = flash_attn.can_use(q, cache, cache, op="decode")
+        assert support.backend == "aten" and word in " ".join(support.reasons["cuda"])
+
+
 def test_asking_changes_nothing() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()

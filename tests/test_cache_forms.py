@@ -93,6 +93,7 @@ def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
         CacheCase(capacity=1100, page_size=1000, lengths="int", new=2),
         CacheCase(capacity=70, lengths="int", new=36, rotary="halves"),
         CacheCase(capacity=70, lengths="int", new=35, rows=True, rotary="halves"),
+        CacheCase(d=576, d_v=512, heads_q=4, heads_kv=1, page_size=16),
         CacheCase(seqlen_q=40, new=40, capacity=64, page_size=16, heads_q=12, cache="fp8"),
     ]
 )

@@ -89,6 +89,7 @@ def decode_kernel_cases() -> list[DecodeCase]:
             (1, 2, {}),
             (3, 16, {"window": (40, 0)}),
             (5, 6, {"seqlen_q": 3}),
+            (2, 8, {"page_size": 3}),
         )
     ]
 

@@ -26,20 +26,6 @@ DecodeArgs kernel_args(DecodeArgs args) {
   return args;
 }
 
-int64_t capacity_of(const DecodeArgs& args) {
-  const int64_t page_size = args.k_cache.size(1);
-  return args.block_table ? args.block_table->size(1) * page_size : page_size;
-}
-
-// The kernels count rows, and tiles of all sequences, in 32 bits or less.
-bool fits_kernels(const DecodeArgs& args) {
-  constexpr int64_t kMaxRows = int64_t{1} << 20, kMaxKeys = int64_t{1} << 35;
-  const int64_t rows = args.q.size(1) * (args.q.size(2) / args.k_cache.size(2));
-  const int64_t capacity = capacity_of(args);
-  return args.k_cache.numel() > 0 && capacity > 0 && rows < kMaxRows &&
-         capacity < std::numeric_limits<int32_t>::max() / 2 && args.q.size(0) * capacity < kMaxKeys;
-}
-
 template <typename T>
 const T* pointer(const OptTensor& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
@@ -86,12 +72,19 @@ CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens) {
           .head_dim_v = static_cast<int>(args.v_cache.size(3))};
 }
 
-// What the faster kernel serves: core/params.h.
+// Whether the kernel that cuts every sequence alike serves the call, and better. It starts faster,
+// but has the longest sequence's time: pages, the mark of lengths that differ, are its own only where
+// a call is short.
 bool is_plain(const DecodeArgs& args, const KvcacheArgs* tokens) {
-  return tokens == nullptr && !args.block_table && !args.cache_batch_idx && !args.leftpad_k &&
-         args.softcap == 0 && !args.alibi_slopes && !args.learnable_sink &&
-         args.k_cache.scalar_type() == args.q.scalar_type() &&
-         args.v_cache.size(3) == args.q.size(3) && !args.batch_invariant;
+  constexpr int64_t kShortBytes = int64_t{256} << 20;
+  const bool plain = tokens == nullptr && args.softcap == 0 && !args.alibi_slopes &&
+                     !args.learnable_sink && !args.batch_invariant &&
+                     args.k_cache.scalar_type() == args.q.scalar_type() &&
+                     args.v_cache.size(3) == args.q.size(3);
+  if (!plain || !args.block_table) return plain;
+  const int64_t batch = args.q.size(0), head_dim = args.q.size(3);
+  const int64_t bytes = 4 * batch * capacity_of(args) * args.k_cache.size(2) * head_dim;
+  return head_dim <= cuda::kDecodePagedHeadDim && (batch == 1 || bytes <= kShortBytes);
 }
 
 void append_cuda(const DecodeArgs& args, const KvcacheArgs& tokens) {
@@ -161,7 +154,7 @@ DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
 }
 
 DecodeResult decode_on(Backend backend, const DecodeArgs& args) {
-  if (backend == Backend::kAten || !fits_kernels(args)) return aten::decode(to_aten(args));
+  if (backend == Backend::kAten) return aten::decode(to_aten(args));
   return decode_cuda(kernel_args(args), nullptr);
 }
 
@@ -192,8 +185,8 @@ DecodeResult kvcache(const KvcacheArgs& args) {
   const c10::DeviceGuard guard(args.decode.q.device());
   // Chosen before anything is written: a backend that refuses leaves the cache as it was.
   const Backend backend = select_backend(call_shape(args.decode), args.decode.backend);
-  if (backend != Backend::kAten && fits_kernels(args.decode) &&
-      writable_in_place(args.decode.k_cache) && writable_in_place(args.decode.v_cache)) {
+  if (backend != Backend::kAten && writable_in_place(args.decode.k_cache) &&
+      writable_in_place(args.decode.v_cache)) {
     KvcacheArgs tokens = args;
     tokens.rotary_cos = contiguous(args.rotary_cos);
     tokens.rotary_sin = contiguous(args.rotary_sin);

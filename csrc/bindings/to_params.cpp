@@ -32,7 +32,10 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .dropout = false,
       .sink = false,
       .return_probs = false,
-      .cache_dtype = dtype_of(q)};
+      .cache_dtype = dtype_of(q),
+      .batch = 0,
+      .group_rows = 0,
+      .capacity = 0};
 }
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
@@ -71,6 +74,9 @@ CallShape call_shape(const DecodeArgs& args) {
   call.softcap = args.softcap > 0;
   call.sink = args.learnable_sink.has_value();
   call.cache_dtype = dtype_of(args.k_cache);
+  call.batch = value(args.q.sym_size(0));
+  call.group_rows = value(args.q.sym_size(1) * (args.q.sym_size(2) / args.k_cache.sym_size(2)));
+  call.capacity = capacity_of(args);
   return call;
 }
 
@@ -144,6 +150,11 @@ at::Tensor readable(const at::Tensor& tensor) {
 
 OptTensor contiguous(const OptTensor& tensor) {
   return tensor ? OptTensor(tensor->contiguous()) : tensor;
+}
+
+int64_t capacity_of(const DecodeArgs& args) {
+  const int64_t page_size = value(args.k_cache.sym_size(1));
+  return args.block_table ? value(args.block_table->sym_size(1)) * page_size : page_size;
 }
 
 Strides strides_of(const at::Tensor& tensor) {

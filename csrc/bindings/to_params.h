@@ -28,6 +28,9 @@ aten::DecodeArgs to_aten(const DecodeArgs& args);
 at::Tensor readable(const at::Tensor& tensor);
 OptTensor contiguous(const OptTensor& tensor);
 
+// Keys of one sequence that the cache has room for.
+int64_t capacity_of(const DecodeArgs& args);
+
 // Reads (batch, row, head) strides of a dense or varlen tensor. A dimension of size 1 counts 0,
 // whatever it says.
 Strides strides_of(const at::Tensor& tensor);

@@ -46,6 +46,14 @@ std::vector<std::string> why_not_decode(const CallShape& call) {
   // Older GPUs cannot widen fp8, and newer ones run code made for older ones.
   reasons.refuse_if(fp8 && kBuiltWithCuda && call.on_cuda && call.compute_capability != 90,
                     "a cache of fp8 needs a GPU of compute capability 9.0");
+  // The kernels count rows, and tiles of all sequences, in 32 bits or less.
+  constexpr int64_t kMaxRows = int64_t{1} << 20, kMaxKeys = int64_t{1} << 30,
+                    kMaxAllKeys = int64_t{1} << 35;
+  reasons.refuse_if(call.group_rows >= kMaxRows,
+                    "2^20 or more rows (tokens times query heads) read one kv head");
+  reasons.refuse_if(call.capacity >= kMaxKeys, "the cache has 2^30 or more places a sequence");
+  reasons.refuse_if(call.batch * call.capacity >= kMaxAllKeys,
+                    "the cache has 2^35 or more places for the whole batch");
   return reasons.take();
 }
 

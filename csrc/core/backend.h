@@ -26,6 +26,9 @@ struct CallShape {
   bool bias, alibi, softcap, dropout, sink, return_probs;
   // Decode only.
   DType cache_dtype;
+  int64_t batch;
+  int64_t group_rows;  // of q that read one kv head of a sequence: tokens · heads_q / heads_kv
+  int64_t capacity;    // keys of a sequence that the cache has room for
 };
 
 std::string_view name(Backend backend);

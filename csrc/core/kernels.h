@@ -17,7 +17,8 @@ const DeviceInfo& device_info(int device);
 
 // How many pieces to cut the keys into so that the grid fills the device. Any head dim up to 256.
 int decode_num_splits(const DecodeParams& params, const DeviceInfo& device);
-// What DecodeParams calls plain: dense caches of q's dtype, head_dim_v = head_dim.
+// What DecodeParams calls plain. With pages, no head_dim above this: registers are short.
+inline constexpr int kDecodePagedHeadDim = 192;
 void run_decode(const DecodeParams& params, const DeviceInfo& device, Stream stream);
 
 // How a call of the kernel for every form of cache is spread over the device.

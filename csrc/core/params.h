@@ -118,8 +118,8 @@ struct AppendParams : CacheParams {
   Strides k_new_strides, v_new_strides;
 };
 
-// Plain: a dense cache of q's dtype with head_dim_v = head_dim, and of the rest of CacheParams
-// cache_seqlens alone; no leftpad, softcap, slopes or sink.
+// Plain: a cache of q's dtype with head_dim_v = head_dim that nothing is appended to; no softcap,
+// slopes or sink.
 struct DecodeParams : CacheParams {
   const void* q;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
   Strides q_strides;

@@ -29,13 +29,20 @@ class CacheSequence {
                  : params.block_table + row_ * params.table_stride;
   }
 
-  // 0 <= position < capacity.
+  // 0 <= position < capacity. The page that the table names for it: anything.
+  __device__ __forceinline__ int page_number(const CacheParams& params, int position) const {
+    if (pages_ == nullptr) return params.block_table == nullptr ? row_ : -1;
+    return pages_[static_cast<unsigned>(position) / static_cast<unsigned>(params.page_size)];
+  }
+  // Where it lies, with what page_number() said.
+  __device__ __forceinline__ static CachePlace place(const CacheParams& params, int position,
+                                                     int page) {
+    if (params.block_table == nullptr) return {page, position};
+    const unsigned row = static_cast<unsigned>(position) % static_cast<unsigned>(params.page_size);
+    return {page >= 0 && page < params.cache_rows ? page : -1, static_cast<int>(row)};
+  }
   __device__ __forceinline__ CachePlace place(const CacheParams& params, int position) const {
-    if (pages_ == nullptr) return {params.block_table == nullptr ? row_ : -1, position};
-    const int index =
-        static_cast<int>(static_cast<unsigned>(position) / static_cast<unsigned>(params.page_size));
-    const int page = pages_[index];
-    return {page >= 0 && page < params.cache_rows ? page : -1, position - index * params.page_size};
+    return place(params, position, page_number(params, position));
   }
 
  private:

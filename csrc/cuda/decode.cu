@@ -17,17 +17,18 @@ struct DecodeCost {
   int64_t row_tiles;
   int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
   int num_sms, blocks_per_sm;
+  // Of the SMs, with one block each: fewer do not read faster each. Half of them saturate the memory,
+  // all of them where page numbers are looked up.
+  double least_share;
 
   double of(int splits) const {
-    // Memory is saturated by half as many blocks as there are SMs; fewer do not read faster each.
-    constexpr double kLeastShare = 0.49;
     constexpr double kBlockOverhead = 0.25;  // start and end of a block
     constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
     const int64_t blocks = row_tiles * splits, slots = int64_t{num_sms} * blocks_per_sm;
     const double block = (tiles + splits - 1) / splits + kBlockOverhead;
     const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / slots);
     const double share = static_cast<double>(blocks % slots) / num_sms;
-    const double last_wave = share == 0 ? 0 : block * std::max(kLeastShare, share);
+    const double last_wave = share == 0 ? 0 : block * std::max(least_share, share);
     return full_waves + last_wave + (splits > 1 ? kCombine + kCombinePerSplit * splits : 0);
   }
 };
@@ -49,6 +50,7 @@ int decode_num_splits(const DecodeParams& params, const DeviceInfo& device) {
       .tiles = static_cast<int>((keys + tile_keys - 1) / tile_keys),
       .num_sms = device.num_sms,
       .blocks_per_sm = device.smem_optin_bytes >= kTwoBlocksBytes ? 2 : 1,
+      .least_share = params.block_table == nullptr ? 0.49 : 0.97,
   };
   int best = 1;
   double best_cost = cost.of(1);

@@ -14,14 +14,20 @@
 // so that slots - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
+// Dense caches, by any row of the batch dimension, and pages. Other forms, score terms and batches
+// whose lengths differ much: kvcache.cuh.
+//
 // Shared memory, 96 KiB: the rings in the loop, the warps' outputs in the end. Q, S, P, O:
 // registers.
 #pragma once
+
+#include <type_traits>
 
 #include "attn/block_range.cuh"
 #include "attn/mask.cuh"
 #include "attn/merge.cuh"
 #include "attn/online_softmax.cuh"
+#include "cache_loader.cuh"
 #include "decode.h"
 #include "launch.h"
 #include "ptx/cp_async.cuh"
@@ -30,38 +36,66 @@
 
 namespace flash_attn::cuda {
 
-template <DType kDType, int kHeadDimOfTile>
+template <DType kDType, int kHeadDimOfTile, bool kPagedCache>
 struct DecodeTraits {
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimOfTile;
   static constexpr int kKeys = kDecodeTile<kHeadDim>.keys;
   static constexpr int kSlots = kDecodeTile<kHeadDim>.slots;
+  static constexpr int kBlockKeys = kKeys * kDecodeWarps;
+  static constexpr bool kPaged = kPagedCache;
   static constexpr int kThreads = 32 * kDecodeWarps;
   static constexpr int kBlocksPerSm = 2;
   using KvTile = SmemTile<Element, kKeys, kHeadDim>;
+  using KeyBits = std::conditional_t<(kKeys > 32), uint64_t, uint32_t>;
   using Output = Accumulator<1, kHeadDim>;
 };
 
 template <typename Traits>
-union DecodeStorage {
-  typename Traits::KvTile ring[kDecodeWarps][Traits::kSlots];
-  struct {
-    // 8 floats more a row: the four rows that half a warp writes at once lie in different banks.
-    float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + 8];
-    float lse[kDecodeWarps][kDecodeRows];
-  } parts;
+struct DecodeStorage {
+  union {
+    typename Traits::KvTile ring[kDecodeWarps][Traits::kSlots];
+    struct {
+      // 8 floats more a row: the four rows that half a warp writes at once lie in different banks.
+      float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + 8];
+      float lse[kDecodeWarps][kDecodeRows];
+    } parts;
+  };
+  // Pages: one bit a key of the K tile in the slot.
+  typename Traits::KeyBits valid[kDecodeWarps][Traits::kSlots];
 };
+
+struct AllKeys {};  // of a tile exist
+
+// -inf for keys of pages that do not exist.
+template <int kKeys>
+__device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>&, AllKeys, int) {}
+template <int kKeys, typename KeyBits>
+__device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>& S, KeyBits valid, int lane) {
+  constexpr KeyBits kAll = ~KeyBits{0} >> (8 * sizeof(KeyBits) - kKeys);
+  if (valid == kAll) return;
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      if ((valid >> fragment_col(i, lane) & 1) == 0) S.at(row, i) = -INFINITY;
+    }
+  }
+}
 
 // What one thread block works on.
 struct DecodePiece {
   int batch_idx, kv_head, split;
+  int cache_row;            // dense caches
   int group;                // query heads that share the kv head
   int first_row, num_rows;  // row r is token r / group and head kv_head · group + r % group
   AttentionWindow window;
+  int leftpad;
   int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
 
   // Neighbouring blocks read the same keys (row tiles), then neighbouring memory (kv heads).
-  template <int kKeys>
+  // Pages: pieces begin at multiples of kKeys, which may lie before the first key seen.
+  template <int kKeys, bool kPaged>
   __device__ __forceinline__ static DecodePiece of_block(const DecodeParams& params) {
     const int group = params.heads_q / params.heads_kv, rows = params.seqlen_q * group;
     const unsigned row_tiles = (rows + kDecodeRows - 1) / kDecodeRows;
@@ -80,8 +114,15 @@ struct DecodePiece {
                                  static_cast<int64_t>(len_k) - params.seqlen_q, params.window_left,
                                  params.window_right);
     // The keys that any of the rows sees, cut into pieces that differ by one tile at most.
-    const int first = window.first_key(first_row / group);
-    const int end = window.end_key((first_row + num_rows - 1) / group);
+    const int leftpad =
+        params.leftpad_k == nullptr ? 0 : min(max(params.leftpad_k[batch_idx], 0), len_k);
+    const int seen = max(window.first_key(first_row / group), leftpad);
+    const int first = kPaged ? seen / kKeys * kKeys : seen;
+    int end = window.end_key((first_row + num_rows - 1) / group), cache_row = batch_idx;
+    if (!kPaged && params.cache_batch_idx != nullptr) {
+      cache_row = params.cache_batch_idx[batch_idx];
+      if (cache_row < 0 || cache_row >= params.cache_rows) end = 0;
+    }
     const int tiles = (max(end - first, 0) + kKeys - 1) / kKeys;
     const int share = tiles / params.num_splits, rest = tiles % params.num_splits;
     const int first_tile = split * share + min(split, rest);
@@ -89,10 +130,12 @@ struct DecodePiece {
     return {.batch_idx = batch_idx,
             .kv_head = kv_head,
             .split = split,
+            .cache_row = cache_row,
             .group = group,
             .first_row = first_row,
             .num_rows = num_rows,
             .window = window,
+            .leftpad = leftpad,
             .first_key = first + first_tile * kKeys,
             .end_key = min(first + end_tile * kKeys, end)};
   }
@@ -108,7 +151,7 @@ struct DecodePiece {
   }
 };
 
-// One warp copies tiles of K, or of V, into shared memory.
+// One warp copies tiles of K, or of V, of a dense cache into shared memory.
 template <typename Tile>
 class WarpTileLoader {
   using Element = typename Tile::Element;
@@ -122,7 +165,7 @@ class WarpTileLoader {
         num_cols_(num_cols),
         end_key_(piece.end_key),
         row_stride_(strides.row),
-        source_(static_cast<const Element*>(cache) + piece.batch_idx * strides.batch +
+        source_(static_cast<const Element*>(cache) + piece.cache_row * strides.batch +
                 piece.kv_head * strides.head + (piece.first_key + row_) * strides.row + col_),
         first_key_(piece.first_key) {}
 
@@ -150,6 +193,48 @@ class WarpTileLoader {
   const Element* source_;
   int first_key_;
 };
+
+// A warp's loads of a piece, K and V in turns: load i is K(i / 2) or, if odd, V(i / 2).
+template <typename Traits>
+struct DenseLoader {
+  using KvTile = typename Traits::KvTile;
+  WarpTileLoader<KvTile> K, V;
+  int warp;
+
+  __device__ __forceinline__ DenseLoader(const DecodeParams& params, const DecodePiece& piece,
+                                         int warp_of_block, int lane)
+      : K(params.k_cache, params.k_strides, piece, params.head_dim, lane),
+        V(params.v_cache, params.v_strides, piece, params.head_dim, lane),
+        warp(warp_of_block) {}
+  __device__ __forceinline__ void load(const KvTile& tile, int i, typename Traits::KeyBits&) const {
+    (i % 2 == 0 ? K : V).load(tile, (warp + i / 2 * kDecodeWarps) * Traits::kKeys);
+  }
+  __device__ __forceinline__ AllKeys valid(const typename Traits::KeyBits&) const { return {}; }
+};
+template <typename Traits>
+struct PagedLoader {
+  CacheLoader<Traits> cache;
+
+  __device__ __forceinline__ PagedLoader(const DecodeParams& params, const DecodePiece& piece,
+                                         int warp, int lane)
+      : cache(params, piece.batch_idx, piece.kv_head,
+              max(piece.first_key, max(piece.window.first_key(piece.token(0)), piece.leftpad)),
+              piece.end_key, piece.first_key + warp * Traits::kKeys, lane) {}
+  __device__ __forceinline__ void load(const typename Traits::KvTile& tile, int i,
+                                       typename Traits::KeyBits& valid) {
+    if (i % 2 == 0) {
+      cache.keys(tile, valid);
+    } else {
+      cache.values(tile);
+    }
+  }
+  __device__ __forceinline__ typename Traits::KeyBits valid(
+      const typename Traits::KeyBits& bits) const {
+    return bits;
+  }
+};
+template <typename Traits>
+using WarpLoader = std::conditional_t<Traits::kPaged, PagedLoader<Traits>, DenseLoader<Traits>>;
 
 // The piece's rows of Q as a left operand; rows and columns beyond are 0.
 template <typename Traits>
@@ -184,18 +269,17 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
   using KvTile = typename Traits::KvTile;
   constexpr int kSlots = Traits::kSlots, kKeys = Traits::kKeys;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const WarpTileLoader<KvTile> K(params.k_cache, params.k_strides, piece, params.head_dim, lane);
-  const WarpTileLoader<KvTile> V(params.v_cache, params.v_strides, piece, params.head_dim, lane);
+  WarpLoader<Traits> cache(params, piece, warp, lane);
   const int piece_tiles = (piece.end_key - piece.first_key + kKeys - 1) / kKeys;
   const int num_tiles = (piece_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;  // of this warp
-  const auto key_offset = [&](int j) { return (warp + j * kDecodeWarps) * kKeys; };
   const auto slot = [&](int i) -> KvTile& {
     return smem.ring[warp][static_cast<unsigned>(i) % kSlots];
   };
   // Load i is K(i / 2) or, if odd, V(i / 2). Each is a group, also those beyond the last tile, so
   // that the number of younger groups is the same at every wait.
   const auto load = [&](int i) {
-    if (i / 2 < num_tiles) (i % 2 == 0 ? K : V).load(slot(i), key_offset(i / 2));
+    if (i / 2 < num_tiles)
+      cache.load(slot(i), i, smem.valid[warp][static_cast<unsigned>(i) % kSlots]);
     ptx::cp_async_commit();
   };
 #pragma unroll
@@ -207,26 +291,28 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int token = piece.token(min(fragment_row(half, lane), last_row));
-    row_first[half] = piece.window.first_key(token);
+    row_first[half] = max(piece.window.first_key(token), piece.leftpad);
     row_end[half] = piece.window.end_key(token);
   }
 
   for (int j = 0; j < num_tiles; ++j) {
     ptx::cp_async_wait<kSlots - 1>();
     __syncwarp();
+    const auto valid = cache.valid(smem.valid[warp][static_cast<unsigned>(2 * j) % kSlots]);
     Accumulator<1, kKeys> S;
     S.fill(0.f);
     gemm_register<Element>(S, Q, SmemOperandB<KvTile, Layout::kKInner>(slot(2 * j), 0, lane));
     __syncwarp();  // all lanes have read the slot
     load(2 * j + kSlots);
 
-    const int first_key = piece.first_key + key_offset(j);
+    const int first_key = piece.first_key + (warp + j * kDecodeWarps) * kKeys;
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
     if (__any_sync(~0u, first_key < row_first[1] || first_key + kKeys > row_end[0])) {
       const int tile_first[2] = {row_first[0] - first_key, row_first[1] - first_key};
       const int tile_end[2] = {row_end[0] - first_key, row_end[1] - first_key};
       mask_outside(S, tile_first, tile_end, lane);
     }
+    mask_absent(S, valid, lane);
     float correction[2];
     if (softmax.step(S, correction)) scale_rows(O, correction);
 
@@ -307,7 +393,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   DecodeStorage<Traits>& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
   // All blocks are resident or done when the combine kernel's blocks come, which then only wait.
   ptx::launch_dependents();
-  const DecodePiece piece = DecodePiece::of_block<Traits::kKeys>(params);
+  const DecodePiece piece = DecodePiece::of_block<Traits::kKeys, Traits::kPaged>(params);
   if (params.num_splits > 1 && piece.first_key >= piece.end_key) {
     if (threadIdx.x < piece.num_rows) store_lse(params, piece, threadIdx.x, -INFINITY);
     return;
@@ -337,12 +423,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 
 template <DType kDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream) {
-  using Traits = DecodeTraits<kDType, kHeadDim>;
-  constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
-  static_assert(kSmemBytes <= 99 * 1024);
-  const int64_t blocks = decode_row_tiles(params) * params.num_splits;
-  launch<decode_kernel<Traits>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads, kSmemBytes,
-                                stream, params);
+  const auto run = [&]<bool kPaged> {
+    using Traits = DecodeTraits<kDType, kHeadDim, kPaged>;
+    constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
+    static_assert(kSmemBytes <= 99 * 1024);
+    const int64_t blocks = decode_row_tiles(params) * params.num_splits;
+    launch<decode_kernel<Traits>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads, kSmemBytes,
+                                  stream, params);
+  };
+  if (params.block_table == nullptr) {
+    run.template operator()<false>();
+  } else if constexpr (kHeadDim <= kDecodePagedHeadDim) {
+    run.template operator()<true>();
+  }
 }
 
 }  // namespace flash_attn::cuda

@@ -2,7 +2,7 @@
 // inst/decode_d*.cu.
 #pragma once
 
-#include "../core/params.h"
+#include "../core/kernels.h"
 
 namespace flash_attn::cuda {
 

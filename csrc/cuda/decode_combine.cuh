@@ -1,4 +1,5 @@
-// Merges the pieces of split-KV decode: one thread block a row (sequence, query head, token).
+// Merges the pieces of split-KV decode: one thread block a row (sequence, query head, token), or a
+// slice of its columns.
 //
 //   lse = ln Σₛ exp(lseₛ),    out = Σₛ exp(lseₛ - lse) · oₛ
 //
@@ -78,8 +79,9 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   using Element = flash_attn::Element<kDType>;
   __shared__ MergeState states[kMaxCombineThreads];
   const unsigned row = blockIdx.x;  // of gridDim.x = batch · heads_q · seqlen_q
-  const int columns = params.head_dim / 4, at_once = blockDim.x / columns;
-  const int col = threadIdx.x % columns * 4, first_split = threadIdx.x / columns;
+  const int columns = params.head_dim / 4 / gridDim.y, at_once = blockDim.x / columns;
+  const int col = (blockIdx.y * columns + threadIdx.x % columns) * 4,
+            first_split = threadIdx.x / columns;
   const int token = row % params.seqlen_q;
   const unsigned sequence_head = row / params.seqlen_q;
   const int head = sequence_head % params.heads_q, batch_idx = sequence_head / params.heads_q;
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   for (int i = threadIdx.x; i < end; i += columns) {
     total.add(merge_weight(states[i].max_lse, reference), states[i].sum, states[i].o);
   }
-  if (threadIdx.x == 0 && params.lse != nullptr) {
+  if (threadIdx.x == 0 && blockIdx.y == 0 && params.lse != nullptr) {
     params.lse[row] = merge_finish(reference, total.sum);
   }
   const float inverse_sum = total.sum == 0.f ? 0.f : 1.f / total.sum;
@@ -115,10 +117,16 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 template <DType kDType>
 void launch_decode_combine(const DecodeParams& params, Stream stream) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seqlen_q;
+  // Few rows leave most SMs idle: then a block takes 128 bytes of a row.
+  constexpr int kFewRows = 64, kSliceColumns = 32;
+  const int slices = rows <= kFewRows && params.head_dim % kSliceColumns == 0
+                         ? params.head_dim / kSliceColumns
+                         : 1;
   const int useful =
-      params.head_dim / 4 * ((params.num_splits + kSplitsAtOnce - 1) / kSplitsAtOnce);
+      params.head_dim / 4 / slices * ((params.num_splits + kSplitsAtOnce - 1) / kSplitsAtOnce);
   const int threads = std::min((useful + 31) / 32 * 32, kMaxCombineThreads);
-  launch_overlapping<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows)), threads, 0,
+  launch_overlapping<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows), slices),
+                                                    threads, 0,
                                                     /*overlap=*/true, stream, params);
 }
 

@@ -1,0 +1,121 @@
+// One warp copies its tiles of K and V into shared memory, row by row wherever they lie.
+#pragma once
+
+#include "cache_rows.cuh"
+#include "ptx/cp_async.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace flash_attn::cuda {
+
+// Lane i knows where row i lies (and row i + 32 of wide tiles); the rows' addresses go round by
+// shuffle, and eight lanes copy 128 neighbouring bytes (four copy 64). Page numbers are asked for
+// some tiles ahead: they come from memory, too, and one tile takes a warp less than that. Traits:
+// KvTile, kKeys of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for
+// each key of a tile, kHeadDim.
+template <typename Traits>
+class CacheLoader {
+  using KvTile = typename Traits::KvTile;
+  using KeyBits = typename Traits::KeyBits;
+  static constexpr int kRowsAtOnce = 32 / KvTile::kSlabChunks;
+  static constexpr int kElementBytes = 2;
+  static constexpr int kPlaces = (Traits::kKeys + 31) / 32;
+  static constexpr int kPlaceRows = Traits::kKeys / kPlaces;
+  static constexpr int kTilesAhead = Traits::kHeadDim <= 128 ? 4 : 2;
+
+ public:
+  // Of the keys [first_key, end_key), which lie below capacity. next_key: where the warp's first tile
+  // begins, a multiple of kKeys.
+  __device__ __forceinline__ CacheLoader(const DecodeParams& params, int batch_idx, int kv_head,
+                                         int first_key, int end_key, int next_key, int lane)
+      : params_(params),
+        lane_(lane),
+        kv_head_(kv_head),
+        first_key_(first_key),
+        end_key_(end_key),
+        next_key_(next_key),
+        sequence_(params, batch_idx) {
+#pragma unroll
+    for (int tile = 0; tile < kTilesAhead; ++tile) look_up(tile);
+  }
+
+  // Starts the copies of the next tile of K. Rows that do not exist become 0 unread, and their bits
+  // of `valid` 0.
+  __device__ __forceinline__ void keys(const KvTile& tile, KeyBits& valid) {
+    const char* k_row[kPlaces];
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const CachePlace place = sequence_.place(params_, key_of(0, i), page_[0][i]);
+      const bool exists = place.page >= 0;
+      const int64_t page = exists ? place.page : 0, row = exists ? place.row : 0;
+      k_row[i] = address(params_.k_cache, params_.k_strides, page, row);
+      v_row_[i] = address(params_.v_cache, params_.v_strides, page, row);
+      valid_[i] = __ballot_sync(~0u, exists) & ~0u >> (32 - kPlaceRows);
+    }
+    if (lane_ == 0) {
+      valid = valid_[0];
+      if constexpr (kPlaces > 1) valid |= KeyBits{valid_[1]} << 32;
+    }
+    next_key_ += Traits::kBlockKeys;
+#pragma unroll
+    for (int ahead = 1; ahead < kTilesAhead; ++ahead) {
+#pragma unroll
+      for (int i = 0; i < kPlaces; ++i) page_[ahead - 1][i] = page_[ahead][i];
+    }
+    look_up(kTilesAhead - 1);
+    load(tile, k_row, params_.head_dim);
+  }
+  // The tile of V that goes with it.
+  __device__ __forceinline__ void values(const KvTile& tile) const {
+    load(tile, v_row_, params_.head_dim_v);
+  }
+
+ private:
+  __device__ __forceinline__ const char* address(const void* cache, const Strides& strides,
+                                                 int64_t page, int64_t row) const {
+    return static_cast<const char*>(cache) +
+           (page * strides.batch + row * strides.row + int64_t{kv_head_} * strides.head) *
+               kElementBytes;
+  }
+
+  // The lane's i-th key of the tile so many ahead. Lanes beyond kPlaceRows repeat the first ones.
+  __device__ __forceinline__ int key_of(int ahead, int i) const {
+    return next_key_ + ahead * Traits::kBlockKeys + i * kPlaceRows + lane_ % kPlaceRows;
+  }
+  __device__ __forceinline__ void look_up(int ahead) {
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const int key = key_of(ahead, i);
+      page_[ahead][i] =
+          key >= first_key_ && key < end_key_ ? sequence_.page_number(params_, key) : -1;
+    }
+  }
+
+  __device__ __forceinline__ void load(const KvTile& tile, const char* const (&rows)[kPlaces],
+                                       int num_cols) const {
+    const int lane_row = lane_ / KvTile::kSlabChunks, lane_byte = lane_ % KvTile::kSlabChunks * 16;
+    const uint32_t destination = tile.address(lane_row, lane_byte / 2);
+#pragma unroll
+    for (int row = 0; row < Traits::kKeys; row += kRowsAtOnce) {
+      const int place = row / kPlaceRows, from = row % kPlaceRows + lane_row;
+      const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[place]), from);
+      const char* source = reinterpret_cast<const char*>(at) + lane_byte;
+      const bool exists = (valid_[place] >> from & 1) != 0;
+#pragma unroll
+      for (int slab_col = 0; slab_col < KvTile::kCols; slab_col += KvTile::kSlabCols) {
+        const bool valid = exists && lane_byte + slab_col * 2 < num_cols * kElementBytes;
+        // Four rows further down flip the highest bit of the swizzle.
+        ptx::cp_async_16(KvTile::advance(destination ^ row % 8 * 16, row, slab_col),
+                         source + slab_col * 2, valid ? 16 : 0);
+      }
+    }
+  }
+
+  const DecodeParams& params_;
+  int lane_, kv_head_, first_key_, end_key_, next_key_;
+  CacheSequence sequence_;
+  int page_[kTilesAhead][kPlaces];  // of the lane's rows in the next tiles
+  const char* v_row_[kPlaces];
+  uint32_t valid_[kPlaces];
+};
+
+}  // namespace flash_attn::cuda
