@@ -1,0 +1,113 @@
+// A consumer warpgroup of the forward kernel: its place, its turn at the tensor cores, the start and
+// the end of its tiles.
+#pragma once
+
+#include "fwd.h"
+#include "fwd_traits.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_attn::sm90 {
+
+// What a consumer keeps from tile to tile.
+template <typename Traits>
+struct FwdConsumer {
+  using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
+  using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
+
+  const FwdParams& params;
+  const CUtensorMap& out_map;
+  FwdSharedStorage<Traits>& smem;
+  int warpgroup, lane;
+  int warp_row;     // of the warp's 16 rows in the tile
+  int staged = -1;  // slot of the tile whose O lies in shared memory
+  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots;
+  Ring<Traits::kQStages> q_ring;
+  Ring<Traits::kStages> k_ring, v_ring;
+
+  __device__ __forceinline__ FwdConsumer(const FwdParams& params, const CUtensorMap& out_map,
+                                         FwdSharedStorage<Traits>& smem, int consumer)
+      : params(params),
+        out_map(out_map),
+        smem(smem),
+        warpgroup(consumer),
+        lane(threadIdx.x % 32),
+        warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
+        slots(smem.work_ring),
+        q_ring(smem.q_ring),
+        k_ring(smem.k_ring),
+        v_ring(smem.v_ring) {
+    if (Traits::kTile.ordered && warpgroup == Traits::kConsumers - 1) pass_turn();
+  }
+
+  // Turns go round: whoever has waited issues its products and passes on.
+  __device__ __forceinline__ void wait_turn() const {
+    if constexpr (Traits::kTile.ordered) ptx::barrier_sync<256>(kTurn + warpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Traits::kTile.ordered) {
+      const int next = warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1;
+      ptx::barrier_arrive<256>(kTurn + next);
+    }
+  }
+
+  // The warp is done with the slot.
+  template <int kStages>
+  __device__ __forceinline__ void release(Ring<kStages>& ring) const {
+    if (lane == 0) ring.arrive_empty();
+    ring.advance();
+  }
+
+  // Starts S = Q K(n)ᵀ of a tile, n its first block. The caller waits.
+  __device__ __forceinline__ void start_tile(typename Traits::Scores& S) {
+    slots.wait_full();
+    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    if (!slot.end && slot.work().has_keys()) {
+      q_ring.wait_full();
+      k_ring.wait_full();
+    }
+    wait_turn();
+    // Without keys S means nothing; but ptxas serialises products that are under way in one branch only.
+    scores(S);
+    ptx::wgmma_commit();
+    pass_turn();
+  }
+
+  __device__ __forceinline__ void start_next_tile(typename Traits::Scores& S) {
+    slots.advance();
+    start_tile(S);
+  }
+
+  // Starts the copy of the columns of O from first_col on that lie in shared memory.
+  __device__ __forceinline__ void send_output(const FwdWork& work, int first_col) const {
+    using Slab = typename Traits::OutputSlab;
+    const int first_row = work.first_row + warp_row;
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    if (first_row < work.segment_q && lane == 0) {
+#pragma unroll
+      for (int slab = 0; slab < Traits::kOutputSlabs; ++slab) {
+        const int col = first_col + slab * Slab::kCols;
+        if (col < params.head_dim_v) {
+          store_tile_rows<16>(smem.out[slab], warp_row, out_map, work.q, first_row, col);
+        }
+      }
+      ::cuda::ptx::cp_async_bulk_commit_group();
+    }
+  }
+
+  // The rest of the tile before, and the end of it.
+  __device__ __forceinline__ void send_staged() {
+    if (staged < 0) return;
+    send_output(smem.work[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
+    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[staged]);
+    staged = -1;
+  }
+
+  __device__ __forceinline__ void scores(typename Traits::Scores& S) const {
+    gemm_ss<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
+        S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));
+  }
+};
+
+}  // namespace flash_attn::sm90
