@@ -22,6 +22,8 @@
 // hides behind the others' products. The exponentials do not wait for the maxima of their own block
 // (OnlineSoftmax::step_ahead): O is rescaled only where it must be. And a tile's first S is issued
 // before the tile before ends: beside its last product, its epilogue and the way of its O out.
+// (With two blocks on a multiprocessor, for few queries of d = 64, another block's products fill the
+// gaps instead: KeyWalk::next_in_steps.)
 //
 //   consumer 0   │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ issue Q K(n-1)ᵀ, P V(n) │ …
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
