@@ -9,10 +9,10 @@ namespace flash_attn::sm90 {
 
 using cuda::with_dtype;
 
-// Calls f.template operator()<class of q and k, class of v>(). Beside the classes of all kernels: 48,
-// 80 and 160, as the next class would spend a sixth to a quarter of its products on the zeros of
-// d = 40, 72, 80 and 160, which models use; and 192 with a narrower v of 128. Any other v is filled
-// up with zeros.
+// Calls f.template operator()<class of q and k, class of v>(). Beside the classes of all kernels:
+// 48, 80 and 160, as the next class would spend a sixth to a quarter of its products on the zeros
+// of d = 40, 72, 80 and 160, which models use; and 192 with a narrower v of 128. Any other v is
+// filled up with zeros.
 template <typename F>
 auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
@@ -31,7 +31,8 @@ struct FwdTile {
   int block_n;    // keys of an iteration
   int stages;     // tiles of K, and of V, in shared memory
   int q_stages;   // tiles of Q; with two, a tile begins before the one before has ended
-  int output_slabs;  // 64 (d = 80, 96, 160: 32) columns each of O, on its way out; a divisor of those of O
+  // 64 (d = 80, 96, 160: 32) columns each of O, on its way out; a divisor of those of O.
+  int output_slabs;
   bool ordered;  // consumers take turns at the tensor cores
   // The next P is made while the tensor cores still read this one: block_n / 4 more registers. With
   // more than about 195 of 240 (130 of 160) taken by S, O and two P, ptxas serialises wgmma.
@@ -54,11 +55,14 @@ template <int kHeadDim, int kHeadDimV>
 inline constexpr FwdTile kFwdTile = {};
 
 // TFLOP/s on an H200, bf16, full / causal, ± 5 %. First the tile's own, of one run; what was tried
-// beside it as a ratio to it, of other runs (benchmarks/NOTES.md).
+// beside it as a ratio to it, of other runs (benchmarks/NOTES.md). Those of d = 64 with many
+// queries, 128 and 256 are from before dominant keys were kept exact
+// (OnlineSoftmax::spare_largest): today 522 / 498, 651 / 615 and 688 / 647 at 16k, settled.
 //
-// d = 40, s = 8k 340 / 324, 2k 291 / 236. Two stages: 0.98 / 0.98 (8k); four 0.99 / 1.00; two consumers, 128
-// keys: 0.89 / 0.89 (8k), 1.03 / 1.08 (1k). Four consumers of 112 registers, 80 keys not ahead: 1.01 / 1.00
-// (8k), 1.09 / 1.07 (2k), but dominant keys are not exact (OnlineSoftmax::step_ahead).
+// d = 40, s = 8k 340 / 324, 2k 291 / 236. Two stages: 0.98 / 0.98 (8k); four 0.99 / 1.00; two
+// consumers, 128 keys: 0.89 / 0.89 (8k), 1.03 / 1.08 (1k). Four consumers of 112 registers, 80 keys
+// not ahead: 1.01 / 1.00 (8k), 1.09 / 1.07 (2k), but dominant keys are not exact
+// (OnlineSoftmax::step_ahead).
 template <>
 inline constexpr FwdTile kFwdTile<48, 48> = {.consumers = 3,
                                              .block_n = 96,
@@ -87,9 +91,9 @@ inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
                                             .output_slabs = kHeadDim < 64 ? 1 : 3,
                                             .ordered = true,
                                             .ahead = true};
-// d = 64: at the end of a tile both consumers of a block stand still at once; another block's do not.
-// s = 512 334 / 227, 1k 384 / 307, 2k 406 / 365. One block of 2 × 128 keys: 0.93 / 0.90 (512), 0.97 /
-// 0.88 (1k); 3 × 96 keys: 1.07 / 0.97 (2k), 1.19 / 1.14 (16k). 80 keys: 0.96 / 0.96 (512).
+// d = 64: at the end of a tile both consumers of a block stand still at once; another block's do
+// not. s = 512 334 / 227, 1k 384 / 307, 2k 406 / 365. One block of 2 × 128 keys: 0.93 / 0.90 (512),
+// 0.97 / 0.88 (1k); 3 × 96 keys: 1.07 / 0.97 (2k), 1.19 / 1.14 (16k). 80 keys: 0.96 / 0.96 (512).
 inline constexpr int kFewMaskedQueries = 2048;
 template <>
 inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
@@ -100,12 +104,13 @@ inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
                                                 .ordered = false,
                                                 .ahead = false,
                                                 .blocks = 2};
-// With 128 rows to a tile of K and V, TMA seems to bound these two (rows of three boxes of 64 bytes, in
-// d = 72 across sectors): five k-steps in the place of six gained 3 %, 192 rows gain more.
+// With 128 rows to a tile of K and V, TMA seems to bound these two (rows of three boxes of 64
+// bytes, in d = 72 across sectors): five k-steps in the place of six gained 3 %, 192 rows gain
+// more.
 //
-// d = 80, s = 8k 528 / 487, 16k 532 / 510; d = 72, 8k 456 / 421. Two stages: 0.98 / 0.98, 0.95 / 0.98 (d = 72); four, O
-// in three parts: 1.00 / 1.01 (8k), 1.02 / 1.03 (16k); two consumers, 128 keys: 0.96 / 0.98, 0.78 / 0.84 (d = 72), 1.04 /
-// 1.17 (1k). 96 keys not ahead: 0.97 / 1.00.
+// d = 80, s = 8k 528 / 487, 16k 532 / 510; d = 72, 8k 456 / 421. Two stages: 0.98 / 0.98, 0.95 /
+// 0.98 (d = 72); four, O in three parts: 1.00 / 1.01 (8k), 1.02 / 1.03 (16k); two consumers, 128
+// keys: 0.96 / 0.98, 0.78 / 0.84 (d = 72), 1.04 / 1.17 (1k). 96 keys not ahead: 0.97 / 1.00.
 template <>
 inline constexpr FwdTile kFwdTile<80, 80> = {.consumers = 3,
                                              .block_n = 80,
@@ -123,8 +128,9 @@ inline constexpr FwdTile kFwdTile<96, 96> = {.consumers = 3,
                                              .output_slabs = 3,
                                              .ordered = true,
                                              .ahead = true};
-// s = 16k 681 / 653, 512 461 / 298. Without turns: 1.00 / 0.98 (16k), 0.96 / 0.98 (1k); turns passed on
-// after S: 0.99 / 0.98 (16k). An earlier form, not ahead: 128 keys 624 / 622, 176 keys 619 / 618.
+// s = 16k 681 / 653, 512 461 / 298. Without turns: 1.00 / 0.98 (16k), 0.96 / 0.98 (1k); turns
+// passed on after S: 0.99 / 0.98 (16k). An earlier form, not ahead: 128 keys 624 / 622, 176 keys
+// 619 / 618.
 template <>
 inline constexpr FwdTile kFwdTile<128, 128> = {.consumers = 2,
                                                .block_n = 128,
@@ -150,8 +156,8 @@ inline constexpr FwdTile kFwdTile<160, 160> = {.consumers = 2,
                                                .output_slabs = 5,
                                                .ordered = true,
                                                .ahead = true};
-// s = 8k, an earlier form: 96 keys ahead 672 / 650; 112 not ahead 677 / 633. 64 keys with three stages, or with
-// two of Q: 0.99 / 0.99, 0.98 / 0.98.
+// s = 8k, an earlier form: 96 keys ahead 672 / 650; 112 not ahead 677 / 633. 64 keys with three
+// stages, or with two of Q: 0.99 / 0.99, 0.98 / 0.98.
 template <>
 inline constexpr FwdTile kFwdTile<192, 192> = {.consumers = 2,
                                                .block_n = 96,
@@ -160,8 +166,8 @@ inline constexpr FwdTile kFwdTile<192, 192> = {.consumers = 2,
                                                .output_slabs = 1,
                                                .ordered = true,
                                                .ahead = true};
-// s = 16k 729 / 702, 512 485 / 317. Without turns: 0.97 / 1.01 (16k), 1.00 / 0.99 (512). 80 keys not ahead, O
-// in the place of Q: 0.93 / 0.98 (16k), 0.82 / 0.90 (512).
+// s = 16k 729 / 702, 512 485 / 317. Without turns: 0.97 / 1.01 (16k), 1.00 / 0.99 (512). 80 keys
+// not ahead, O in the place of Q: 0.93 / 0.98 (16k), 0.82 / 0.90 (512).
 template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
                                                .block_n = 64,
