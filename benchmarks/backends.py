@@ -301,26 +301,21 @@ _DESCALE = 0.05  # of 8-bit caches of N(0, 1)
 def decode_form(
     name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache]
 ) -> list[Callable[[], torch.Tensor]]:
-    """Our decode kernel on each cache, brought into one of CACHE_FORMS."""
+    """Our decode kernel on each cache, brought into one of CACHE_FORMS; or FlashInfer's on pages of
+    16."""
     from flash_attn import flash_decode_func
 
     device, options = q.device, {}
     seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
+    if name == "flashinfer":
+        return _flashinfer(case, q, *_in_pages(case, caches, 16))
     if name == "rows":
         options["cache_batch_idx"] = torch.arange(case.batch, dtype=torch.int32, device=device)
     elif name.startswith("paged"):
-        page, tokens = int(name.removeprefix("paged")), case.batch * case.length
-        if page == 1 and tokens > 1 << 19:
+        page = int(name.removeprefix("paged"))
+        if page == 1 and case.batch * case.length > 1 << 19:
             raise Unsupported("a table this long is nobody's")
-        generator = torch.Generator(device).manual_seed(0)
-        table = torch.randperm(tokens // page, device=device, generator=generator)
-        options["block_table"] = table.int().view(case.batch, -1)
-        place = torch.empty_like(table)
-        place[table] = torch.arange(len(table), device=device)
-        caches = [
-            Cache(*(x.view(-1, page, *x.shape[2:])[place] for x in (cache.k, cache.v)))
-            for cache in caches
-        ]
+        caches, options["block_table"] = _in_pages(case, caches, page)
     elif name in ("e4m3", "int8"):
         dtype = torch.float8_e4m3fn if name == "e4m3" else torch.int8
         descale = torch.full((case.heads_kv,), _DESCALE, device=device)
@@ -333,6 +328,51 @@ def decode_form(
     def call(cache: Cache) -> torch.Tensor:
         with forced_backend("cuda"):
             return flash_decode_func(q, cache.k, cache.v, seqlens, **options)
+
+    return [functools.partial(call, cache) for cache in caches]
+
+
+def _in_pages(case: DecodeCase, caches: list[Cache], page: int) -> tuple[list[Cache], torch.Tensor]:
+    """The same tokens in pages that lie in no order, and the block table of all the caches."""
+    device = caches[0].k.device
+    generator = torch.Generator(device).manual_seed(0)
+    table = torch.randperm(case.batch * case.length // page, device=device, generator=generator)
+    place = torch.empty_like(table)
+    place[table] = torch.arange(len(table), device=device)
+    paged = [
+        Cache(*(x.view(-1, page, *x.shape[2:])[place] for x in (cache.k, cache.v)))
+        for cache in caches
+    ]
+    return paged, table.int().view(case.batch, -1)
+
+
+def _flashinfer(
+    case: DecodeCase, q: torch.Tensor, caches: list[Cache], table: torch.Tensor
+) -> list[Callable[[], torch.Tensor]]:
+    """Planned once, outside of what is timed; tensor cores, as FlashInfer advises for GQA."""
+    try:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+    except ImportError as error:
+        raise Unsupported("flashinfer is not installed") from error
+    batch, pages, page = *table.shape, caches[0].k.size(1)
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * pages
+    last_page = torch.full((batch,), page, dtype=torch.int32, device=q.device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(128 << 20, dtype=torch.uint8, device=q.device),
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=indptr.clone(),
+        paged_kv_indices_buffer=table.flatten().clone(),
+        paged_kv_last_page_len_buffer=last_page.clone(),
+    )
+    wrapper.plan(
+        *(indptr, table.flatten(), last_page, case.heads, case.heads_kv, case.head_dim, page),
+        q_data_type=q.dtype,
+        kv_data_type=q.dtype,
+    )
+
+    def call(cache: Cache) -> torch.Tensor:
+        return wrapper.run(q.squeeze(1), (cache.k, cache.v)).unsqueeze(1)
 
     return [functools.partial(call, cache) for cache in caches]
 

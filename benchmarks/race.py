@@ -1,4 +1,4 @@
-"""The races: ours by backend against torch's backends, FlexAttention and FlashAttention-4.
+"""The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,splits,naive,features,cpu]
     [--backends sm80,fa2,cudnn] [--out FILE.json]
@@ -6,7 +6,8 @@
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
 before it is timed. The kinds cache and splits race our decode with itself: over the forms that a
-cache can have, and cut into pieces against not.
+cache can have, and cut into pieces against not. The kind pages: pages of 16 against dense, and
+against FlashInfer where it is installed.
 """
 
 import argparse
@@ -23,13 +24,14 @@ from benchmarks import backends, results, shapes
 from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
-KINDS = ("fwd", "shapes", "bwd", "decode", "cache", "splits", "naive", "features", "cpu")
+KINDS = ("fwd", "shapes", "bwd", "decode", "cache", "pages", "splits", "naive", "features", "cpu")
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
     "shapes": ("fa2", "cudnn", "fa4"),
     "bwd": ("fa2", "cudnn", "fa4"),
     "decode": ("fa2", "cudnn"),
     "cache": (),
+    "pages": ("flashinfer",),
     "splits": (),
     "naive": ("naive",),
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
@@ -42,14 +44,19 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
     ours = {
         "decode": ("cuda",),
         "cache": backends.CACHE_FORMS,
+        "pages": ("paged16", "plain"),
         "splits": ("automatic", "unsplit"),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
     forward = kind in ("fwd", "shapes", "naive", "features")
     if forward and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
-    fa4 = importlib.util.find_spec("flash_attn.cute") is not None
-    return *ours, *(name for name in PEERS[kind] if name != "fa4" or fa4)
+    modules = {"fa4": "flash_attn.cute", "flashinfer": "flashinfer"}
+    return *ours, *(
+        name
+        for name in PEERS[kind]
+        if name not in modules or importlib.util.find_spec(modules[name]) is not None
+    )
 
 
 # Contestants' outputs differ by the rounding of P, dS and the result to 16 bits; more is a wrong
@@ -161,21 +168,29 @@ def decode_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ..
     return records
 
 
-def cache_race(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
-    """The same numbers in caches of every form, then lengths that differ within the batch."""
+def forms_race(
+    race: Race, kind: str, cases: list[shapes.DecodeCase], names: tuple[str, ...]
+) -> list[dict]:
+    """The same numbers in caches of these forms."""
     records = []
-    for case in shapes.cache(quick):
+    for case in cases:
         q, caches, rounds = caches_and_rounds(race, case, itemsize=1)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
             return graph_of(backends.decode_form(name, case, q, caches) * rounds)
 
-        times = race.seconds(names, f"cache {case.shape()}", build)
+        times = race.seconds(names, f"{kind} {case.shape()}", build)
         micros = microseconds(times, len(caches) * rounds)
         ratio = results.ratios(micros, names[0], names[1:], "less")
-        records.append(results.record("decode.cache", case.shape(), "us", micros, ratio))
+        records.append(results.record(f"decode.{kind}", case.shape(), "us", micros, ratio))
         progress(records[-1])
         del q, caches, build
+    return records
+
+
+def ragged_race(race: Race, quick: bool) -> list[dict]:
+    """Lengths that differ within the batch."""
+    records = []
     modes = {"balanced": {}, "batch_invariant": {"batch_invariant": True}}
     for name, lengths in shapes.ragged(quick).items():
         call = backends.decode_pages(lengths, race.device, race.dtype)
@@ -312,7 +327,10 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         records = decode_race(race, shapes.decode(quick), names)
         return records + results.geometric_means(records, by=())
     if kind == "cache":
-        return cache_race(race, quick, names)
+        return forms_race(race, kind, shapes.cache(quick), names) + ragged_race(race, quick)
+    if kind == "pages":
+        records = forms_race(race, kind, shapes.decode(quick), names)
+        return records + results.geometric_means(records, by=())
     if kind == "splits":
         return splits_race(race, shapes.splits(quick), names)
     if kind == "naive":
