@@ -57,7 +57,8 @@ class Target:
 ATEN_CPU = Target("cpu", "aten")
 ATEN_CUDA = Target("cuda", "aten")
 SM80 = Target("cuda", "sm80")
-SM90 = Target("cuda", "sm90")  # forward only: the gradients come from sm80, given its out and LSE
+# Forward only: the gradients come from sm80, or with score terms from aten, given its out and LSE.
+SM90 = Target("cuda", "sm90")
 DECODE_CUDA = Target("cuda", "cuda")
 ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
 OP_TARGETS = (*ATTENTION_TARGETS, SM90)  # what run() serves
@@ -165,7 +166,9 @@ class Case:
         """What core/backend.cpp says of the kernels; test_backends.py holds the two together."""
         if backend == "aten":
             return True
-        terms = self.softcap or self.alibi or self.bias or self.sink or self.dropout_p
+        terms = self.bias or self.dropout_p
+        if backend != SM90.backend:
+            terms = terms or self.softcap or self.alibi or self.sink
         head_dim = max(self.d, self.d_v or self.d)
         return self.dtype in ("fp16", "bf16") and not terms and head_dim <= 256
 
@@ -327,19 +330,19 @@ def op_arguments(problem: Problem) -> dict:
 DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "attn_bias": "dbias", "learnable_sink": "dsink"}
 
 
-def sm80_gradients(arguments: dict, out, lse, dout, dlse) -> dict[str, torch.Tensor]:
-    """The gradients that follow another backend's forward."""
+def later_gradients(case: Case, arguments: dict, out, lse, dout, dlse) -> dict[str, torch.Tensor]:
+    """The gradients of a backend that has a backward, given another one's forward."""
     given = {name: x for name, x in arguments.items() if name not in ("return_probs", "backend")}
-    dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
+    dq, dk, dv, _, dsink = torch.ops.flash_attn.bwd(
         dout=dout,
         dlse=dlse,
         out=out,
         softmax_lse=lse,
-        grad_mask=[True, True, True, False, False],
-        backend=SM80.backend,
+        grad_mask=[True, True, True, False, case.sink],
+        backend=(SM80 if case.served_by(SM80.backend) else ATEN_CUDA).backend,
         **{n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()},
     )
-    return {"dq": dq, "dk": dk, "dv": dv}
+    return {"dq": dq, "dk": dk, "dv": dv} | ({"dsink": dsink} if case.sink else {})
 
 
 def run(
@@ -371,7 +374,7 @@ def run(
             out, lse, probs = torch.ops.flash_attn.fwd(**arguments)
         results = {"out": out.detach(), "lse": lse.detach(), "probs": probs.detach()}
         if backward and backend == SM90.backend:
-            results |= sm80_gradients(arguments, out, lse, dout, dlse)
+            results |= later_gradients(problem.case, arguments, out, lse, dout, dlse)
         elif backward:
             outputs, incoming = ([out, lse], [dout, dlse]) if dlse is not None else ([out], [dout])
             gradients = torch.autograd.grad(outputs, [tensors[n] for n in needed], incoming)

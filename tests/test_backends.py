@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from cases import SM80, Case, Problem, each_target, op_arguments, run
+from cases import SM80, SM90, Case, Problem, Target, each_target, op_arguments, run
 
 import flash_attn
 
@@ -164,16 +164,16 @@ CASES = [
 ]
 
 
-@pytest.mark.gpu
+@each_target(SM80, SM90)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_tests_know_what_sm80_serves(case: Case, seed: int) -> None:
+def test_the_tests_know_what_kernels_serve(case: Case, target: Target, seed: int) -> None:
     """Case.served_by, which picks the kernels' tests, says what the library says."""
     problem = Problem(case.with_(seqlen_q=9), seed, "cuda")
-    if case.served_by("sm80"):
-        run(problem, "sm80")
+    if case.served_by(target.backend):
+        run(problem, target.backend)
     else:
         with pytest.raises(RuntimeError, match="cannot serve this call"):
-            run(problem, "sm80")
+            run(problem, target.backend)
 
 
 @each_target(SM80)
@@ -198,12 +198,12 @@ q = torch.randn(1, 9, 2, 64, device="cuda", dtype=torch.float16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        flash_attn.flash_attn_func(q, q, q, softcap=2.0)
+        flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
     with flash_attn.use_backend("aten"):
         flash_attn.flash_attn_func(q.float(), q.float(), q.float())
     flash_attn.flash_attn_func(q, q, q)
 messages = [str(w.message) for w in caught if "flash_attn" in str(w.message)]
-assert len(messages) == 1 and "softcap" in messages[0] and "aten" in messages[0], messages
+assert len(messages) == 1 and "dropout_p" in messages[0] and "aten" in messages[0], messages
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

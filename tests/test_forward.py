@@ -58,6 +58,14 @@ TERM_CHOICES = dict(
 )
 
 
+# Of these kernels serve some.
+SCORE_CHOICES = KERNEL_CHOICES | dict(
+    softcap=[0.0, 5.0, 300.0],
+    alibi=["", "head", "batch"],
+    sink=[False, True],
+)
+
+
 def cases_of(points: list[dict]) -> list[Case]:
     made = []
     for point in points:
@@ -68,6 +76,11 @@ def cases_of(points: list[dict]) -> list[Case]:
 
 @each_case(cases_of(sample(90, seed=1, **KERNEL_CHOICES)))
 def test_lengths_and_masks(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed, backward=False)
+
+
+@each_case(cases_of(sample(60, seed=3, **SCORE_CHOICES)))
+def test_softcap_alibi_sinks(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed, backward=False)
 
 

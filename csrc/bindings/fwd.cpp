@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "checks.h"
@@ -35,6 +36,15 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
     params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
     params.lse_head_stride = lse.stride(-2);
     at::Tensor tile_counter;
+    const OptTensor slopes = contiguous(attn.alibi_slopes);
+    const OptTensor sink = attn.learnable_sink
+                               ? OptTensor(attn.learnable_sink->to(at::kFloat).contiguous())
+                               : OptTensor();
+    // Beyond 1e30 nothing is capped, and the kernel's quotients would leave the range of fp32.
+    params.score = {.softcap = static_cast<float>(std::min(attn.softcap, 1e30)),
+                    .alibi_slopes = slopes ? slopes->const_data_ptr<float>() : nullptr,
+                    .alibi_batch_stride = slopes && slopes->dim() == 2 ? params.heads_q : 0,
+                    .learnable_sink = sink ? sink->const_data_ptr<float>() : nullptr};
     params.tile_counter = nullptr;
     if (kernel == &sm90::run_fwd) {
       tile_counter = at::empty({1}, q.options().dtype(at::kInt));
@@ -51,7 +61,12 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
 FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
-  switch (select_backend(call_shape(args), args.backend)) {
+  const Backend backend = select_backend(call_shape(args), args.backend);
+  // Without keys a sink is all that LSE consists of, and no kernel is launched.
+  if (args.attn.learnable_sink && args.attn.k.numel() == 0) {
+    return aten::fwd(to_aten(args.attn), args.return_probs);
+  }
+  switch (backend) {
     case Backend::kSm90:
       return run(&sm90::run_fwd, args.attn);
     case Backend::kSm80:

@@ -93,9 +93,11 @@ std::vector<std::string> why_not(Backend backend, const CallShape& call) {
     return {"it serves flash_decode_func and flash_attn_with_kvcache only"};
   }
   Reasons reasons = why_not_cuda(call);
-  reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
-  reasons.refuse_if(call.softcap, "softcap is not supported");
-  reasons.refuse_if(call.sink, "learnable_sink is not supported");
+  if (backend == Backend::kSm80) {
+    reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
+    reasons.refuse_if(call.softcap, "softcap is not supported");
+    reasons.refuse_if(call.sink, "learnable_sink is not supported");
+  }
   reasons.refuse_if(call.bias, "attn_bias is not supported");
   reasons.refuse_if(call.dropout, "dropout_p is not supported");
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");

@@ -50,7 +50,7 @@ int bwd_dq_accum_cols(const BwdParams& params);
 
 namespace sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
-// and bf16.
+// and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 }  // namespace sm90
 

@@ -53,7 +53,19 @@ struct AttnParams {
   bool top_left;  // diagonal of query i at key i; otherwise at key i + len_k - len_q (bottom-right)
 };
 
+// What happens to the scores between Q Kᵀ and the mask. All zero: plain.
+//
+//   S = softcap · tanh(S / softcap),    S -= slope · |key - diagonal|,    l = Σ exp(S) + exp(sink)
+struct ScoreParams {
+  float softcap;                // 0: none
+  const float* alibi_slopes;    // (heads_q) or (batch, heads_q), or null
+  int64_t alibi_batch_stride;   // 0: the same for all sequences
+  const float* learnable_sink;  // (heads_q), or null
+};
+
 struct FwdParams : AttnParams {
+  ScoreParams score;  // only sm90 asks for it
+
   void* out;  // like q, with head_dim_v
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
@@ -120,7 +132,7 @@ struct AppendParams : CacheParams {
 
 // Plain: a cache of q's dtype with head_dim_v = head_dim that nothing is appended to; no softcap,
 // slopes or sink.
-struct DecodeParams : CacheParams {
+struct DecodeParams : CacheParams, ScoreParams {
   const void* q;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
   Strides q_strides;
   int heads_q, seqlen_q;
@@ -129,11 +141,7 @@ struct DecodeParams : CacheParams {
 
   float softmax_scale;
   int window_left, window_right;  // as in AttnParams, bottom-right
-  bool rotate_by_row;          // query i rotates by its own position; else all by that of the first
-  float softcap;               // 0: none
-  const float* alibi_slopes;   // (heads_q) or (batch, heads_q), or null
-  int64_t alibi_batch_stride;  // 0: the same for all sequences
-  const float* learnable_sink;  // (heads_q), or null
+  bool rotate_by_row;  // query i rotates by its own position; else all by that of the first
 
   // Pieces that each sequence's keys are cut into, all alike. 0, not for plain calls: the keys of
   // the whole call are dealt out evenly, whatever the lengths.

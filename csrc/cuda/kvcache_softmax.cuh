@@ -4,6 +4,7 @@
 #include <cfloat>
 
 #include "attn/online_softmax.cuh"
+#include "attn/score_terms.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
 #include "ptx/barrier.cuh"
@@ -55,9 +56,7 @@ __device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& par
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < S.kRowElements; ++i) {
-        // tanh(x) = 1 - 2 / (exp(2x) + 1)
-        const float power = ptx::exp2(S.at(half, i) * (2.f * kLog2E));
-        S.at(half, i) = params.softcap * kLog2E * (1.f - __fdividef(2.f, power + 1.f));
+        S.at(half, i) = params.softcap * kLog2E * accurate_tanh(S.at(half, i));
       }
     }
   }

@@ -26,6 +26,15 @@ auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
       widest, [&]<int kClass> { return f.template operator()<kClass, kClass>(); });
 }
 
+// Likewise for calls with score terms: fewer classes, for the time of the build.
+template <typename F>
+auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
+  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest <= 64) return f.template operator()<64>();
+  if (widest <= 128) return f.template operator()<128>();
+  return f.template operator()<256>();
+}
+
 struct FwdTile {
   int consumers;  // warpgroups that compute, 64 queries each
   int block_n;    // keys of an iteration

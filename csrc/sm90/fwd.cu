@@ -5,10 +5,19 @@
 namespace flash_attn::sm90 {
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  const ScoreParams& score = params.score;
+  const bool plain =
+      score.softcap == 0.f && score.alibi_slopes == nullptr && score.learnable_sink == nullptr;
   with_dtype(params.dtype, [&]<DType kDType> {
-    with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
-      launch_fwd<kDType, kHeadDim, kHeadDimV>(params, device, stream);
-    });
+    if (plain) {
+      with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+        launch_fwd<kDType, kHeadDim, kHeadDimV, true>(params, device, stream);
+      });
+    } else {
+      with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        launch_fwd<kDType, kHeadDim, kHeadDim, false>(params, device, stream);
+      });
+    }
   });
 }
 

@@ -34,6 +34,7 @@
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
+#include "../cuda/attn/score_terms.cuh"
 #include "../cuda/launch.h"
 #include "fwd_consumer.cuh"
 #include "fwd_producer.cuh"
@@ -83,7 +84,7 @@ class KeyWalk {
  private:
   __device__ __forceinline__ void first(Probabilities& P) {
     self.release(self.k_ring);
-    mask();
+    finish_scores();
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
     if constexpr (Traits::kTile.blocks == 1) self.send_staged();
@@ -101,7 +102,7 @@ class KeyWalk {
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
-    mask();
+    finish_scores();
     bool moved;  // exp(S - m), while P V(n + 1) runs
     if constexpr (Traits::kTile.ahead) {
       moved = softmax.template step_ahead<Element>(P_next, S, correction);
@@ -137,7 +138,7 @@ class KeyWalk {
     ptx::wgmma_wait<0>();
     pin(S);
     self.release(self.k_ring);
-    mask();
+    finish_scores();
     if (softmax.update_max(S, correction)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
     self.v_ring.wait_full();
@@ -163,8 +164,13 @@ class KeyWalk {
     gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
   }
 
-  // S = -inf where nothing is seen.
-  __device__ __forceinline__ void mask() {
+  // Score terms; S = -inf where nothing is seen.
+  __device__ __forceinline__ void finish_scores() {
+    if constexpr (!Traits::kPlain) {
+      const int tile_row = self.warp_row + fragment_row(0, self.lane);
+      apply_score_terms(S, self.params.score, self.params.softmax_scale, work.alibi_slope,
+                        work.diagonal + tile_row - n * Traits::kBlockN, self.lane);
+    }
     if (n >= range.full_begin && n < range.full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
     const int first_key = n * Traits::kBlockN;
@@ -202,6 +208,9 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
   float* const lse = work.lse + first_row;
   softmax.finish();
+  if constexpr (!Traits::kPlain) {
+    if (self.params.score.learnable_sink != nullptr) softmax.add_sink(O, work.sink);
+  }
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
   if (rows_that_count < 16) {
 #pragma unroll
@@ -246,7 +255,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.work[slot].end) break;
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(params.softmax_scale);
+    typename Traits::Softmax softmax(Traits::kPlain ? params.softmax_scale : 1.f);
     O.fill(0.f);
     if (work.has_keys()) {
       KeyWalk<Traits>(work, self, S, O, softmax).run();
@@ -347,11 +356,17 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                    scheduler, maps, num_tiles);
 }
 
-template <DType kDType, int kHeadDim, int kHeadDimV>
+template <DType kDType, int kHeadDim, int kHeadDimV, bool kPlain>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
-    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile>>(params, device, stream);
-  });
+  if constexpr (kPlain) {
+    with_fwd_tile<kHeadDim, kHeadDimV>(
+        params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
+          launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, true>>(params, device, stream);
+        });
+  } else {
+    constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDimV>;
+    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, false>>(params, device, stream);
+  }
 }
 
 }  // namespace flash_attn::sm90

@@ -15,12 +15,16 @@ namespace flash_attn::sm90 {
 // Columns of a tile in shared memory whose first `cols` take part in products: whole slabs.
 constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 
-template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes>
+// kPlainScores: nothing but the mask between Q Kᵀ and the softmax. The other instances decide each
+// score term by a branch that all threads take alike.
+template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes,
+          bool kPlainScores>
 struct FwdTraits {
   static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
+  static constexpr bool kPlain = kPlainScores;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -56,6 +60,9 @@ struct FwdWork {
   float* lse;
   int first_row;  // of the tile's queries, within the sequence
   int segment_q;  // rows to write
+  // Not plain: the key, counted likewise, that the tile's first query meets on its diagonal.
+  int diagonal;
+  float alibi_slope, sink;
 
   __device__ __forceinline__ bool has_keys() const { return range.end > range.begin; }
 };
@@ -74,6 +81,14 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   const AttentionWindow window(seqlen.len_q, num_keys, diagonal - first_key, params.window_left,
                                params.window_right);
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+  float slope = 0.f, sink = 0.f;
+  if constexpr (!Traits::kPlain) {
+    const ScoreParams& score = params.score;
+    if (score.alibi_slopes != nullptr) {
+      slope = score.alibi_slopes[tile.batch_idx * score.alibi_batch_stride + tile.head];
+    }
+    if (score.learnable_sink != nullptr) sink = score.learnable_sink[tile.head];
+  }
   return {
       .window = window,
       .range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row),
@@ -87,7 +102,10 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
       .lse = params.lse + tile.batch_idx * params.lse_batch_stride +
              tile.head * params.lse_head_stride + seqlen.q_begin,
       .first_row = first_row,
-      .segment_q = seqlen.segment_q};
+      .segment_q = seqlen.segment_q,
+      .diagonal = static_cast<int>(diagonal - first_key) + first_row,
+      .alibi_slope = slope,
+      .sink = sink};
 }
 
 struct FwdWorkSlot {

@@ -12,6 +12,17 @@ namespace flash_attn {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
+// O[row] *= factor[row]
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void scale_rows(Accumulator<kMBlocks, kN>& O,
+                                           const float (&factor)[2 * kMBlocks]) {
+#pragma unroll
+  for (int row = 0; row < O.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) *= factor[row];
+  }
+}
+
 // After steps over blocks S₁ … S_j of a row's scores, with c = softmax_scale · log2 e:
 //
 //   row_max = max c·S      row_sum = Σ exp2(c·S - row_max) over this thread's columns
@@ -185,6 +196,20 @@ class OnlineSoftmax {
     }
   }
 
+  // After finish(). A key with this score and a value of 0 joins each row.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void add_sink(Accumulator<kMBlocks, kN>& O, float sink) {
+    float correction[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float raised = fmaxf(row_max_[row], sink * kLog2E);
+      correction[row] = ptx::exp2(row_max_[row] - raised);
+      row_sum_[row] = row_sum_[row] * correction[row] + ptx::exp2(sink * kLog2E - raised);
+      row_max_[row] = raised;
+    }
+    scale_rows(O, correction);
+  }
+
   // After finish(). What the accumulated output is multiplied by; 0 for a row without keys.
   __device__ __forceinline__ float inverse_sum(int row) const {
     return row_sum_[row] == 0.f ? 0.f : 1.f / row_sum_[row];
@@ -252,16 +277,5 @@ class OnlineSoftmax {
   float scale_log2_;
   bool negate_;
 };
-
-// O[row] *= factor[row]
-template <int kMBlocks, int kN>
-__device__ __forceinline__ void scale_rows(Accumulator<kMBlocks, kN>& O,
-                                           const float (&factor)[2 * kMBlocks]) {
-#pragma unroll
-  for (int row = 0; row < O.kRows; ++row) {
-#pragma unroll
-    for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) *= factor[row];
-  }
-}
 
 }  // namespace flash_attn
