@@ -1,0 +1,221 @@
+// sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths.
+#include <cuda/ptx>
+
+#include "../sm90/tile/gemm.cuh"
+#include "device_array.cuh"
+
+namespace flash_attn::tests {
+namespace {
+
+using sm90::WgmmaOperand;
+
+constexpr int kThreads = 128, kRows = 64;  // of a product of one warpgroup
+
+// By all threads; values: kRows × kCols of the tile.
+template <typename Tile>
+__device__ __forceinline__ void fill(Tile& tile, const typename Tile::Element* values) {
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kThreads) {
+    *tile.pointer(i / Tile::kCols, i % Tile::kCols) = values[i];
+  }
+}
+
+// Registers from and to memory: thread t's i-th lies at 128 · i + t.
+template <int kN>
+__device__ __forceinline__ void load(Accumulator<1, kN>& C, const float* registers) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) C.data[0][i / 4][i % 4] = registers[i * kThreads + threadIdx.x];
+}
+template <int kN>
+__device__ __forceinline__ void finish(Accumulator<1, kN>& C, float* registers) {
+  sm90::ptx::wgmma_commit();
+  sm90::ptx::wgmma_wait<0>();
+  sm90::pin(C);
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) registers[i * kThreads + threadIdx.x] = C.data[0][i / 4][i % 4];
+}
+
+template <typename TileA, typename TileB>
+struct Operands {
+  alignas(1024) TileA a;
+  alignas(1024) TileB b;
+};
+
+template <int kN, int kK, typename TileA, typename TileB>
+__global__ void __launch_bounds__(kThreads)
+    gemm_ss_kernel(const typename TileA::Element* a, const typename TileB::Element* b,
+                   const float* c, float* sum, float* product, int first_row_a, int first_row_b) {
+  using Element = typename TileA::Element;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<Operands<TileA, TileB>*>(dynamic_smem);
+  fill(smem.a, a);
+  fill(smem.b, b);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  const WgmmaOperand<Layout::kKInner, TileA> A(smem.a, first_row_a);
+  const WgmmaOperand<Layout::kKInner, TileB> B(smem.b, first_row_b);
+  Accumulator<1, kN> C;
+  load(C, c);
+  sm90::gemm_ss<Element, kK, Into::kSum>(C, A, B);
+  finish(C, sum);
+  sm90::gemm_ss<Element, kK, Into::kZero>(C, A, B);
+  finish(C, product);
+}
+
+template <int kN, int kK, typename TileB>
+__global__ void __launch_bounds__(kThreads)
+    gemm_rs_kernel(const uint32_t* a, const typename TileB::Element* b, const float* c, float* sum,
+                   int first_row_b) {
+  using Element = typename TileB::Element;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<TileB*>(dynamic_smem);
+  fill(smem, b);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  OperandA<1, kK> A;
+#pragma unroll
+  for (int i = 0; i < kK / 4; ++i) A.data[0][i / 4][i % 4] = a[i * kThreads + threadIdx.x];
+  Accumulator<1, kN> C;
+  load(C, c);
+  sm90::gemm_rs<Element>(C, A, WgmmaOperand<Layout::kKOuter, TileB>(smem, first_row_b));
+  finish(C, sum);
+}
+
+// What lies in a tile of tile_rows × tile_cols: `values`, rows of `cols`, from first_row on, poison
+// around them.
+template <typename Element>
+std::vector<Element> tile_image(const std::vector<float>& values, int cols, int first_row,
+                                int tile_rows, int tile_cols) {
+  std::vector<Element> image(tile_rows * tile_cols, poison<Element>());
+  for (size_t i = 0; i < values.size(); ++i) {
+    image[(first_row + i / cols) * tile_cols + i % cols] = rounded<Element>(values[i]);
+  }
+  return image;
+}
+
+std::vector<float> transposed(const std::vector<float>& values, int cols) {
+  const int rows = values.size() / cols;
+  std::vector<float> result(values.size());
+  for (int i = 0; i < rows * cols; ++i) result[i % cols * rows + i / cols] = values[i];
+  return result;
+}
+
+// Where thread t's i-th register of an accumulator lies (PTX ISA "wgmma.mma_async", figure of D): warp
+// w holds rows 16 w …, a lane columns 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 in
+// each block of 8 columns.
+struct Place {
+  int row, col;
+};
+Place accumulator_place(int i, int thread) {
+  const int lane = thread % 32;
+  return {thread / 32 * 16 + i / 2 % 2 * 8 + lane / 4, i / 4 * 8 + lane % 4 * 2 + i % 2};
+}
+// The same of the first of the two elements of an A register: columns 8 … 15 of a block of 16 come
+// after both rows of the first 8.
+Place operand_a_place(int i, int thread) {
+  const int lane = thread % 32;
+  return {thread / 32 * 16 + i % 2 * 8 + lane / 4, i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2};
+}
+
+// A (kRows × k) as registers of a left operand.
+template <typename Element>
+std::vector<uint32_t> operand_registers(const std::vector<float>& A, int k) {
+  std::vector<uint32_t> registers(k / 4 * kThreads);
+  for (int i = 0; i < k / 4; ++i) {
+    for (int thread = 0; thread < kThreads; ++thread) {
+      const auto [row, col] = operand_a_place(i, thread);
+      const Element pair[2] = {rounded<Element>(A[row * k + col]),
+                               rounded<Element>(A[row * k + col + 1])};
+      std::memcpy(&registers[i * kThreads + thread], pair, sizeof(pair));
+    }
+  }
+  return registers;
+}
+
+// c + A B in the order of registers, A (kRows × k), B (k × n).
+std::vector<float> multiply(std::vector<float> c, const std::vector<float>& A,
+                            const std::vector<float>& B, int n, int k) {
+  for (int i = 0; i < n / 2; ++i) {
+    for (int thread = 0; thread < kThreads; ++thread) {
+      const auto [row, col] = accumulator_place(i, thread);
+      double sum = c[i * kThreads + thread];
+      for (int j = 0; j < k; ++j) sum += static_cast<double>(A[row * k + j]) * B[j * n + col];
+      c[i * kThreads + thread] = static_cast<float>(sum);
+    }
+  }
+  return c;
+}
+
+// kCols: of the tiles, in slabs of 64 columns or 32. kK ends inside a slab that is not the first.
+template <typename Element, int kN, int kCols, int kK>
+void test_gemm_ss(Random& random) {
+  using TileA = SmemTile<Element, kRows + 80, kCols>;
+  using TileB = SmemTile<Element, kN + 16, kCols>;
+  constexpr int kFirstRows[][2] = {{0, 0}, {64, 0}, {8, 16}, {80, 8}};
+  for (const auto& [row_a, row_b] : kFirstRows) {
+    const auto a = whole_numbers(random, kRows * kK), b = whole_numbers(random, kN * kK);
+    const auto c = whole_numbers(random, kRows * kN);
+    DeviceArray<Element> tile_a(tile_image<Element>(a, kK, row_a, TileA::kRows, kCols));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, kK, row_b, TileB::kRows, kCols));
+    DeviceArray<float> device_c(c), sum(c.size()), product(c.size());
+    cuda::launch<gemm_ss_kernel<kN, kK, TileA, TileB>>(
+        1, kThreads, sizeof(Operands<TileA, TileB>), nullptr, tile_a.data(), tile_b.data(),
+        device_c.data(), sum.data(), product.data(), row_a, row_b);
+    const auto B = transposed(b, kK);
+    expect_equal("C += A B", sum.read(), multiply(c, a, B, kN, kK));
+    const std::vector<float> zeros(c.size());
+    expect_equal("C = A B", product.read(), multiply(zeros, a, B, kN, kK));
+  }
+}
+
+template <typename Element, int kN, int kCols, int kK>
+void test_gemm_rs(Random& random) {
+  using TileB = SmemTile<Element, kK + 16, kCols>;
+  for (const int first_row : {0, 8, 16}) {
+    const auto a = whole_numbers(random, kRows * kK), b = whole_numbers(random, kK * kN);
+    const auto c = whole_numbers(random, kRows * kN);
+    DeviceArray<uint32_t> registers(operand_registers<Element>(a, kK));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, kN, first_row, TileB::kRows, kCols));
+    DeviceArray<float> device_c(c), sum(c.size());
+    cuda::launch<gemm_rs_kernel<kN, kK, TileB>>(1, kThreads, sizeof(TileB), nullptr,
+                                                registers.data(), tile_b.data(), device_c.data(),
+                                                sum.data(), first_row);
+    expect_equal("C += A B", sum.read(), multiply(c, a, b, kN, kK));
+  }
+}
+
+// The fewest columns, at least kN, of a tile with slabs of 64 columns, and of 32.
+constexpr int in_slabs_of_64(int n) { return (n + 63) / 64 * 64; }
+constexpr int in_slabs_of_32(int n) { return (n + 31) / 64 * 64 + 32; }
+
+// The width of the slabs matters to descriptors, the type to the instruction: one type meets both
+// widths.
+template <int kN>
+void add_shape(Tests& tests) {
+  using Half = __half;
+  using Bf16 = __nv_bfloat16;
+  const auto add = [&](const char* what, const char* type, const char* slab, auto* run) {
+    tests.push_back({test_name({what, std::to_string(kN), type, slab}), run});
+  };
+  constexpr int kCols64 = in_slabs_of_64(kN), kCols32 = in_slabs_of_32(kN);
+  add("sm90/gemm_ss", kNameOf<Bf16>, "slab64", test_gemm_ss<Bf16, kN, 128, 80>);
+  add("sm90/gemm_ss", kNameOf<Bf16>, "slab32", test_gemm_ss<Bf16, kN, 96, 48>);
+  add("sm90/gemm_ss", kNameOf<Half>, "slab64", test_gemm_ss<Half, kN, 128, 80>);
+  add("sm90/gemm_rs", kNameOf<Bf16>, "slab64", test_gemm_rs<Bf16, kN, kCols64, 48>);
+  add("sm90/gemm_rs", kNameOf<Bf16>, "slab32", test_gemm_rs<Bf16, kN, kCols32, 48>);
+  add("sm90/gemm_rs", kNameOf<Half>, "slab32", test_gemm_rs<Half, kN, kCols32, 48>);
+}
+
+template <int... kNs>
+void add_shapes(Tests& tests) {
+  (add_shape<kNs>(tests), ...);
+}
+
+}  // namespace
+
+void add_sm90_gemm_tests(Tests& tests) {
+  add_shapes<48, 64, 80, 96, 112, 128, 160, 192, 256>(tests);
+}
+
+}  // namespace flash_attn::tests
