@@ -147,42 +147,89 @@ std::vector<float> multiply(std::vector<float> c, const std::vector<float>& A,
   return c;
 }
 
-// kCols: of the tiles, in slabs of 64 columns or 32. kK ends inside a slab that is not the first.
-template <typename Element, int kN, int kCols, int kK>
-void test_gemm_ss(Random& random) {
-  using TileA = SmemTile<Element, kRows + 80, kCols>;
-  using TileB = SmemTile<Element, kN + 16, kCols>;
+// C of n columns, sums over k; the tiles have `cols` columns.
+struct Shape {
+  int n, k, cols;
+
+  constexpr int rows_a() const { return kRows + 80; }
+  constexpr int rows_b(Layout layout) const { return (layout == Layout::kKInner ? n : k) + 16; }
+};
+
+template <typename Kernel, typename... Args>
+void run(Kernel kernel, int smem_bytes, Args... args) {
+  FLASH_ATTN_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
+  kernel<<<1, kThreads, smem_bytes>>>(args...);
+  FLASH_ATTN_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Element>
+using GemmSs = void (*)(const Element* a, const Element* b, const float* c, float* sum,
+                        float* product, int first_row_a, int first_row_b);
+
+template <typename Element>
+void test_gemm_ss(Random& random, const Shape& shape, GemmSs<Element> kernel, int smem_bytes) {
+  const int n = shape.n, k = shape.k, rows_b = shape.rows_b(Layout::kKInner);
   constexpr int kFirstRows[][2] = {{0, 0}, {64, 0}, {8, 16}, {80, 8}};
   for (const auto& [row_a, row_b] : kFirstRows) {
-    const auto a = whole_numbers(random, kRows * kK), b = whole_numbers(random, kN * kK);
-    const auto c = whole_numbers(random, kRows * kN);
-    DeviceArray<Element> tile_a(tile_image<Element>(a, kK, row_a, TileA::kRows, kCols));
-    DeviceArray<Element> tile_b(tile_image<Element>(b, kK, row_b, TileB::kRows, kCols));
+    const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, n * k);
+    const auto c = whole_numbers(random, kRows * n);
+    DeviceArray<Element> tile_a(tile_image<Element>(a, k, row_a, shape.rows_a(), shape.cols));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, k, row_b, rows_b, shape.cols));
     DeviceArray<float> device_c(c), sum(c.size()), product(c.size());
-    cuda::launch<gemm_ss_kernel<kN, kK, TileA, TileB>>(
-        1, kThreads, sizeof(Operands<TileA, TileB>), nullptr, tile_a.data(), tile_b.data(),
-        device_c.data(), sum.data(), product.data(), row_a, row_b);
-    const auto B = transposed(b, kK);
-    expect_equal("C += A B", sum.read(), multiply(c, a, B, kN, kK));
+    run(kernel, smem_bytes, tile_a.data(), tile_b.data(), device_c.data(), sum.data(),
+        product.data(), row_a, row_b);
+    const auto B = transposed(b, k);
+    expect_equal("C += A B", sum.read(), multiply(c, a, B, n, k));
     const std::vector<float> zeros(c.size());
-    expect_equal("C = A B", product.read(), multiply(zeros, a, B, kN, kK));
+    expect_equal("C = A B", product.read(), multiply(zeros, a, B, n, k));
   }
 }
 
-template <typename Element, int kN, int kCols, int kK>
-void test_gemm_rs(Random& random) {
-  using TileB = SmemTile<Element, kK + 16, kCols>;
+template <typename Element>
+using GemmRs = void (*)(const uint32_t* a, const Element* b, const float* c, float* sum,
+                        int first_row_b);
+
+template <typename Element>
+void test_gemm_rs(Random& random, const Shape& shape, GemmRs<Element> kernel, int smem_bytes) {
+  const int n = shape.n, k = shape.k, rows_b = shape.rows_b(Layout::kKOuter);
   for (const int first_row : {0, 8, 16}) {
-    const auto a = whole_numbers(random, kRows * kK), b = whole_numbers(random, kK * kN);
-    const auto c = whole_numbers(random, kRows * kN);
-    DeviceArray<uint32_t> registers(operand_registers<Element>(a, kK));
-    DeviceArray<Element> tile_b(tile_image<Element>(b, kN, first_row, TileB::kRows, kCols));
+    const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, k * n);
+    const auto c = whole_numbers(random, kRows * n);
+    DeviceArray<uint32_t> registers(operand_registers<Element>(a, k));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, n, first_row, rows_b, shape.cols));
     DeviceArray<float> device_c(c), sum(c.size());
-    cuda::launch<gemm_rs_kernel<kN, kK, TileB>>(1, kThreads, sizeof(TileB), nullptr,
-                                                registers.data(), tile_b.data(), device_c.data(),
-                                                sum.data(), first_row);
-    expect_equal("C += A B", sum.read(), multiply(c, a, b, kN, kK));
+    run(kernel, smem_bytes, registers.data(), tile_b.data(), device_c.data(), sum.data(),
+        first_row);
+    expect_equal("C += A B", sum.read(), multiply(c, a, b, n, k));
   }
+}
+
+// The test functions are few, as host code costs more time to compile than kernels.
+template <typename Element, typename Kernel>
+void add(Tests& tests, void (*test)(Random&, const Shape&, Kernel, int), const char* what,
+         const Shape& shape, Kernel kernel, int smem_bytes) {
+  const char* slab = shape.cols % 64 == 0 ? "slab64" : "slab32";
+  tests.push_back({test_name({what, std::to_string(shape.n), kNameOf<Element>, slab}),
+                   [=](Random& random) { test(random, shape, kernel, smem_bytes); }});
+}
+
+template <typename Element, int kN, int kCols, int kK>
+void add_ss(Tests& tests) {
+  constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
+  using TileA = SmemTile<Element, kShape.rows_a(), kCols>;
+  using TileB = SmemTile<Element, kShape.rows_b(Layout::kKInner), kCols>;
+  add<Element, GemmSs<Element>>(tests, test_gemm_ss<Element>, "sm90/gemm_ss", kShape,
+                                gemm_ss_kernel<kN, kK, TileA, TileB>,
+                                sizeof(Operands<TileA, TileB>));
+}
+
+template <typename Element, int kN, int kCols, int kK>
+void add_rs(Tests& tests) {
+  constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
+  using TileB = SmemTile<Element, kShape.rows_b(Layout::kKOuter), kCols>;
+  add<Element, GemmRs<Element>>(tests, test_gemm_rs<Element>, "sm90/gemm_rs", kShape,
+                                gemm_rs_kernel<kN, kK, TileB>, sizeof(TileB));
 }
 
 // The fewest columns, at least kN, of a tile with slabs of 64 columns, and of 32.
@@ -190,21 +237,17 @@ constexpr int in_slabs_of_64(int n) { return (n + 63) / 64 * 64; }
 constexpr int in_slabs_of_32(int n) { return (n + 31) / 64 * 64 + 32; }
 
 // The width of the slabs matters to descriptors, the type to the instruction: one type meets both
-// widths.
+// widths. k ends inside a slab that is not the first.
 template <int kN>
 void add_shape(Tests& tests) {
   using Half = __half;
   using Bf16 = __nv_bfloat16;
-  const auto add = [&](const char* what, const char* type, const char* slab, auto* run) {
-    tests.push_back({test_name({what, std::to_string(kN), type, slab}), run});
-  };
-  constexpr int kCols64 = in_slabs_of_64(kN), kCols32 = in_slabs_of_32(kN);
-  add("sm90/gemm_ss", kNameOf<Bf16>, "slab64", test_gemm_ss<Bf16, kN, 128, 80>);
-  add("sm90/gemm_ss", kNameOf<Bf16>, "slab32", test_gemm_ss<Bf16, kN, 96, 48>);
-  add("sm90/gemm_ss", kNameOf<Half>, "slab64", test_gemm_ss<Half, kN, 128, 80>);
-  add("sm90/gemm_rs", kNameOf<Bf16>, "slab64", test_gemm_rs<Bf16, kN, kCols64, 48>);
-  add("sm90/gemm_rs", kNameOf<Bf16>, "slab32", test_gemm_rs<Bf16, kN, kCols32, 48>);
-  add("sm90/gemm_rs", kNameOf<Half>, "slab32", test_gemm_rs<Half, kN, kCols32, 48>);
+  add_ss<Bf16, kN, 128, 80>(tests);
+  add_ss<Bf16, kN, 96, 48>(tests);
+  add_ss<Half, kN, 128, 80>(tests);
+  add_rs<Bf16, kN, in_slabs_of_64(kN), 48>(tests);
+  add_rs<Bf16, kN, in_slabs_of_32(kN), 48>(tests);
+  add_rs<Half, kN, in_slabs_of_32(kN), 48>(tests);
 }
 
 template <int... kNs>
