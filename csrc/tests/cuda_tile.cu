@@ -3,6 +3,7 @@
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
+#include "../cuda/tile/warp_grid.cuh"
 #include "device_array.cuh"
 
 namespace flash_attn::tests {
@@ -204,6 +205,53 @@ void test_gemm_register(Random& random) {
   expect_equal("the tile", image.read(), tile_c);
 }
 
+// Columns dealt out to warps: each writes its own of the product, between the others', to a tile.
+constexpr int kWarps = 2;
+
+template <int kN, int kK, typename TileA, typename TileB, typename TileC>
+__global__ void __launch_bounds__(32 * kWarps)
+    dealt_columns_kernel(const typename TileA::Element* a, const typename TileB::Element* b,
+                         float factor, typename TileC::Element* image) {
+  using Element = typename TileA::Element;
+  extern __shared__ __align__(128) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<Operands<Operands<TileA, TileB>, TileC>*>(dynamic_smem);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0) {
+    fill(smem.a.a, a);
+    fill(smem.a.b, b);
+  }
+  __syncthreads();
+  Accumulator<kMBlocks, kN / kWarps> C;
+  gemm_smem<Element, kK, Into::kZero>(
+      C, SmemOperandA<kMBlocks, 16, Layout::kKInner, TileA>(smem.a.a, 0, lane),
+      DealtColumns<kWarps, TileB>(smem.a.b, warp, lane));
+  store_rounded<16 * kWarps>(smem.b, C, 0, warp * 16, lane, factor);
+  __syncthreads();
+  for (int i = threadIdx.x; i < TileC::kRows * TileC::kCols; i += 32 * kWarps) {
+    image[i] = *smem.b.pointer(i / TileC::kCols, i % TileC::kCols);
+  }
+}
+
+template <typename Element, int kN>
+void test_dealt_columns(Random& random) {
+  constexpr int kK = 32, kRows = 16 * kMBlocks;
+  using TileA = SmemTile<Element, kRows, kK>;
+  using TileB = SmemTile<Element, kK, kN>;
+  using TileC = SmemTile<Element, kRows, kN>;
+  const auto a = whole_numbers(random, kRows * kK), b = whole_numbers(random, kK * kN);
+  const float factor = 1.f / 64;
+  auto expected = multiply(
+      std::vector<float>(kRows * kN), kN, kK, [&](int m, int k) { return a[m * kK + k]; },
+      [&](int k, int n) { return b[k * kN + n]; });
+  for (float& value : expected) value *= factor;
+  DeviceArray<Element> device_a(rounded<Element>(a)), device_b(rounded<Element>(b));
+  DeviceArray<Element> image(expected.size());
+  cuda::launch<dealt_columns_kernel<kN, kK, TileA, TileB, TileC>>(
+      1, 32 * kWarps, sizeof(Operands<Operands<TileA, TileB>, TileC>), nullptr, device_a.data(),
+      device_b.data(), factor, image.data());
+  expect_equal("the tile", image.read(), rounded<Element>(expected));
+}
+
 template <Layout kLayoutA, Layout kLayoutB>
 void add_layouts(Tests& tests, const char* name) {
   tests.push_back(
@@ -226,6 +274,8 @@ void add_cuda_tile_tests(Tests& tests) {
   add_layouts<kKOuter, kKOuter>(tests, "cuda/gemm_smem-columns-columns");
   tests.push_back({"cuda/gemm_register-bf16-slab64", test_gemm_register<Bf16, 128>});
   tests.push_back({"cuda/gemm_register-fp16-slab32", test_gemm_register<Half, 96>});
+  tests.push_back({"cuda/dealt_columns-bf16-slab64", test_dealt_columns<Bf16, 128>});
+  tests.push_back({"cuda/dealt_columns-fp16-slab32", test_dealt_columns<Half, 96>});
 }
 
 }  // namespace flash_attn::tests
