@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "build" / "libflash_attn_tile_tests.so"
 NOT_BUILT = "built without CUDA, or not in the source tree (FLASH_ATTN_TESTS)"
 MESSAGE_BYTES = 1000
+# racecheck follows neither an order that one lane passes on for its warp nor bar.arrive.
+UNSEEN_BY_RACECHECK = re.compile("one-lane|turns")
 
 
 @cache
@@ -41,9 +43,17 @@ def names() -> list[str]:
     return [library().flash_attn_tile_tests_name(i).decode() for i in range(count)]
 
 
+def each_name() -> list:
+    if not names():
+        return [pytest.param("", marks=pytest.mark.skip(NOT_BUILT))]
+    return [
+        pytest.param(n, marks=[] if UNSEEN_BY_RACECHECK.search(n) else [pytest.mark.sanitize])
+        for n in names()
+    ]
+
+
 @pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize("name", names() or [pytest.param("", marks=pytest.mark.skip(NOT_BUILT))])
+@pytest.mark.parametrize("name", each_name())
 def test_tiles(name: str, seed: int) -> None:
     if name.startswith("sm90/") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")

@@ -21,15 +21,15 @@ __device__ __forceinline__ void dawdle(uint32_t seed, int who, int turn) {
 
 constexpr int kRingConsumers = 5;  // warps
 
-// One warp fills slots of 32 numbers, the others copy them out. All lanes say that a slot is full,
-// one lane of each consumer that it is empty. seen: (consumer, turn, 32)
+// One warp fills slots of 32 numbers, the others copy them out. All lanes say that a slot is full, and
+// empty_lanes of each consumer that it is empty. seen: (consumer, turn, 32)
 template <int kStages>
 __global__ void __launch_bounds__(32 * (kRingConsumers + 1))
-    ring_kernel(const float* numbers, int turns, uint32_t seed, float* seen) {
+    ring_kernel(const float* numbers, int turns, int empty_lanes, uint32_t seed, float* seen) {
   __shared__ RingBarriers<kStages> barriers;
   __shared__ float slots[kStages][32];
   if (threadIdx.x == 0) {
-    barriers.init(32, kRingConsumers);
+    barriers.init(32, kRingConsumers * empty_lanes);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
   __syncthreads();
@@ -49,11 +49,11 @@ __global__ void __launch_bounds__(32 * (kRingConsumers + 1))
     dawdle(seed, warp, turn);
     seen[(warp * turns + turn) * 32 + lane] = slots[ring.stage()][lane];
     __syncwarp();
-    if (lane == 0) ring.arrive_empty();
+    if (lane < empty_lanes) ring.arrive_empty();
   }
 }
 
-template <int kStages>
+template <int kStages, int kEmptyLanes>
 void test_ring(Random& random) {
   constexpr int kTurns = 1000;
   const auto numbers = normal_numbers(random, kTurns * 32);
@@ -63,7 +63,8 @@ void test_ring(Random& random) {
   }
   DeviceArray<float> device(numbers), seen(expected.size());
   cuda::launch<ring_kernel<kStages>>(1, 32 * (kRingConsumers + 1), 0, nullptr, device.data(),
-                                     kTurns, uint32_t(random.integer(0, 1 << 30)), seen.data());
+                                     kTurns, kEmptyLanes, uint32_t(random.integer(0, 1 << 30)),
+                                     seen.data());
   expect_equal("what consumers saw", seen.read(), expected);
 }
 
@@ -146,10 +147,14 @@ void test_setmaxnreg(Random& random) {
 }  // namespace
 
 void add_sm90_sync_tests(Tests& tests) {
-  tests.push_back({"sm90/ring-of-1", test_ring<1>});
-  tests.push_back({"sm90/ring-of-2", test_ring<2>});
-  tests.push_back({"sm90/ring-of-3", test_ring<3>});
-  tests.push_back({"sm90/ring-of-4", test_ring<4>});
+  tests.push_back({"sm90/ring-of-1", test_ring<1, 32>});
+  tests.push_back({"sm90/ring-of-1-one-lane", test_ring<1, 1>});
+  tests.push_back({"sm90/ring-of-2", test_ring<2, 32>});
+  tests.push_back({"sm90/ring-of-2-one-lane", test_ring<2, 1>});
+  tests.push_back({"sm90/ring-of-3", test_ring<3, 32>});
+  tests.push_back({"sm90/ring-of-3-one-lane", test_ring<3, 1>});
+  tests.push_back({"sm90/ring-of-4", test_ring<4, 32>});
+  tests.push_back({"sm90/ring-of-4-one-lane", test_ring<4, 1>});
   tests.push_back({"sm90/turns-of-2", test_turns<2>});
   tests.push_back({"sm90/turns-of-3", test_turns<3>});
   tests.push_back({"sm90/elect_one", test_elect_one});
