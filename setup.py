@@ -31,6 +31,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_INSTALL_PREFIX={package}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DFLASH_ATTN_STRICT={os.environ.get('FLASH_ATTN_STRICT', '0')}",
+            f"-DFLASH_ATTN_TESTS={'ON' if self.inplace else 'OFF'}",
         ]
         if archs := os.environ.get("FLASH_ATTN_CUDA_ARCHS"):
             configure.append(f"-DFLASH_ATTN_CUDA_ARCHS={archs}")

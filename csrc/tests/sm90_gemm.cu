@@ -1,0 +1,329 @@
+// sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths.
+#include <cuda/ptx>
+
+#include "../sm90/tile/gemm.cuh"
+#include "device_array.cuh"
+
+namespace flash_attn::tests {
+namespace {
+
+using sm90::WgmmaOperand;
+
+constexpr int kThreads = 128, kRows = 64;  // of a product of one warpgroup
+
+// By all threads; values: kRows × kCols of the tile.
+template <typename Tile>
+__device__ __forceinline__ void fill(Tile& tile, const typename Tile::Element* values) {
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kThreads) {
+    *tile.pointer(i / Tile::kCols, i % Tile::kCols) = values[i];
+  }
+}
+
+// Registers from and to memory: thread t's i-th lies at 128 · i + t.
+template <int kN>
+__device__ __forceinline__ void load(Accumulator<1, kN>& C, const float* registers) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) C.data[0][i / 4][i % 4] = registers[i * kThreads + threadIdx.x];
+}
+template <int kK>
+__device__ __forceinline__ void load(OperandA<1, kK>& A, const uint32_t* registers) {
+#pragma unroll
+  for (int i = 0; i < kK / 4; ++i) A.data[0][i / 4][i % 4] = registers[i * kThreads + threadIdx.x];
+}
+template <int kN>
+__device__ __forceinline__ void store(const Accumulator<1, kN>& C, float* registers) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) registers[i * kThreads + threadIdx.x] = C.data[0][i / 4][i % 4];
+}
+template <int kN>
+__device__ __forceinline__ void finish(Accumulator<1, kN>& C, float* registers) {
+  sm90::ptx::wgmma_commit();
+  sm90::ptx::wgmma_wait<0>();
+  sm90::pin(C);
+  store(C, registers);
+}
+
+template <typename TileA, typename TileB>
+struct Operands {
+  alignas(1024) TileA a;
+  alignas(1024) TileB b;
+};
+
+template <int kN, int kK, typename TileA, typename TileB>
+__global__ void __launch_bounds__(kThreads)
+    gemm_ss_kernel(const typename TileA::Element* a, const typename TileB::Element* b,
+                   const float* c, float* sum, float* product, int first_row_a, int first_row_b) {
+  using Element = typename TileA::Element;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<Operands<TileA, TileB>*>(dynamic_smem);
+  fill(smem.a, a);
+  fill(smem.b, b);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  const WgmmaOperand<Layout::kKInner, TileA> A(smem.a, first_row_a);
+  const WgmmaOperand<Layout::kKInner, TileB> B(smem.b, first_row_b);
+  Accumulator<1, kN> C;
+  load(C, c);
+  sm90::gemm_ss<Element, kK, Into::kSum>(C, A, B);
+  finish(C, sum);
+  sm90::gemm_ss<Element, kK, Into::kZero>(C, A, B);
+  finish(C, product);
+}
+
+template <int kN, int kK, typename TileB>
+__global__ void __launch_bounds__(kThreads)
+    gemm_rs_kernel(const uint32_t* a, const typename TileB::Element* b, const float* c, float* sum,
+                   int first_row_b) {
+  using Element = typename TileB::Element;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<TileB*>(dynamic_smem);
+  fill(smem, b);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  OperandA<1, kK> A;
+  load(A, a);
+  Accumulator<1, kN> C;
+  load(C, c);
+  sm90::gemm_rs<Element>(C, A, WgmmaOperand<Layout::kKOuter, TileB>(smem, first_row_b));
+  finish(C, sum);
+}
+
+// Two groups under way, as in the forward: S = A Bᵀ is stored while O += P B may still run.
+constexpr int kGroupsN = 64, kGroupsK = 80, kGroupsKOfP = 48;
+using GroupsA = SmemTile<__nv_bfloat16, kRows, 128>;
+using GroupsB = SmemTile<__nv_bfloat16, kGroupsN, 128>;
+
+__global__ void __launch_bounds__(kThreads)
+    two_groups_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, const uint32_t* p,
+                      const float* o, float* s_result, float* o_result) {
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<Operands<GroupsA, GroupsB>*>(dynamic_smem);
+  fill(smem.a, a);
+  fill(smem.b, b);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  OperandA<1, kGroupsKOfP> P;
+  Accumulator<1, kGroupsN> S, O;
+  load(P, p);
+  load(O, o);
+  sm90::gemm_ss<__nv_bfloat16, kGroupsK, Into::kZero>(
+      S, WgmmaOperand<Layout::kKInner, GroupsA>(smem.a),
+      WgmmaOperand<Layout::kKInner, GroupsB>(smem.b));
+  sm90::ptx::wgmma_commit();
+  sm90::gemm_rs<__nv_bfloat16>(O, P, WgmmaOperand<Layout::kKOuter, GroupsB>(smem.b));
+  sm90::ptx::wgmma_commit();
+  sm90::ptx::wgmma_wait<1>();
+  sm90::pin(S);
+  store(S, s_result);
+  sm90::ptx::wgmma_wait<0>();
+  sm90::pin(O);
+  sm90::pin(P);
+  store(O, o_result);
+}
+
+// What lies in a tile of tile_rows × tile_cols: `values`, rows of `cols`, from first_row on, poison
+// around them.
+template <typename Element>
+std::vector<Element> tile_image(const std::vector<float>& values, int cols, int first_row,
+                                int tile_rows, int tile_cols) {
+  std::vector<Element> image(tile_rows * tile_cols, poison<Element>());
+  for (size_t i = 0; i < values.size(); ++i) {
+    image[(first_row + i / cols) * tile_cols + i % cols] = rounded<Element>(values[i]);
+  }
+  return image;
+}
+
+std::vector<float> transposed(const std::vector<float>& values, int cols) {
+  const int rows = values.size() / cols;
+  std::vector<float> result(values.size());
+  for (int i = 0; i < rows * cols; ++i) result[i % cols * rows + i / cols] = values[i];
+  return result;
+}
+
+// Where thread t's i-th register of an accumulator lies (PTX ISA "wgmma.mma_async", figure of D): warp
+// w holds rows 16 w …, a lane columns 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 in
+// each block of 8 columns.
+struct Place {
+  int row, col;
+};
+Place accumulator_place(int i, int thread) {
+  const int lane = thread % 32;
+  return {thread / 32 * 16 + i / 2 % 2 * 8 + lane / 4, i / 4 * 8 + lane % 4 * 2 + i % 2};
+}
+// The same of the first of the two elements of an A register: columns 8 … 15 of a block of 16 come
+// after both rows of the first 8.
+Place operand_a_place(int i, int thread) {
+  const int lane = thread % 32;
+  return {thread / 32 * 16 + i % 2 * 8 + lane / 4, i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2};
+}
+
+// A (kRows × k) as registers of a left operand.
+template <typename Element>
+std::vector<uint32_t> operand_registers(const std::vector<float>& A, int k) {
+  std::vector<uint32_t> registers(k / 4 * kThreads);
+  for (int i = 0; i < k / 4; ++i) {
+    for (int thread = 0; thread < kThreads; ++thread) {
+      const auto [row, col] = operand_a_place(i, thread);
+      const Element pair[2] = {rounded<Element>(A[row * k + col]),
+                               rounded<Element>(A[row * k + col + 1])};
+      std::memcpy(&registers[i * kThreads + thread], pair, sizeof(pair));
+    }
+  }
+  return registers;
+}
+
+// c + A B in the order of registers, A (kRows × k), B (k × n).
+std::vector<float> multiply(std::vector<float> c, const std::vector<float>& A,
+                            const std::vector<float>& B, int n, int k) {
+  for (int i = 0; i < n / 2; ++i) {
+    for (int thread = 0; thread < kThreads; ++thread) {
+      const auto [row, col] = accumulator_place(i, thread);
+      double sum = c[i * kThreads + thread];
+      for (int j = 0; j < k; ++j) sum += static_cast<double>(A[row * k + j]) * B[j * n + col];
+      c[i * kThreads + thread] = static_cast<float>(sum);
+    }
+  }
+  return c;
+}
+
+// C of n columns, sums over k; the tiles have `cols` columns.
+struct Shape {
+  int n, k, cols;
+
+  constexpr int rows_a() const { return kRows + 80; }
+  constexpr int rows_b(Layout layout) const { return (layout == Layout::kKInner ? n : k) + 16; }
+};
+
+template <typename Kernel, typename... Args>
+void run(Kernel kernel, int smem_bytes, Args... args) {
+  FLASH_ATTN_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
+  kernel<<<1, kThreads, smem_bytes>>>(args...);
+  FLASH_ATTN_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Element>
+using GemmSs = void (*)(const Element* a, const Element* b, const float* c, float* sum,
+                        float* product, int first_row_a, int first_row_b);
+
+template <typename Element>
+void test_gemm_ss(Random& random, const Shape& shape, GemmSs<Element> kernel, int smem_bytes) {
+  const int n = shape.n, k = shape.k, rows_b = shape.rows_b(Layout::kKInner);
+  constexpr int kFirstRows[][2] = {{0, 0}, {64, 0}, {8, 16}, {80, 8}};
+  for (const auto& [row_a, row_b] : kFirstRows) {
+    const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, n * k);
+    const auto c = whole_numbers(random, kRows * n);
+    DeviceArray<Element> tile_a(tile_image<Element>(a, k, row_a, shape.rows_a(), shape.cols));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, k, row_b, rows_b, shape.cols));
+    DeviceArray<float> device_c(c), sum(c.size()), product(c.size());
+    run(kernel, smem_bytes, tile_a.data(), tile_b.data(), device_c.data(), sum.data(),
+        product.data(), row_a, row_b);
+    const auto B = transposed(b, k);
+    expect_equal("C += A B", sum.read(), multiply(c, a, B, n, k));
+    const std::vector<float> zeros(c.size());
+    expect_equal("C = A B", product.read(), multiply(zeros, a, B, n, k));
+  }
+}
+
+template <typename Element>
+using GemmRs = void (*)(const uint32_t* a, const Element* b, const float* c, float* sum,
+                        int first_row_b);
+
+template <typename Element>
+void test_gemm_rs(Random& random, const Shape& shape, GemmRs<Element> kernel, int smem_bytes) {
+  const int n = shape.n, k = shape.k, rows_b = shape.rows_b(Layout::kKOuter);
+  for (const int first_row : {0, 8, 16}) {
+    const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, k * n);
+    const auto c = whole_numbers(random, kRows * n);
+    DeviceArray<uint32_t> registers(operand_registers<Element>(a, k));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, n, first_row, rows_b, shape.cols));
+    DeviceArray<float> device_c(c), sum(c.size());
+    run(kernel, smem_bytes, registers.data(), tile_b.data(), device_c.data(), sum.data(),
+        first_row);
+    expect_equal("C += A B", sum.read(), multiply(c, a, b, n, k));
+  }
+}
+
+void test_two_groups(Random& random) {
+  using Element = __nv_bfloat16;
+  const auto a = whole_numbers(random, kRows * kGroupsK);
+  const auto b = whole_numbers(random, kGroupsN * kGroupsK);
+  const auto p = whole_numbers(random, kRows * kGroupsKOfP);
+  const auto o = whole_numbers(random, kRows * kGroupsN);
+  std::vector<float> b_of_p(kGroupsKOfP * kGroupsN);
+  for (int i = 0; i < kGroupsKOfP * kGroupsN; ++i) {
+    b_of_p[i] = b[i / kGroupsN * kGroupsK + i % kGroupsN];
+  }
+  DeviceArray<Element> tile_a(tile_image<Element>(a, kGroupsK, 0, kRows, GroupsA::kCols));
+  DeviceArray<Element> tile_b(tile_image<Element>(b, kGroupsK, 0, kGroupsN, GroupsB::kCols));
+  DeviceArray<uint32_t> registers(operand_registers<Element>(p, kGroupsKOfP));
+  DeviceArray<float> device_o(o), s_result(o.size()), o_result(o.size());
+  run(two_groups_kernel, sizeof(Operands<GroupsA, GroupsB>), tile_a.data(), tile_b.data(),
+      registers.data(), device_o.data(), s_result.data(), o_result.data());
+  const std::vector<float> zeros(o.size());
+  expect_equal("S", s_result.read(),
+               multiply(zeros, a, transposed(b, kGroupsK), kGroupsN, kGroupsK));
+  expect_equal("O", o_result.read(), multiply(o, p, b_of_p, kGroupsN, kGroupsKOfP));
+}
+
+// The test functions are few, as host code costs more time to compile than kernels.
+template <typename Element, typename Kernel>
+void add(Tests& tests, void (*test)(Random&, const Shape&, Kernel, int), const char* what,
+         const Shape& shape, Kernel kernel, int smem_bytes) {
+  const char* slab = shape.cols % 64 == 0 ? "slab64" : "slab32";
+  tests.push_back({test_name({what, std::to_string(shape.n), kNameOf<Element>, slab}),
+                   [=](Random& random) { test(random, shape, kernel, smem_bytes); }});
+}
+
+template <typename Element, int kN, int kCols, int kK>
+void add_ss(Tests& tests) {
+  constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
+  using TileA = SmemTile<Element, kShape.rows_a(), kCols>;
+  using TileB = SmemTile<Element, kShape.rows_b(Layout::kKInner), kCols>;
+  add<Element, GemmSs<Element>>(tests, test_gemm_ss<Element>, "sm90/gemm_ss", kShape,
+                                gemm_ss_kernel<kN, kK, TileA, TileB>,
+                                sizeof(Operands<TileA, TileB>));
+}
+
+template <typename Element, int kN, int kCols, int kK>
+void add_rs(Tests& tests) {
+  constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
+  using TileB = SmemTile<Element, kShape.rows_b(Layout::kKOuter), kCols>;
+  add<Element, GemmRs<Element>>(tests, test_gemm_rs<Element>, "sm90/gemm_rs", kShape,
+                                gemm_rs_kernel<kN, kK, TileB>, sizeof(TileB));
+}
+
+// The fewest columns, at least kN, of a tile with slabs of 64 columns, and of 32.
+constexpr int in_slabs_of_64(int n) { return (n + 63) / 64 * 64; }
+constexpr int in_slabs_of_32(int n) { return (n + 31) / 64 * 64 + 32; }
+
+// The width of the slabs matters to descriptors, the type to the instruction: one type meets both
+// widths. k ends inside a slab that is not the first.
+template <int kN>
+void add_shape(Tests& tests) {
+  using Half = __half;
+  using Bf16 = __nv_bfloat16;
+  add_ss<Bf16, kN, 128, 80>(tests);
+  add_ss<Bf16, kN, 96, 48>(tests);
+  add_ss<Half, kN, 128, 80>(tests);
+  add_rs<Bf16, kN, in_slabs_of_64(kN), 48>(tests);
+  add_rs<Bf16, kN, in_slabs_of_32(kN), 48>(tests);
+  add_rs<Half, kN, in_slabs_of_32(kN), 48>(tests);
+}
+
+template <int... kNs>
+void add_shapes(Tests& tests) {
+  (add_shape<kNs>(tests), ...);
+}
+
+}  // namespace
+
+void add_sm90_gemm_tests(Tests& tests) {
+  add_shapes<48, 64, 80, 96, 112, 128, 160, 192, 256>(tests);
+  tests.push_back({"sm90/gemm-two-groups", test_two_groups});
+}
+
+}  // namespace flash_attn::tests
