@@ -9,9 +9,7 @@
 namespace flash_attn {
 namespace {
 
-using Kernel = void (*)(const FwdParams&, const cuda::DeviceInfo&, Stream);
-
-FwdResult run(Kernel kernel, AttnArgs attn) {
+FwdResult run(Backend backend, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -27,20 +25,10 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
   } else {
-    FwdParams params;
+    FwdParams params = {};
     fill_params(params, attn);
-    params.out = out.data_ptr();
-    params.out_strides = strides_of(out);
-    params.lse = lse.data_ptr<float>();
-    params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
-    params.lse_head_stride = lse.stride(-2);
-    at::Tensor tile_counter;
-    params.tile_counter = nullptr;
-    if (kernel == &sm90::run_fwd) {
-      tile_counter = at::empty({1}, q.options().dtype(at::kInt));
-      params.tile_counter = tile_counter.data_ptr<int32_t>();
-    }
-    kernel(params, device_info_of(q), stream_of(q));
+    params.kv_batch = params.batch;
+    launch_fwd(backend, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::empty({0}, q.options())};
@@ -48,17 +36,24 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
 
 }  // namespace
 
+void launch_fwd(Backend backend, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
+  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
+  params.lse_head_stride = lse.stride(-2);
+  if (backend == Backend::kSm80) return sm80::run_fwd(params, device_info_of(out), stream_of(out));
+  const at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
+  params.tile_counter = tile_counter.data_ptr<int32_t>();
+  sm90::run_fwd(params, device_info_of(out), stream_of(out));
+}
+
 FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
-  switch (select_backend(call_shape(args), args.backend)) {
-    case Backend::kSm90:
-      return run(&sm90::run_fwd, args.attn);
-    case Backend::kSm80:
-      return run(&sm80::run_fwd, args.attn);
-    default:
-      return aten::fwd(to_aten(args.attn), args.return_probs);
-  }
+  const Backend backend = select_backend(call_shape(args), args.backend);
+  if (backend == Backend::kAten) return aten::fwd(to_aten(args.attn), args.return_probs);
+  return run(backend, args.attn);
 }
 
 }  // namespace flash_attn

@@ -37,7 +37,11 @@ Reasons why_not_cuda(const CallShape& call) {
   return reasons;
 }
 
-std::vector<std::string> why_not_decode(const CallShape& call) {
+// Rows of q that read one kv head of a sequence.
+int64_t group_rows(const CallShape& call) { return call.tokens * (call.heads_q / call.heads_kv); }
+
+// What every CUDA kernel that reads a cache asks for.
+Reasons why_not_cache(const CallShape& call) {
   Reasons reasons = why_not_cuda(call);
   const bool fp8 = call.cache_dtype == DType::kFp8E4M3;
   const int64_t multiple = fp8 || call.cache_dtype == DType::kInt8 ? 16 : 8;
@@ -49,12 +53,36 @@ std::vector<std::string> why_not_decode(const CallShape& call) {
   // The kernels count rows, and tiles of all sequences, in 32 bits or less.
   constexpr int64_t kMaxRows = int64_t{1} << 20, kMaxKeys = int64_t{1} << 30,
                     kMaxAllKeys = int64_t{1} << 35;
-  reasons.refuse_if(call.group_rows >= kMaxRows,
+  reasons.refuse_if(group_rows(call) >= kMaxRows,
                     "2^20 or more rows (tokens times query heads) read one kv head");
   reasons.refuse_if(call.capacity >= kMaxKeys, "the cache has 2^30 or more places a sequence");
   reasons.refuse_if(call.batch * call.capacity >= kMaxAllKeys,
                     "the cache has 2^35 or more places for the whole batch");
-  return reasons.take();
+  return reasons;
+}
+
+bool is_prefill(Backend backend) { return backend == Backend::kSm90 || backend == Backend::kSm80; }
+
+// Of the kernels that were made for prefill.
+void refuse_decode(Reasons& reasons, const CallShape& call) {
+  // A number of 8 bits times its descale has more bits than the 16 of their K and V.
+  reasons.refuse_if(call.cache_dtype != call.dtype, "a cache of 8 bits is not supported");
+  reasons.refuse_if(call.num_splits > 1, "num_splits above 1 is not supported");
+  // Whether they are chosen depends on the batch.
+  reasons.refuse_if(call.batch_invariant, "batch_invariant is not supported");
+}
+
+// Whether the prefill kernels are the faster ones for new tokens against a cache. A thread block takes
+// about the same time a key for its tile of 128 queries of one head as decode's does for its 16 rows
+// of one kv head, which come from the L2 cache. But decode's blocks share a sequence's keys, while
+// tiles too few for the device leave a part of it idle.
+bool prefill_is_faster(const CallShape& call) {
+  constexpr int64_t kDecodeTokens = 16, kTileQueries = 128, kDecodeRows = 16;
+  if (call.tokens <= kDecodeTokens || call.num_sms == 0) return false;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t tiles = call.batch * call.heads_q * ceil_div(call.tokens, kTileQueries);
+  const int64_t decode_tiles = call.batch * call.heads_kv * ceil_div(group_rows(call), kDecodeRows);
+  return ceil_div(tiles, call.num_sms) * call.num_sms <= decode_tiles;
 }
 
 }  // namespace
@@ -85,14 +113,13 @@ Backend backend_from_name(std::string_view wanted) {
 
 std::vector<std::string> why_not(Backend backend, const CallShape& call) {
   if (backend == Backend::kAten) return {};
-  if (call.op == Op::kDecode) {
-    if (backend != Backend::kCuda) return {"it has no decode kernel"};
-    return why_not_decode(call);
-  }
+  const bool decode = call.op == Op::kDecode;
   if (backend == Backend::kCuda) {
+    if (decode) return why_not_cache(call).take();
     return {"it serves flash_decode_func and flash_attn_with_kvcache only"};
   }
-  Reasons reasons = why_not_cuda(call);
+  Reasons reasons = decode ? why_not_cache(call) : why_not_cuda(call);
+  if (decode) refuse_decode(reasons, call);
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
   reasons.refuse_if(call.softcap, "softcap is not supported");
   reasons.refuse_if(call.sink, "learnable_sink is not supported");
@@ -116,7 +143,9 @@ Backend choose_backend(const CallShape& call, std::optional<std::string_view> fo
     }
     return backend;
   }
+  const bool passes_over_prefill = call.op == Op::kDecode && !prefill_is_faster(call);
   for (const Backend backend : kBackends) {
+    if (passes_over_prefill && is_prefill(backend)) continue;
     if (why_not(backend, call).empty()) return backend;
   }
   return Backend::kAten;

@@ -21,14 +21,16 @@ struct CallShape {
   Op op;
   bool on_cuda;
   int compute_capability;  // 10 · major + minor; 0 off CUDA
+  int num_sms;             // 0 off CUDA
   DType dtype;
   int64_t head_dim, head_dim_v;
   bool bias, alibi, softcap, dropout, sink, return_probs;
   // Decode only.
   DType cache_dtype;
-  int64_t batch;
-  int64_t group_rows;  // of q that read one kv head of a sequence: tokens · heads_q / heads_kv
-  int64_t capacity;    // keys of a sequence that the cache has room for
+  int64_t batch, tokens, heads_q, heads_kv;
+  int64_t capacity;  // keys of a sequence that the cache has room for
+  int64_t num_splits;
+  bool batch_invariant;
 };
 
 std::string_view name(Backend backend);

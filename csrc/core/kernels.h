@@ -37,6 +37,12 @@ inline constexpr int kInvariantKeys = 2048;
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 // Writes the tokens; a run_kvcache with the same seqlen_new that follows on the stream overlaps it.
 void run_append(const AppendParams& params, Stream stream);
+// The queries, rotated to their positions: (batch, seqlen_q, heads_q, head_dim) contiguous.
+void run_rotate_queries(const DecodeParams& params, void* rotated, Stream stream);
+// Copies the keys that any query of a paged call sees, 16 bits each. What it leaves out, run_kvcache
+// serves as `wanted`.
+void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
+                      const DeviceInfo& device, Stream stream);
 }  // namespace cuda
 
 namespace sm80 {

@@ -54,6 +54,11 @@ struct AttnParams {
 };
 
 struct FwdParams : AttnParams {
+  // k and v may be a cache. Sequence b reads its entry kv_rows[b], of kv_batch; null: entry b.
+  const int32_t* kv_rows;
+  int kv_batch;
+  int seqlen_new;  // keys of each sequence that seqused_k does not count: just appended
+
   void* out;  // like q, with head_dim_v
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
@@ -140,6 +145,9 @@ struct DecodeParams : CacheParams {
   int num_splits;
   int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
 
+  // (batch) or null. Not plain and num_splits = 1: a sequence whose entry is 0 is left to others.
+  const int32_t* wanted;
+
   // Workspace of normalised partial results, null where there are none: (num_splits, batch, heads_q,
   // seqlen_q, head_dim) and the same without head_dim; not plain: (kvcache_slots, 16, head_dim_v).
   float *partial_o, *partial_lse;
@@ -147,6 +155,15 @@ struct DecodeParams : CacheParams {
   void* out;  // like q, with head_dim_v
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) contiguous, or null
+};
+
+// The keys of a paged cache that count, sequence after sequence, as the forward reads varlen ones.
+struct PackedCache {
+  void *k, *v;          // (rows, heads_kv, head_dim or head_dim_v) contiguous
+  int64_t rows;         // that there is room for
+  int32_t* cu_seqlens;  // (batch + 1)
+  int32_t* seqused;     // (batch) 0 for a sequence that is not whole: no room, or a page is missing
+  int32_t* missed;      // (batch) 1 for such a sequence
 };
 
 }  // namespace flash_attn

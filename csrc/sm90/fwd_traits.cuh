@@ -83,7 +83,7 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
       .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin + first_key,
                      num_keys},
              .head = tile.head / (params.heads_q / params.heads_kv),
-             .batch = varlen_k ? 0 : tile.batch_idx},
+             .batch = varlen_k ? 0 : SeqlenInfo::kv_row(params, tile.batch_idx)},
       .lse = params.lse + tile.batch_idx * params.lse_batch_stride +
              tile.head * params.lse_head_stride + seqlen.q_begin,
       .first_row = first_row,

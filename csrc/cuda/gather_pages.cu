@@ -1,0 +1,134 @@
+// The keys of a paged cache side by side, for the forward kernels, which read neighbouring rows. Only
+// keys that some query sees are copied: by length, leftpad and window. With many queries the copy,
+// twice the bytes that count, is little beside the attention.
+//
+// Lengths are on the device. Sequence b begins where those before it end, which every block finds for
+// itself by their sum. A forward kernel cannot pass over single keys: a sequence of which a page is
+// missing, or that the room does not hold, is marked and gets no keys here.
+#include <algorithm>
+
+#include "kvcache_schedule.cuh"
+#include "launch.h"
+#include "tile/element.cuh"
+
+namespace flash_attn::cuda {
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kKeys = 64;  // of a block's step
+
+// The sum of all threads' x.
+__device__ __forceinline__ int64_t sum_of_block(int64_t x) {
+  __shared__ int64_t partial[kWarps];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(~0u, x, distance);
+  }
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  int64_t sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) sum += partial[warp];
+  return sum;
+}
+
+// Whether all keys have a place. All threads.
+__device__ __forceinline__ bool is_whole(const DecodeParams& params, const CacheSequence& sequence,
+                                         const SequenceKeys& keys) {
+  const int first_page = keys.first / params.page_size * params.page_size;
+  bool whole = true;
+  for (int64_t key = first_page + int64_t{threadIdx.x} * params.page_size; key < keys.end;
+       key += int64_t{kThreads} * params.page_size) {
+    whole &= sequence.place(params, static_cast<int>(key)).page >= 0;
+  }
+  return __syncthreads_and(whole) != 0;
+}
+
+// Rows of K or V: a warp every eighth, a lane 16 bytes of each 512. rows: where they lie in the
+// cache, -1: nowhere.
+__device__ __forceinline__ void copy_rows(const void* cache, const Strides& strides, int heads,
+                                          int head_dim, const CachePlace (&places)[kKeys],
+                                          int num_keys, void* packed, int64_t first_row) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head_chunks = head_dim / kChunk, chunks = heads * head_chunks;
+  for (int chunk = lane; chunk < chunks; chunk += 32) {
+    const int head = chunk / head_chunks;
+    const auto* source = static_cast<const uint16_t*>(cache) + head * strides.head +
+                         (chunk - head * head_chunks) * kChunk;
+    uint4* target = static_cast<uint4*>(packed) + first_row * chunks + chunk;
+    uint4 data[kKeys / kWarps];
+#pragma unroll
+    for (int i = 0; i < kKeys / kWarps; ++i) {
+      const int key = warp + i * kWarps;
+      if (key >= num_keys || places[key].page < 0) continue;
+      data[i] = *reinterpret_cast<const uint4*>(source + places[key].page * strides.batch +
+                                                places[key].row * strides.row);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / kWarps; ++i) {
+      const int key = warp + i * kWarps;
+      if (key < num_keys && places[key].page >= 0) target[int64_t{key} * chunks] = data[i];
+    }
+  }
+}
+
+// Grid (batch, any): the blocks of a sequence take its keys in turns.
+__global__ void __launch_bounds__(kThreads)
+    gather_pages_kernel(const __grid_constant__ DecodeParams params,
+                        const __grid_constant__ PackedCache packed) {
+  __shared__ CachePlace places[kKeys];
+  const int batch_idx = blockIdx.x;
+  const SequenceKeys keys(params, batch_idx);
+  const int num_keys = keys.end - keys.first;
+  if (blockIdx.y > 0 && int64_t{blockIdx.y} * kKeys >= num_keys) return;
+
+  int64_t before = 0;
+  for (int other = threadIdx.x; other < batch_idx; other += kThreads) {
+    const SequenceKeys theirs(params, other);
+    before += theirs.end - theirs.first;
+  }
+  const int64_t start = sum_of_block(before);
+  const bool fits = start + num_keys <= packed.rows;
+  const CacheSequence sequence(params, batch_idx);
+  if (blockIdx.y == 0) {
+    const bool whole = is_whole(params, sequence, keys) && fits;
+    if (threadIdx.x == 0) {
+      const auto end = [&](int64_t row) { return static_cast<int32_t>(min(row, packed.rows)); };
+      packed.cu_seqlens[batch_idx] = end(start);
+      if (batch_idx + 1 == params.batch) packed.cu_seqlens[params.batch] = end(start + num_keys);
+      packed.seqused[batch_idx] = whole ? num_keys : 0;
+      packed.missed[batch_idx] = !whole;
+    }
+  }
+  if (!fits) return;
+
+  for (int64_t from = int64_t{blockIdx.y} * kKeys; from < num_keys;
+       from += int64_t{gridDim.y} * kKeys) {
+    const int count = static_cast<int>(min(num_keys - from, int64_t{kKeys}));
+    if (threadIdx.x < count) {
+      places[threadIdx.x] =
+          sequence.place(params, static_cast<int>(keys.first + from) + threadIdx.x);
+    }
+    __syncthreads();
+    copy_rows(params.k_cache, params.k_strides, params.heads_kv, params.head_dim, places, count,
+              packed.k, start + from);
+    copy_rows(params.v_cache, params.v_strides, params.heads_kv, params.head_dim_v, places, count,
+              packed.v, start + from);
+    __syncthreads();  // all are done with the places
+  }
+}
+
+}  // namespace
+
+void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
+                      const DeviceInfo& device, Stream stream) {
+  // A few blocks a multiprocessor read at full speed; a table has room for far more keys than count.
+  constexpr int kBlocksPerSm = 8;
+  const int steps = (params.capacity + kKeys - 1) / kKeys;
+  const int blocks = std::max(kBlocksPerSm * device.num_sms / params.batch, 1);
+  launch<gather_pages_kernel>(dim3(params.batch, std::max(std::min(steps, blocks), 1)), kThreads, 0,
+                              stream, params, packed);
+}
+
+}  // namespace flash_attn::cuda
