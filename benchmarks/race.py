@@ -1,12 +1,13 @@
 """The races: ours by backend against torch's backends, FlexAttention and FlashAttention-4.
 
-    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,splits,naive,features,cpu]
+    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,chunk,splits,naive,features,cpu]
     [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
 before it is timed. The kinds cache and splits race our decode with itself: over the forms that a
-cache can have, and cut into pieces against not.
+cache can have, and cut into pieces against not. chunk: many new tokens against a cache, dense and
+in pages, on the prefill kernels and on decode's.
 """
 
 import argparse
@@ -23,13 +24,14 @@ from benchmarks import backends, results, shapes
 from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
-KINDS = ("fwd", "shapes", "bwd", "decode", "cache", "splits", "naive", "features", "cpu")
+KINDS = ("fwd", "shapes", "bwd", "decode", "cache", "chunk", "splits", "naive", "features", "cpu")
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
     "shapes": ("fa2", "cudnn", "fa4"),
     "bwd": ("fa2", "cudnn", "fa4"),
     "decode": ("fa2", "cudnn"),
     "cache": (),
+    "chunk": ("fa2", "cudnn"),
     "splits": (),
     "naive": ("naive",),
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
@@ -45,9 +47,11 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "splits": ("automatic", "unsplit"),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
-    forward = kind in ("fwd", "shapes", "naive", "features")
+    forward = kind in ("fwd", "shapes", "naive", "features", "chunk")
     if forward and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
+    if kind == "chunk":
+        ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
     fa4 = importlib.util.find_spec("flash_attn.cute") is not None
     return *ours, *(name for name in PEERS[kind] if name != "fa4" or fa4)
 
@@ -194,6 +198,25 @@ def cache_race(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
     return records
 
 
+def chunk_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+    records = []
+    for case in cases:
+        q, caches, rounds = caches_and_rounds(race, case)
+
+        def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
+            return graph_of(backends.chunk(name, case, q, caches) * rounds)
+
+        times = race.seconds(names, f"chunk {case.shape()}", build)
+        micros = microseconds(times, len(caches) * rounds)
+        rates = {n: None if t is None else case.flops() / t / 1e6 for n, t in micros.items()}
+        ratio = results.ratios(rates, names[0], names[1:], "more")
+        records.append(results.record("decode.chunk", case.shape(), "TFLOP/s", rates, ratio))
+        records.append(results.record("decode.chunk.time", case.shape(), "us", micros))
+        progress(records[-1])
+        del q, caches, build
+    return records
+
+
 def splits_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
     """num_splits=1 against what is chosen, and the part of a call after its last key was read."""
     records = []
@@ -313,6 +336,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return records + results.geometric_means(records, by=())
     if kind == "cache":
         return cache_race(race, quick, names)
+    if kind == "chunk":
+        return chunk_race(race, shapes.chunk(quick), names)
     if kind == "splits":
         return splits_race(race, shapes.splits(quick), names)
     if kind == "naive":

@@ -357,6 +357,26 @@ def test_pages_that_do_not_exist(target: Target, seed: int) -> None:
     assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[2], clean[2])
 
 
+@each_target(*PREFILL_TARGETS)
+def test_more_keys_than_a_copy_has_room_for(target: Target, seed: int) -> None:
+    """Four sequences share pages; the last one's keys would exceed 1 GiB and stay where they are."""
+    torch.manual_seed(seed)
+    make = dict(device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 64, 16, 8, 256, **make)
+    table = torch.randint(64, (4, 2500), dtype=torch.int32, device="cuda")
+    q = torch.randn(4, 17, 8, 256, **make)
+    with use(target):
+        out, lse = flash_attn.flash_decode_func(q, k, v, block_table=table, return_softmax_lse=True)
+    with use(DECODE_CUDA):
+        expected, expected_lse = flash_attn.flash_decode_func(
+            q, k, v, block_table=table, num_splits=1, return_softmax_lse=True
+        )
+    assert torch.equal(out[3], expected[3]) and torch.equal(lse[3], expected_lse[3])
+    assert not torch.equal(out[:3], expected[:3])
+    torch.testing.assert_close(out, expected, rtol=2.0**-6, atol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
+
+
 @each_target(*DECODE_TARGETS)
 @pytest.mark.parametrize("layout", ["heads first", "interleaved", "sliced", "expanded"])
 def test_cache_layouts(layout: str, target: Target, seed: int) -> None:
