@@ -359,7 +359,7 @@ def test_pages_that_do_not_exist(target: Target, seed: int) -> None:
 
 @each_target(*PREFILL_TARGETS)
 def test_more_keys_than_a_copy_has_room_for(target: Target, seed: int) -> None:
-    """Four sequences share pages; the last one's keys would exceed 1 GiB and stay where they are."""
+    """Four sequences share pages; the last one's keys exceed 1 GiB and stay where they are."""
     torch.manual_seed(seed)
     make = dict(device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 64, 16, 8, 256, **make)

@@ -27,7 +27,6 @@ FwdResult run(Backend backend, AttnArgs attn) {
   } else {
     FwdParams params = {};
     fill_params(params, attn);
-    params.kv_batch = params.batch;
     launch_fwd(backend, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();

@@ -54,7 +54,8 @@ struct AttnParams {
 };
 
 struct FwdParams : AttnParams {
-  // k and v may be a cache. Sequence b reads its entry kv_rows[b], of kv_batch; null: entry b.
+  // Where k and v are a cache: sequence b's keys lie in entry kv_rows[b], of kv_batch entries; null:
+  // in entry b.
   const int32_t* kv_rows;
   int kv_batch;
   int seqlen_new;  // keys of each sequence that seqused_k does not count: just appended

@@ -326,7 +326,9 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                .cols = params.head_dim,
                                .rows = varlen_k ? params.total_k : params.seqlen_k,
                                .heads = params.heads_kv,
-                               .batch = varlen_k ? 1 : params.kv_batch};
+                               .batch = varlen_k                    ? 1
+                                        : params.kv_rows == nullptr ? params.batch
+                                                                    : params.kv_batch};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
   const FwdTensorMaps maps = {.q = make_tensor_map(params.q, params.q_strides, q_shape,
