@@ -264,8 +264,8 @@ CHUNK_ON_DECODE = {
 @pytest.mark.gpu
 def test_many_new_tokens_go_to_the_prefill_kernels() -> None:
     """Where they fill the device: 64 heads, and each tile as much as 16 of decode's."""
-    q = torch.randn(3, 300, 64, 64, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 3, 400, 16, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(3, 300, 64, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 3, 400, 16, 128, device="cuda", dtype=torch.bfloat16)
     prefill = flash_attn.can_use(q, k, v).backend
     assert prefill in ("sm80", "sm90")
     support = flash_attn.can_use(q, k, v, op="decode")
@@ -277,6 +277,8 @@ def test_many_new_tokens_go_to_the_prefill_kernels() -> None:
         assert not torch.equal(flash_attn.flash_decode_func(q, k, v), expected)
     assert flash_attn.can_use(q[:, :16], k, v, op="decode").backend == "cuda"
     assert flash_attn.can_use(q[:1, :17], k[:1], v[:1], op="decode").backend == "cuda"
+    pages = dict(block_table=torch.zeros(3, 1, dtype=torch.int32, device="cuda"))
+    assert flash_attn.can_use(q, k, v, op="decode", **pages).backend == prefill
     for name, options in CHUNK_ON_DECODE.items():
         moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
         assert flash_attn.can_use(q, k, v, op="decode", **moved).backend == "cuda", name

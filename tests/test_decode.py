@@ -373,7 +373,7 @@ def test_more_keys_than_a_copy_has_room_for(target: Target, seed: int) -> None:
         )
     assert torch.equal(out[3], expected[3]) and torch.equal(lse[3], expected_lse[3])
     assert not torch.equal(out[:3], expected[:3])
-    torch.testing.assert_close(out, expected, rtol=2.0**-6, atol=1e-4)
+    torch.testing.assert_close(out, expected, rtol=2.0**-6, atol=1e-3)  # rounded P: out is 0.05
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
 
 

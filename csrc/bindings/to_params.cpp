@@ -41,6 +41,7 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .heads_kv = 0,
       .capacity = 0,
       .num_splits = 0,
+      .paged = false,
       .batch_invariant = false};
 }
 
@@ -86,6 +87,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.heads_kv = value(args.k_cache.sym_size(2));
   call.capacity = capacity_of(args);
   call.num_splits = args.num_splits;
+  call.paged = args.block_table.has_value();
   call.batch_invariant = args.batch_invariant;
   return call;
 }

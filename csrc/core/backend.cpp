@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace flash_attn {
@@ -61,8 +62,6 @@ Reasons why_not_cache(const CallShape& call) {
   return reasons;
 }
 
-bool is_prefill(Backend backend) { return backend == Backend::kSm90 || backend == Backend::kSm80; }
-
 // Of the kernels that were made for prefill.
 void refuse_decode(Reasons& reasons, const CallShape& call) {
   // A number of 8 bits times its descale has more bits than the 16 of their K and V.
@@ -72,17 +71,26 @@ void refuse_decode(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.batch_invariant, "batch_invariant is not supported");
 }
 
-// Whether the prefill kernels are the faster ones for new tokens against a cache. A thread block takes
-// about the same time a key for its tile of 128 queries of one head as decode's does for its 16 rows
-// of one kv head, which come from the L2 cache. But decode's blocks share a sequence's keys, while
-// tiles too few for the device leave a part of it idle.
-bool prefill_is_faster(const CallShape& call) {
-  constexpr int64_t kDecodeTokens = 16, kTileQueries = 128, kDecodeRows = 16;
+// Whether a prefill kernel is the faster one for new tokens against a cache, by the thread blocks'
+// time for each key. Decode's blocks, of 16 rows of one kv head, share a sequence's keys and so always
+// fill the device; tiles of 128 queries of one head leave a part of it idle where they are few. Pages
+// are copied before: for each kv head as long as some of decode's blocks take. Lengths do not matter.
+//
+// H200, d = 128 against 8k and 32k keys, 32 / 8 heads, decode's time ÷ sm90's, batch 1: 64 tokens
+// 0.59 and 0.56, 128 0.87 and 0.93, 256 1.7 and 1.9, 1024 3.6 and 4.3; batch 4: 32 tokens 0.82 and
+// 0.94, 64 1.9. ÷ sm80's: 256 tokens 0.67, batch 4 1.7. d = 64, sm90: 256 tokens 0.78, 1024 2.1.
+bool prefill_is_faster(Backend backend, const CallShape& call) {
+  constexpr int64_t kDecodeTokens = 16, kDecodeRows = 16, kTileQueries = 128, kPagesCost = 7;
   if (call.tokens <= kDecodeTokens || call.num_sms == 0) return false;
+  const bool wide = std::max(call.head_dim, call.head_dim_v) > 64;
+  const double tile_cost = backend == Backend::kSm90 && wide ? 2.25 : 4.75;  // of decode's blocks
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t kv_heads = call.batch * call.heads_kv;
   const int64_t tiles = call.batch * call.heads_q * ceil_div(call.tokens, kTileQueries);
-  const int64_t decode_tiles = call.batch * call.heads_kv * ceil_div(group_rows(call), kDecodeRows);
-  return ceil_div(tiles, call.num_sms) * call.num_sms <= decode_tiles;
+  const int64_t slots = ceil_div(tiles, call.num_sms) * call.num_sms;
+  const double cost = tile_cost * static_cast<double>(slots) +
+                      static_cast<double>(call.paged ? kPagesCost * kv_heads : 0);
+  return cost <= static_cast<double>(kv_heads * ceil_div(group_rows(call), kDecodeRows));
 }
 
 }  // namespace
@@ -143,9 +151,9 @@ Backend choose_backend(const CallShape& call, std::optional<std::string_view> fo
     }
     return backend;
   }
-  const bool passes_over_prefill = call.op == Op::kDecode && !prefill_is_faster(call);
   for (const Backend backend : kBackends) {
-    if (passes_over_prefill && is_prefill(backend)) continue;
+    const bool prefill = backend == Backend::kSm90 || backend == Backend::kSm80;
+    if (call.op == Op::kDecode && prefill && !prefill_is_faster(backend, call)) continue;
     if (why_not(backend, call).empty()) return backend;
   }
   return Backend::kAten;

@@ -30,7 +30,7 @@ struct CallShape {
   int64_t batch, tokens, heads_q, heads_kv;
   int64_t capacity;  // keys of a sequence that the cache has room for
   int64_t num_splits;
-  bool batch_invariant;
+  bool paged, batch_invariant;
 };
 
 std::string_view name(Backend backend);

@@ -16,7 +16,7 @@ namespace flash_attn::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kKeys = 64;  // of a block's step
+constexpr int kKeys = 16;  // of a block's step: few, so that short calls have many blocks
 
 // The sum of all threads' x.
 __device__ __forceinline__ int64_t sum_of_block(int64_t x) {
@@ -45,31 +45,37 @@ __device__ __forceinline__ bool is_whole(const DecodeParams& params, const Cache
   return __syncthreads_and(whole) != 0;
 }
 
-// Rows of K or V: a warp every eighth, a lane 16 bytes of each 512. rows: where they lie in the
-// cache, -1: nowhere.
+// Rows of K or V, two of them and 512 bytes of each a warp and time four. places: where they lie in
+// the cache; page -1: nowhere.
 __device__ __forceinline__ void copy_rows(const void* cache, const Strides& strides, int heads,
                                           int head_dim, const CachePlace (&places)[kKeys],
                                           int num_keys, void* packed, int64_t first_row) {
+  constexpr int kWarpKeys = kKeys / kWarps, kAtOnce = 4;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head_chunks = head_dim / kChunk, chunks = heads * head_chunks;
-  for (int chunk = lane; chunk < chunks; chunk += 32) {
-    const int head = chunk / head_chunks;
-    const auto* source = static_cast<const uint16_t*>(cache) + head * strides.head +
-                         (chunk - head * head_chunks) * kChunk;
-    uint4* target = static_cast<uint4*>(packed) + first_row * chunks + chunk;
-    uint4 data[kKeys / kWarps];
+  const auto* source = static_cast<const uint16_t*>(cache);
+  uint4* target = static_cast<uint4*>(packed) + first_row * chunks;
+  for (int first_chunk = lane; first_chunk < chunks; first_chunk += 32 * kAtOnce) {
+    uint4 data[kAtOnce][kWarpKeys];
+    const auto for_each = [&](const auto& step) {
 #pragma unroll
-    for (int i = 0; i < kKeys / kWarps; ++i) {
-      const int key = warp + i * kWarps;
-      if (key >= num_keys || places[key].page < 0) continue;
-      data[i] = *reinterpret_cast<const uint4*>(source + places[key].page * strides.batch +
-                                                places[key].row * strides.row);
-    }
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int chunk = first_chunk + 32 * i;
+        if (chunk >= chunks) break;
 #pragma unroll
-    for (int i = 0; i < kKeys / kWarps; ++i) {
-      const int key = warp + i * kWarps;
-      if (key < num_keys && places[key].page >= 0) target[int64_t{key} * chunks] = data[i];
-    }
+        for (int j = 0; j < kWarpKeys; ++j) {
+          const int key = warp + j * kWarps;
+          if (key < num_keys && places[key].page >= 0) step(data[i][j], chunk, key);
+        }
+      }
+    };
+    for_each([&](uint4& x, int chunk, int key) {
+      const int head = chunk / head_chunks, col = (chunk - head * head_chunks) * kChunk;
+      x = *reinterpret_cast<const uint4*>(source + places[key].page * strides.batch +
+                                          places[key].row * strides.row + head * strides.head +
+                                          col);
+    });
+    for_each([&](uint4& x, int chunk, int key) { target[int64_t{key} * chunks + chunk] = x; });
   }
 }
 
