@@ -79,7 +79,7 @@ __device__ __forceinline__ void copy_rows(const void* cache, const Strides& stri
   }
 }
 
-// Grid (batch, any): the blocks of a sequence take its keys in turns.
+// Grid (batch, any, K and V): the blocks of a sequence take its keys in turns.
 __global__ void __launch_bounds__(kThreads)
     gather_pages_kernel(const __grid_constant__ DecodeParams params,
                         const __grid_constant__ PackedCache packed) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t start = sum_of_block(before);
   const bool fits = start + num_keys <= packed.rows;
   const CacheSequence sequence(params, batch_idx);
-  if (blockIdx.y == 0) {
+  if (blockIdx.y == 0 && blockIdx.z == 0) {
     const bool whole = is_whole(params, sequence, keys) && fits;
     if (threadIdx.x == 0) {
       const auto end = [&](int64_t row) { return static_cast<int32_t>(min(row, packed.rows)); };
@@ -117,10 +117,13 @@ __global__ void __launch_bounds__(kThreads)
           sequence.place(params, static_cast<int>(keys.first + from) + threadIdx.x);
     }
     __syncthreads();
-    copy_rows(params.k_cache, params.k_strides, params.heads_kv, params.head_dim, places, count,
-              packed.k, start + from);
-    copy_rows(params.v_cache, params.v_strides, params.heads_kv, params.head_dim_v, places, count,
-              packed.v, start + from);
+    if (blockIdx.z == 0) {
+      copy_rows(params.k_cache, params.k_strides, params.heads_kv, params.head_dim, places, count,
+                packed.k, start + from);
+    } else {
+      copy_rows(params.v_cache, params.v_strides, params.heads_kv, params.head_dim_v, places, count,
+                packed.v, start + from);
+    }
     __syncthreads();  // all are done with the places
   }
 }
@@ -130,11 +133,11 @@ __global__ void __launch_bounds__(kThreads)
 void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
                       const DeviceInfo& device, Stream stream) {
   // A few blocks a multiprocessor read at full speed; a table has room for far more keys than count.
-  constexpr int kBlocksPerSm = 8;
+  constexpr int kBlocksPerSm = 4;
   const int steps = (params.capacity + kKeys - 1) / kKeys;
   const int blocks = std::max(kBlocksPerSm * device.num_sms / params.batch, 1);
-  launch<gather_pages_kernel>(dim3(params.batch, std::max(std::min(steps, blocks), 1)), kThreads, 0,
-                              stream, params, packed);
+  launch<gather_pages_kernel>(dim3(params.batch, std::max(std::min(steps, blocks), 1), 2), kThreads,
+                              0, stream, params, packed);
 }
 
 }  // namespace flash_attn::cuda
