@@ -123,16 +123,17 @@ def cache_kernel_cases() -> list[CacheCase]:
 
 def chunk_cases() -> list[CacheCase]:
     """Many new tokens: rows of a dense cache, pages copied side by side, of which some are
-    missing."""
+    missing; few tiles, whose keys sm90 cuts into pieces, and num_splits = 1, where it does not."""
     return [
         CacheCase(d=d, dtype=dtype, seqlen_q=70, new=33, capacity=140, rotary="halves", **form)
         for d, dtype in ((64, "bf16"), (128, "fp16"))
         for form in (
             dict(rows=True, leftpad=True),
             dict(page_size=16, rows=True, leftpad=True),
-            dict(page_size=7, window=(30, 0), garbage=True),
+            dict(page_size=7, window=(30, 0), garbage=True, num_splits=1),
+            dict(num_splits=1, causal=False),
         )
-    ]
+    ] + [CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16")]
 
 
 @each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])

@@ -134,6 +134,14 @@ DecodeParams decode_params(const DecodeArgs& args, const KvcacheArgs* tokens,
   return params;
 }
 
+// Room for that many rows of partial results, a workspace a call: streams and graphs run side by side.
+at::Tensor allocate_partial(DecodeParams& params, int64_t rows, const at::Tensor& like) {
+  at::Tensor workspace = at::empty({rows, params.head_dim_v + 1}, like.options());
+  params.partial_o = workspace.data_ptr<float>();
+  params.partial_lse = params.partial_o + rows * params.head_dim_v;
+  return workspace;
+}
+
 DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
   const DecodeResult results = empty_results(args);
   const at::Tensor &q = args.q, &lse = std::get<1>(results);
@@ -146,22 +154,15 @@ DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
   }
 
   const cuda::DeviceInfo& device = device_info_of(q);
-  // A workspace a call: streams and graphs run side by side.
-  const auto allocate = [&](int64_t rows) {
-    at::Tensor workspace = at::empty({rows, args.v_cache.size(3) + 1}, lse.options());
-    params.partial_o = workspace.data_ptr<float>();
-    params.partial_lse = params.partial_o + rows * args.v_cache.size(3);
-    return workspace;
-  };
   if (is_plain(args, tokens)) {
     if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
     const int64_t rows = params.num_splits > 1 ? params.num_splits * lse.numel() : 0;
-    const at::Tensor workspace = allocate(rows);
+    const at::Tensor workspace = allocate_partial(params, rows, lse);
     cuda::run_decode(params, device, stream_of(q));
   } else {
     const cuda::KvcacheGrid grid = cuda::kvcache_grid(params, device);
     const int64_t rows = cuda::kvcache_slots(params, grid) * cuda::kKvcacheSlotRows;
-    const at::Tensor workspace = allocate(rows);
+    const at::Tensor workspace = allocate_partial(params, rows, lse);
     cuda::run_kvcache(params, grid, stream_of(q));
   }
   return results;
@@ -197,6 +198,20 @@ FwdParams forward_params(const DecodeParams& call) {
   return params;
 }
 
+// The forward kernel; with few tiles their keys in pieces, and decode's kernel that merges.
+void launch_prefill(Backend backend, const DecodeArgs& args, DecodeParams call, FwdParams& params,
+                    const DecodeResult& results) {
+  const auto& [out, lse] = results;
+  params.num_splits = backend == Backend::kSm90 ? prefill_splits(call_shape(args)) : 1;
+  if (params.num_splits == 1) return launch_fwd(backend, params, out, lse);
+  call.num_splits = params.num_splits;
+  const at::Tensor workspace = allocate_partial(call, call.num_splits * lse.numel(), lse);
+  params.partial_o = call.partial_o;
+  params.partial_lse = call.partial_lse;
+  launch_fwd(backend, params, out, lse);
+  cuda::run_decode_combine(call, stream_of(lse));
+}
+
 // Pages copied side by side, for as many keys as count. Sequences that cannot be, as a page of theirs
 // does not exist or the copy has no room left, are decode's: which, only the device knows.
 void prefill_paged(Backend backend, const DecodeArgs& args, DecodeParams& call, FwdParams params,
@@ -229,7 +244,7 @@ void prefill_paged(Backend backend, const DecodeArgs& args, DecodeParams& call, 
   params.leftpad_k = nullptr;  // not copied
   params.kv_rows = nullptr;
   params.seqlen_new = 0;
-  launch_fwd(backend, params, std::get<0>(results), std::get<1>(results));
+  launch_prefill(backend, args, call, params, results);
 
   call.wanted = packed.missed;
   call.num_splits = 1;
@@ -258,7 +273,7 @@ DecodeResult prefill_cuda(Backend backend, const DecodeArgs& args, const Kvcache
   if (args.block_table) {
     prefill_paged(backend, args, call, params, results);
   } else {
-    launch_fwd(backend, params, std::get<0>(results), std::get<1>(results));
+    launch_prefill(backend, args, call, params, results);
   }
   return results;
 }

@@ -71,26 +71,39 @@ void refuse_decode(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.batch_invariant, "batch_invariant is not supported");
 }
 
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of 128 queries of one head.
+int64_t prefill_tiles(const CallShape& call) {
+  constexpr int64_t kTileQueries = 128;
+  return call.batch * call.heads_q * ceil_div(call.tokens, kTileQueries);
+}
+
 // Whether a prefill kernel is the faster one for new tokens against a cache, by the thread blocks'
 // time for each key. Decode's blocks, of 16 rows of one kv head, share a sequence's keys and so always
-// fill the device; tiles of 128 queries of one head leave a part of it idle where they are few. Pages
-// are copied before: for each kv head as long as some of decode's blocks take. Lengths do not matter.
+// fill the device; tiles of 128 queries of one head leave a part of it idle where they are few and
+// not cut. Pages are copied before: for each kv head as long as some of decode's blocks take. Lengths
+// do not matter.
 //
-// H200, d = 128 against 8k and 32k keys, 32 / 8 heads, decode's time ÷ sm90's, batch 1: 64 tokens
-// 0.59 and 0.56, 128 0.87 and 0.93, 256 1.7 and 1.9, 1024 3.6 and 4.3; batch 4: 32 tokens 0.82 and
-// 0.94, 64 1.9. ÷ sm80's: 256 tokens 0.67, batch 4 1.7. d = 64, sm90: 256 tokens 0.78, 1024 2.1.
+// H200, d = 128 against 8k and 32k keys, 32 / 8 heads, tiles not cut, decode's time ÷ sm90's, batch
+// 1: 64 tokens 0.59 and 0.56, 128 0.87 and 0.93, 256 1.7 and 1.9, 1024 3.6 and 4.3; batch 4: 32
+// tokens 0.82 and 0.94, 64 1.9. ÷ sm80's: 256 tokens 0.67, batch 4 1.7. d = 64, sm90: 256 tokens
+// 0.78, 1024 2.1.
 bool prefill_is_faster(Backend backend, const CallShape& call) {
-  constexpr int64_t kDecodeTokens = 16, kDecodeRows = 16, kTileQueries = 128, kPagesCost = 7;
+  constexpr int64_t kDecodeTokens = 16, kDecodeRows = 16, kPagesCost = 6;
+  constexpr double kMergeCost = 1.2;
   if (call.tokens <= kDecodeTokens || call.num_sms == 0) return false;
-  const bool wide = std::max(call.head_dim, call.head_dim_v) > 64;
-  const double tile_cost = backend == Backend::kSm90 && wide ? 2.25 : 4.75;  // of decode's blocks
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t widest = std::max(call.head_dim, call.head_dim_v);
+  const int splits = backend == Backend::kSm90 ? prefill_splits(call) : 1;
+  const bool narrow = widest <= 64 && (widest > 48 || splits > 1);  // what runs as d = 64
+  const double tile_cost = backend == Backend::kSm90 && !narrow ? 2.25 : 4.75;  // decode's blocks
+  const int64_t waves = ceil_div(prefill_tiles(call) * splits, call.num_sms);
+  const double cost = tile_cost * static_cast<double>(waves * call.num_sms) / splits *
+                      (splits > 1 ? kMergeCost : 1.0);
   const int64_t kv_heads = call.batch * call.heads_kv;
-  const int64_t tiles = call.batch * call.heads_q * ceil_div(call.tokens, kTileQueries);
-  const int64_t slots = ceil_div(tiles, call.num_sms) * call.num_sms;
-  const double cost = tile_cost * static_cast<double>(slots) +
-                      static_cast<double>(call.paged ? kPagesCost * kv_heads : 0);
-  return cost <= static_cast<double>(kv_heads * ceil_div(group_rows(call), kDecodeRows));
+  const int64_t copy_cost = call.paged ? kPagesCost * kv_heads : 0;
+  const int64_t decode_cost = kv_heads * ceil_div(group_rows(call), kDecodeRows);
+  return cost <= static_cast<double>(decode_cost - copy_cost);
 }
 
 }  // namespace
@@ -140,6 +153,13 @@ std::vector<std::string> why_not(Backend backend, const CallShape& call) {
                       "the GPU is not of compute capability 9.0");
   }
   return reasons.take();
+}
+
+int prefill_splits(const CallShape& call) {
+  constexpr int64_t kMaxSplits = 16;
+  if (call.num_splits == 1 || call.head_dim != call.head_dim_v) return 1;
+  const int64_t tiles = std::max<int64_t>(prefill_tiles(call), 1);
+  return static_cast<int>(std::clamp<int64_t>(call.num_sms / tiles, 1, kMaxSplits));
 }
 
 Backend choose_backend(const CallShape& call, std::optional<std::string_view> forced) {

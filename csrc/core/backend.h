@@ -40,6 +40,10 @@ Backend backend_from_name(std::string_view name);
 // Every reason why `backend` cannot serve the call; empty: it can.
 std::vector<std::string> why_not(Backend backend, const CallShape& call);
 
+// Of a decode call that sm90 serves: pieces that each tile's keys are cut into, as there are fewer
+// tiles than multiprocessors; 1: not cut.
+int prefill_splits(const CallShape& call);
+
 // The first backend that serves the call; the one named, if any, or std::invalid_argument with its
 // reasons.
 Backend choose_backend(const CallShape& call, std::optional<std::string_view> forced);

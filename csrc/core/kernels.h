@@ -20,6 +20,8 @@ int decode_num_splits(const DecodeParams& params, const DeviceInfo& device);
 // What DecodeParams calls plain. With pages, no head_dim above this: registers are short.
 inline constexpr int kDecodePagedHeadDim = 192;
 void run_decode(const DecodeParams& params, const DeviceInfo& device, Stream stream);
+// Its second kernel: merges num_splits > 1 partial results.
+void run_decode_combine(const DecodeParams& params, Stream stream);
 
 // How a call of the kernel for every form of cache is spread over the device.
 struct KvcacheGrid {

@@ -17,6 +17,7 @@ const cuda::DeviceInfo& cuda::device_info(int) {
 }
 int cuda::decode_num_splits(const DecodeParams&, const DeviceInfo&) { not_built(); }
 void cuda::run_decode(const DecodeParams&, const DeviceInfo&, Stream) { not_built(); }
+void cuda::run_decode_combine(const DecodeParams&, Stream) { not_built(); }
 cuda::KvcacheGrid cuda::kvcache_grid(const DecodeParams&, const DeviceInfo&) { not_built(); }
 int64_t cuda::kvcache_slots(const DecodeParams&, const KvcacheGrid&) { not_built(); }
 void cuda::run_kvcache(const DecodeParams&, const KvcacheGrid&, Stream) { not_built(); }

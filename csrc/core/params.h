@@ -66,6 +66,11 @@ struct FwdParams : AttnParams {
   int64_t lse_batch_stride, lse_head_stride;  // varlen: batch stride 0. Rows are contiguous
 
   int32_t* tile_counter;  // workspace: one number, zeroed by the launch; only sm90 asks for it
+
+  // Of sm90, dense q. num_splits > 1: each tile's keys are cut into that many pieces, and what comes
+  // out is as in DecodeParams (plain) for cuda::run_decode_combine, instead of out and lse.
+  int num_splits;
+  float *partial_o, *partial_lse;
 };
 
 struct BwdParams : AttnParams {

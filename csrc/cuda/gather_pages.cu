@@ -45,12 +45,12 @@ __device__ __forceinline__ bool is_whole(const DecodeParams& params, const Cache
   return __syncthreads_and(whole) != 0;
 }
 
-// Rows of K or V, two of them and 512 bytes of each a warp and time four. places: where they lie in
+// Rows of K or V: a warp has two of them under way, 1 KiB of each. places: where they lie in
 // the cache; page -1: nowhere.
 __device__ __forceinline__ void copy_rows(const void* cache, const Strides& strides, int heads,
                                           int head_dim, const CachePlace (&places)[kKeys],
                                           int num_keys, void* packed, int64_t first_row) {
-  constexpr int kWarpKeys = kKeys / kWarps, kAtOnce = 4;
+  constexpr int kWarpKeys = kKeys / kWarps, kAtOnce = 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head_chunks = head_dim / kChunk, chunks = heads * head_chunks;
   const auto* source = static_cast<const uint16_t*>(cache);

@@ -177,6 +177,19 @@ inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
                                                .ordered = true,
                                                .ahead = true};
 
+// With the keys in pieces: few queries in any case. Fewer classes, as there are more kernels here for
+// fewer calls.
+template <int kHeadDim>
+inline constexpr FwdTile kPiecesTile = kFwdTile<kHeadDim, kHeadDim>;
+template <>
+inline constexpr FwdTile kPiecesTile<64> = kFewQueriesTile<64>;
+template <typename F>
+auto with_pieces_class(int head_dim, F&& f) {
+  if (head_dim <= 64) return f.template operator()<64>();
+  if (head_dim <= 128) return f.template operator()<128>();
+  return f.template operator()<256>();
+}
+
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.
 template <int kHeadDim, int kHeadDimV, typename F>
 auto with_fwd_tile(int seqlen_q, bool masked, F&& f) {

@@ -232,6 +232,33 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   }
 }
 
+// Instead of stage_output(): normalised O and LSE of a piece, in fp32, from the registers.
+template <typename Traits>
+__device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsumer<Traits>& self,
+                                            typename Traits::Output& O,
+                                            typename Traits::Softmax& softmax) {
+  const int first_row = work.first_row + self.warp_row;  // of the warp
+  const int rows = work.segment_q - first_row, cols = self.params.head_dim_v;
+  float* const lse = work.lse + first_row;
+  float* const partial = self.params.partial_o + (lse - self.params.partial_lse) * cols;
+  softmax.finish();
+  scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(half, self.lane);
+    if (row >= rows) continue;
+    if (self.lane % 4 == 0) lse[row] = softmax.log_sum_exp(half);
+    float* const columns = partial + int64_t{row} * cols;
+#pragma unroll
+    for (int i = 0; i < O.kRowElements; i += 2) {
+      const int col = fragment_col(i, self.lane);
+      if (col < cols) {
+        *reinterpret_cast<float2*>(columns + col) = {O.at(half, i), O.at(half, i + 1)};
+      }
+    }
+  }
+}
+
 template <typename Traits>
 __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUtensorMap& out_map,
                                               FwdSharedStorage<Traits>& smem, int consumer) {
@@ -254,8 +281,13 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
       self.send_staged();
       if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
     }
-    stage_output<Traits>(work, self, O, softmax);
-    self.staged = slot;
+    if constexpr (Traits::kPieces) {
+      store_piece<Traits>(work, self, O, softmax);
+      self.release_work(slot);
+    } else {
+      stage_output<Traits>(work, self, O, softmax);
+      self.staged = slot;
+    }
     if constexpr (!Traits::kStartsEarly) self.start_next_tile(S);
     ptx::wgmma_wait<0>();
     pin(S);
@@ -313,7 +345,7 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
   const bool alike = tiles_are_alike(params);
   // Head after head, as no length has to come first: the blocks walk over the same K and V together.
   if (alike) scheduler.section_heads = 1;
-  const int num_tiles = scheduler.num_tiles();
+  const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
   if (num_tiles == 0) return;
 
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
@@ -354,6 +386,12 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
   with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
     launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile>>(params, device, stream);
   });
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kPiecesTile<kHeadDim>, true>>(params, device,
+                                                                                   stream);
 }
 
 }  // namespace flash_attn::sm90
