@@ -156,8 +156,9 @@ std::vector<std::string> why_not(Backend backend, const CallShape& call) {
 }
 
 int prefill_splits(const CallShape& call) {
-  constexpr int64_t kMaxSplits = 16;
-  if (call.num_splits == 1 || call.head_dim != call.head_dim_v) return 1;
+  constexpr int64_t kMaxSplits = 16, kMaxHeadDim = 128;
+  const bool cut = call.head_dim == call.head_dim_v && call.head_dim <= kMaxHeadDim;
+  if (call.num_splits == 1 || !cut) return 1;
   const int64_t tiles = std::max<int64_t>(prefill_tiles(call), 1);
   return static_cast<int>(std::clamp<int64_t>(call.num_sms / tiles, 1, kMaxSplits));
 }

@@ -67,8 +67,9 @@ struct FwdParams : AttnParams {
 
   int32_t* tile_counter;  // workspace: one number, zeroed by the launch; only sm90 asks for it
 
-  // Of sm90, dense q. num_splits > 1: each tile's keys are cut into that many pieces, and what comes
-  // out is as in DecodeParams (plain) for cuda::run_decode_combine, instead of out and lse.
+  // Of sm90, dense q, head_dim_v = head_dim <= 128. num_splits > 1: each tile's keys are cut into
+  // that many pieces, and what comes out is as in DecodeParams (plain) for cuda::run_decode_combine,
+  // instead of out and lse.
   int num_splits;
   float *partial_o, *partial_lse;
 };

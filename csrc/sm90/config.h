@@ -177,8 +177,8 @@ inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
                                                .ordered = true,
                                                .ahead = true};
 
-// With the keys in pieces: few queries in any case. Fewer classes, as there are more kernels here for
-// fewer calls.
+// With the keys in pieces: few queries in any case. Two classes, head dims up to 128: this is one more
+// kernel for each. d = 256 would spill registers at its end, where O goes out in fp32.
 template <int kHeadDim>
 inline constexpr FwdTile kPiecesTile = kFwdTile<kHeadDim, kHeadDim>;
 template <>
@@ -186,8 +186,7 @@ inline constexpr FwdTile kPiecesTile<64> = kFewQueriesTile<64>;
 template <typename F>
 auto with_pieces_class(int head_dim, F&& f) {
   if (head_dim <= 64) return f.template operator()<64>();
-  if (head_dim <= 128) return f.template operator()<128>();
-  return f.template operator()<256>();
+  return f.template operator()<128>();
 }
 
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.

@@ -7,7 +7,7 @@ namespace flash_attn::sm90 {
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// head_dim_v = head_dim, params.num_splits > 1; in inst/fwd_pieces_d*.cu.
+// head_dim_v = head_dim <= 128, params.num_splits > 1; in inst/fwd_pieces_d*.cu.
 template <DType kDType, int kHeadDim>
 void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
