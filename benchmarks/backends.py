@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.shapes import Case, DecodeCase
 from flash_attn.cli import peers
@@ -268,12 +269,12 @@ class Cache:
 def make_caches(
     case: DecodeCase, count: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[Cache]]:
-    """q (batch, 1, heads, d) and ``count`` caches."""
+    """q (batch, tokens, heads, d) and ``count`` caches."""
     generator = torch.Generator(device).manual_seed(0)
     normal = functools.partial(torch.randn, dtype=dtype, device=device, generator=generator)
     shape = (case.batch, case.length, case.heads_kv, case.head_dim)
     caches = [Cache(normal(shape), normal(shape)) for _ in range(count)]
-    return normal((case.batch, 1, case.heads, case.head_dim)), caches
+    return normal((case.batch, case.tokens, case.heads, case.head_dim)), caches
 
 
 def decode(
@@ -299,10 +300,9 @@ _DESCALE = 0.05  # of 8-bit caches of N(0, 1)
 
 
 def decode_form(
-    name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache]
+    name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache], backend: str = "cuda"
 ) -> list[Callable[[], torch.Tensor]]:
-    """Our decode kernel on each cache, brought into one of CACHE_FORMS; or FlashInfer's on pages of
-    16."""
+    """Ours on each cache, brought into one of CACHE_FORMS; or FlashInfer's on pages of 16."""
     from flash_attn import flash_decode_func
 
     device, options = q.device, {}
@@ -326,7 +326,7 @@ def decode_form(
         ]
 
     def call(cache: Cache) -> torch.Tensor:
-        with forced_backend("cuda"):
+        with forced_backend(backend):
             return flash_decode_func(q, cache.k, cache.v, seqlens, **options)
 
     return [functools.partial(call, cache) for cache in caches]
@@ -375,6 +375,23 @@ def _flashinfer(
         return wrapper.run(q.squeeze(1), (cache.k, cache.v)).unsqueeze(1)
 
     return [functools.partial(call, cache) for cache in caches]
+
+
+def chunk(
+    name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache]
+) -> list[Callable[[], torch.Tensor]]:
+    """A chunk of new tokens against each cache. name: a backend of ours, with a form of CACHE_FORMS
+    behind a dot or plain; fa2, whose causal mask is aligned as ours; or another of torch's
+    backends, which gets the mask as a tensor."""
+    backend, _, form = name.partition(".")
+    if backend not in peers.SDPA:
+        return decode_form(form or "plain", case, q, caches, backend)
+    if name == "fa2":
+        mask = causal_lower_right(case.tokens, case.length)
+    else:
+        mask = ~peers.causal_hidden(case.tokens, case.length, q.device)
+    attend = peers.sdpa(name, causal=False, bias=mask)
+    return [functools.partial(attend, q, cache.k, cache.v) for cache in caches]
 
 
 def decode_pages(

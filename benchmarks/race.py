@@ -1,13 +1,14 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
-    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,splits,naive,features,cpu]
-    [--backends sm80,fa2,cudnn] [--out FILE.json]
+    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,pages,chunk,splits,naive,
+    features,cpu] [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
 before it is timed. The kinds cache and splits race our decode with itself: over the forms that a
 cache can have, and cut into pieces against not. The kind pages: pages of 16 against dense, and
-against FlashInfer where it is installed.
+against FlashInfer where it is installed. chunk: many new tokens against a
+cache, dense and in pages, on the prefill kernels and on decode's.
 """
 
 import argparse
@@ -24,7 +25,10 @@ from benchmarks import backends, results, shapes
 from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
-KINDS = ("fwd", "shapes", "bwd", "decode", "cache", "pages", "splits", "naive", "features", "cpu")
+KINDS = (
+    *("fwd", "shapes", "bwd", "decode", "cache", "pages", "chunk"),
+    *("splits", "naive", "features", "cpu"),
+)
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
     "shapes": ("fa2", "cudnn", "fa4"),
@@ -32,6 +36,7 @@ PEERS = {
     "decode": ("fa2", "cudnn"),
     "cache": (),
     "pages": ("flashinfer",),
+    "chunk": ("fa2", "cudnn"),
     "splits": (),
     "naive": ("naive",),
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
@@ -48,9 +53,11 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "splits": ("automatic", "unsplit"),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
-    forward = kind in ("fwd", "shapes", "naive", "features")
+    forward = kind in ("fwd", "shapes", "naive", "features", "chunk")
     if forward and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
+    if kind == "chunk":
+        ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
     modules = {"fa4": "flash_attn.cute", "flashinfer": "flashinfer"}
     return *ours, *(
         name
@@ -209,6 +216,25 @@ def ragged_race(race: Race, quick: bool) -> list[dict]:
     return records
 
 
+def chunk_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+    records = []
+    for case in cases:
+        q, caches, rounds = caches_and_rounds(race, case)
+
+        def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
+            return graph_of(backends.chunk(name, case, q, caches) * rounds)
+
+        times = race.seconds(names, f"chunk {case.shape()}", build)
+        micros = microseconds(times, len(caches) * rounds)
+        rates = {n: None if t is None else case.flops() / t / 1e6 for n, t in micros.items()}
+        ratio = results.ratios(rates, names[0], names[1:], "more")
+        records.append(results.record("decode.chunk", case.shape(), "TFLOP/s", rates, ratio))
+        records.append(results.record("decode.chunk.time", case.shape(), "us", micros))
+        progress(records[-1])
+        del q, caches, build
+    return records
+
+
 def splits_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
     """num_splits=1 against what is chosen, and the part of a call after its last key was read."""
     records = []
@@ -331,6 +357,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
     if kind == "pages":
         records = forms_race(race, kind, shapes.decode(quick), names)
         return records + results.geometric_means(records, by=())
+    if kind == "chunk":
+        return chunk_race(race, shapes.chunk(quick), names)
     if kind == "splits":
         return splits_race(race, shapes.splits(quick), names)
     if kind == "naive":

@@ -147,13 +147,19 @@ def cpu(quick: bool = False) -> list[Case]:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One new token a sequence against a full cache of head_dim 128."""
+    """New tokens of each sequence, with theirs in it, against a full cache of head_dim 128."""
 
     heads: int
     heads_kv: int
     batch: int
     length: int
     head_dim: int = 128
+    tokens: int = 1
+
+    def flops(self) -> float:
+        """Causal, aligned bottom-right."""
+        pairs = self.tokens * self.length - self.tokens * (self.tokens - 1) / 2
+        return 4.0 * self.batch * self.heads * pairs * self.head_dim
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         return 2 * self.batch * self.length * self.heads_kv * self.head_dim * itemsize
@@ -164,7 +170,7 @@ class DecodeCase:
             "batch": self.batch,
             "length": self.length,
             "d": self.head_dim,
-        }
+        } | ({"tokens": self.tokens} if self.tokens > 1 else {})
 
 
 def decode(quick: bool = False) -> list[DecodeCase]:
@@ -194,6 +200,16 @@ def cache(quick: bool = False) -> list[DecodeCase]:
         DecodeCase(32, 8, 128, 2048),
     ]
     return cases[:1] if quick else cases
+
+
+def chunk(quick: bool = False) -> list[DecodeCase]:
+    """Prefill in chunks, into a cache."""
+    cases = [
+        DecodeCase(32, 8, 1, length, tokens=tokens)
+        for length in (8192, 32768)
+        for tokens in (64, 256, 1024)
+    ] + [DecodeCase(32, 8, 8, 8192, tokens=64)]
+    return cases[::3] if quick else cases
 
 
 def ragged(quick: bool = False) -> dict[str, tuple[int, ...]]:

@@ -34,8 +34,10 @@ def flash_decode_func(
     """Attention of the newest tokens to a cache that holds their keys and values already.
 
     Split-KV: each sequence's keys are cut into pieces that run side by side; their (out, lse) pairs
-    are then combined (reference.split_kv shows how). Reads the cache, never writes; has no
-    gradient. All arguments combine freely.
+    are then combined (reference.split_kv shows how). With more than 16 tokens a sequence (a chunk
+    of a prompt) the kernels of flash_attn_func run instead where they are faster (can_use tells);
+    they copy pages first, into at most 1 GiB. Reads the cache, never writes; has no gradient. All
+    arguments combine freely.
 
     Arguments:
         q: (batch, seqlen_q, heads_q, d), the last seqlen_q tokens of each sequence.
@@ -155,7 +157,8 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Appends k and v to the cache in place, rotates, and attends: one step of decoding.
+    """Appends k and v to the cache in place, rotates, and attends: one step of decoding, or a chunk
+    of a prompt.
 
     All arguments combine freely. There is no gradient. Safe in CUDA graphs: replay reads the
     tensors' new contents, cache_seqlens among them.

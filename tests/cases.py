@@ -64,7 +64,9 @@ ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
 OP_TARGETS = (*ATTENTION_TARGETS, SM90)  # what run() serves
 # Not aten on CUDA: padding changes the shapes of its products, and with them cuBLAS's algorithms.
 BITWISE_TARGETS = (ATEN_CPU, SM80, SM90)
-DECODE_TARGETS = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+SPLIT_TARGETS = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+PREFILL_TARGETS = (SM80, SM90)  # of decode: the kernels for many new tokens
+DECODE_TARGETS = (*SPLIT_TARGETS, *PREFILL_TARGETS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,3 +250,46 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(result, expected) for result in results)
+
+
+CHUNK_ON_DECODE = {
+    "softcap": dict(softcap=3.0),
+    "alibi": dict(alibi_slopes=torch.ones(64)),
+    "sink": dict(learnable_sink=torch.ones(64)),
+    "splits": dict(num_splits=2),
+    "batch_invariant": dict(batch_invariant=True),
+}
+
+
+@pytest.mark.gpu
+def test_many_new_tokens_go_to_the_prefill_kernels() -> None:
+    """Where they fill the device: 64 heads, and each tile as much as 16 of decode's."""
+    q = torch.randn(3, 300, 64, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 3, 400, 16, 128, device="cuda", dtype=torch.bfloat16)
+    prefill = flash_attn.can_use(q, k, v).backend
+    assert prefill in ("sm80", "sm90")
+    support = flash_attn.can_use(q, k, v, op="decode")
+    assert support.backend == prefill and support.reasons["cuda"] == []
+    with flash_attn.use_backend(prefill):
+        expected = flash_attn.flash_decode_func(q, k, v)
+    assert torch.equal(flash_attn.flash_decode_func(q, k, v), expected)
+    with flash_attn.use_backend("cuda"):
+        assert not torch.equal(flash_attn.flash_decode_func(q, k, v), expected)
+    assert flash_attn.can_use(q[:, :16], k, v, op="decode").backend == "cuda"
+    assert flash_attn.can_use(q[:1, :17], k[:1], v[:1], op="decode").backend == "cuda"
+    pages = dict(block_table=torch.zeros(3, 1, dtype=torch.int32, device="cuda"))
+    assert flash_attn.can_use(q, k, v, op="decode", **pages).backend == prefill
+    for name, options in CHUNK_ON_DECODE.items():
+        moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        assert flash_attn.can_use(q, k, v, op="decode", **moved).backend == "cuda", name
+    eight = [x.to(torch.int8) for x in (k, v)]
+    assert flash_attn.can_use(q, *eight, op="decode").backend == "cuda"
+
+
+def test_reasons_of_the_prefill_kernels() -> None:
+    q, k, v = tensors()
+    eight = [x.to(torch.int8) for x in (k, v)]
+    options = dict(num_splits=2, batch_invariant=True, softcap=1.0)
+    why = " ".join(flash_attn.can_use(q, *eight, op="decode", **options).reasons["sm90"])
+    for word in ("8 bits", "num_splits", "batch_invariant", "softcap"):
+        assert word in why, f"{word} missing from: {why}"

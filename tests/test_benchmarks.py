@@ -86,6 +86,21 @@ def test_ours_gets_every_feature(extra):
     assert len(grads) == 3 + ("bias" in extra) + ("sink" in extra)
 
 
+@pytest.mark.parametrize("name", ["aten.paged16", "math"])
+def test_chunk_adapters_agree(name):
+    from benchmarks import backends
+    from benchmarks.shapes import DecodeCase
+
+    case = DecodeCase(4, 2, 2, 48, head_dim=16, tokens=20)
+    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.float32)
+    assert q.shape[1] == 20
+    for cache, call in zip(caches, backends.chunk(name, case, q, caches), strict=True):
+        expected = backends.chunk("aten", case, q, [cache])[0]()
+        torch.testing.assert_close(call(), expected)
+    seen = torch.ones(20, 48, dtype=torch.bool).tril(48 - 20).sum().item()
+    assert case.flops() == 4 * 2 * 4 * 16 * seen
+
+
 def test_a_peer_refuses_what_it_cannot():
     from benchmarks import backends
     from benchmarks.shapes import Case

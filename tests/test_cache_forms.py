@@ -82,6 +82,48 @@ def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
+MANY = FORMS | dict(
+    seqlen_q=[17, 33, 64, 100, 130, 200, 300],
+    new=[0, 17, 40, 129, 200],
+    capacity=[210, 330, 400],
+    d=[32, 48, 64, 128],
+    dtype=["bf16", "fp16"],
+    cache=[""],
+    window=[(-1, -1), (-1, -1), (60, 0), (16, 9), (150, 40)],
+    softcap=[0.0],
+    alibi=[False],
+    sink=[False],
+    num_splits=[0, 1],
+    batch_invariant=[False],
+)
+
+
+@each_cache(cache_cases(120, 3, **MANY))
+def test_many_tokens(case: CacheCase, target: Target, seed: int) -> None:
+    """What the prefill kernels serve."""
+    check(case, target, seed)
+
+
+@each_cache(
+    [
+        CacheCase(seqlen_q=n, new=n, capacity=400, rotary="halves", **form, **terms)
+        for n in (17, 200)
+        for form in (dict(), dict(page_size=16, rows=True))
+        for terms in (
+            dict(softcap=4.0),
+            dict(alibi=True),
+            dict(sink=True),
+            dict(cache="int8"),
+            dict(num_splits=3),
+            dict(batch_invariant=True),
+        )
+    ]
+)
+def test_many_tokens_of_decode(case: CacheCase, target: Target, seed: int) -> None:
+    """What they do not serve: nothing changes but who runs it."""
+    check(case, target, seed)
+
+
 @each_cache(
     [
         CacheCase(batch=0, new=1),
@@ -95,6 +137,10 @@ def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
         CacheCase(capacity=70, lengths="int", new=35, rows=True, rotary="halves"),
         CacheCase(d=576, d_v=512, heads_q=4, heads_kv=1, page_size=16),
         CacheCase(seqlen_q=40, new=40, capacity=64, page_size=16, heads_q=12, cache="fp8"),
+        CacheCase(seqlen_q=300, new=40, capacity=64, page_size=16),
+        CacheCase(seqlen_q=20, new=40, capacity=64, page_size=16, d=192, d_v=128, rows=True),
+        CacheCase(batch=70, seqlen_q=18, new=18, capacity=50, page_size=5, leftpad=True),
+        CacheCase(seqlen_q=18, capacity=1500, page_size=2, lengths="none", window=(3, 2)),
     ]
 )
 def test_edges(case: CacheCase, target: Target, seed: int) -> None:
@@ -110,6 +156,23 @@ def test_edges(case: CacheCase, target: Target, seed: int) -> None:
         for rows in (False, True)
         for new in (0, 5)
         for cache in ("", "int8")
+    ]
+    + [
+        CacheCase(
+            garbage=True,
+            page_size=page,
+            rows=rows,
+            leftpad=True,
+            new=new,
+            batch=4,
+            seqlen_q=40,
+            window=window,
+            rotary="halves" if new else "",
+            causal=causal,
+        )
+        for page in (0, 1, 16)
+        for rows in (False, True)
+        for new, causal, window in ((0, True, (-1, -1)), (40, True, (30, 0)), (40, False, (-1, -1)))
     ]
 )
 def test_garbage_in_index_tensors(case: CacheCase, target: Target, seed: int) -> None:

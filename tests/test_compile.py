@@ -11,6 +11,7 @@ from cases import (
     ATTENTION_TARGETS,
     DECODE_TARGETS,
     SM80,
+    SPLIT_TARGETS,
     Target,
     each_target,
     fwd_bwd,
@@ -88,7 +89,7 @@ def test_compile_with_inductor(target: Target, fresh_dynamo) -> None:
         torch.testing.assert_close(a, e, rtol=1e-2, atol=1e-2)
 
 
-@each_target(*DECODE_TARGETS)
+@each_target(*SPLIT_TARGETS)
 def test_compile_decode(target: Target, fresh_dynamo) -> None:
     q, k, v = (x.detach() for x in leaves_of(target, 2, 40, 4, 64))
     lengths = torch.tensor([40, 7], dtype=torch.int32, device=target.device)

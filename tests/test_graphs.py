@@ -8,6 +8,7 @@ from caches import CacheCase, CacheProblem, skip_unless_served
 from cases import (
     ATEN_CUDA,
     DECODE_CUDA,
+    PREFILL_TARGETS,
     SM80,
     Target,
     each_target,
@@ -86,11 +87,14 @@ def test_graph_decode(target: Target) -> None:
         )
 
 
-@each_target(ATEN_CUDA, DECODE_CUDA)
+@each_target(ATEN_CUDA, DECODE_CUDA, *PREFILL_TARGETS)
 @pytest.mark.parametrize("page_size", [0, 16], ids=["dense", "paged"])
-def test_graph_kvcache(page_size: int, target: Target, seed: int) -> None:
+@pytest.mark.parametrize("new", [1, 40])
+def test_graph_kvcache(new: int, page_size: int, target: Target, seed: int) -> None:
     """A captured step appends and attends at other lengths, in other pages, on replay."""
-    case = CacheCase(new=1, capacity=400, page_size=page_size, rotary="halves", d=64)
+    case = CacheCase(
+        new=new, seqlen_q=new, capacity=400, page_size=page_size, rotary="halves", d=64
+    )
     problem = CacheProblem(case, seed, "cuda")
     skip_unless_served(problem, target)
     call = problem.op_arguments(target.backend)
@@ -102,8 +106,8 @@ def test_graph_kvcache(page_size: int, target: Target, seed: int) -> None:
         results[name] = torch.ops.flash_attn.kvcache(**call)
 
     graph = capture(lambda: step("graph"))
-    for new in ([399, 0, 7], [400, 77, -3]):
-        call["cache_seqlens"].copy_(torch.tensor(new))
+    for lengths in ([399, 0, 7], [400, 77, -3]):
+        call["cache_seqlens"].copy_(torch.tensor(lengths))
         call["q"].normal_()
         call["k"].normal_()
         if page_size:
@@ -189,10 +193,10 @@ def test_two_streams_do_not_share_a_workspace(target: Target) -> None:
             assert all(torch.equal(a, e) for a, e in zip(one, other, strict=True))
 
 
-@each_target(ATEN_CUDA, DECODE_CUDA)
+@each_target(ATEN_CUDA, DECODE_CUDA, *PREFILL_TARGETS)
 @pytest.mark.parametrize("lengths", ["tensor", "int"])
 def test_kvcache_does_not_wait_for_the_device(lengths: str, target: Target, seed: int) -> None:
-    case = CacheCase(new=2, page_size=16, rotary="interleaved", d=64, lengths=lengths)
+    case = CacheCase(new=2, seqlen_q=2, page_size=16, rotary="interleaved", d=64, lengths=lengths)
     problem = CacheProblem(case, seed, "cuda")
     skip_unless_served(problem, target)
     call = problem.op_arguments(target.backend)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from caches import CacheCase, CacheProblem, each_cache, skip_unless_served
-from cases import DECODE_CUDA, SM80, SM90, Case, Target, check, each_case
+from cases import DECODE_CUDA, PREFILL_TARGETS, SM80, SM90, Case, Target, check, each_case
 from test_decode import DecodeCase, each_decode
 from test_decode import check as check_decode
 
@@ -127,13 +127,37 @@ def cache_kernel_cases() -> list[CacheCase]:
     ]
 
 
+def chunk_cases() -> list[CacheCase]:
+    """Many new tokens: rows of a dense cache, pages copied side by side, of which some are
+    missing; few tiles, whose keys sm90 cuts into pieces, and num_splits = 1, where it does not."""
+    return [
+        CacheCase(d=d, dtype=dtype, seqlen_q=70, new=33, capacity=140, rotary="halves", **form)
+        for d, dtype in ((64, "bf16"), (128, "fp16"))
+        for form in (
+            dict(rows=True, leftpad=True),
+            dict(page_size=16, rows=True, leftpad=True),
+            dict(page_size=7, window=(30, 0), garbage=True, num_splits=1),
+            dict(num_splits=1, causal=False),
+        )
+    ] + [CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16")]
+
+
 @each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
 def test_decode(case: DecodeCase, target: Target, seed: int) -> None:
     check_decode(case, target, seed)
 
 
-@each_cache(cache_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
-def test_caches(case: CacheCase, target: Target, seed: int) -> None:
+def check_cache(case: CacheCase, target: Target, seed: int) -> None:
     problem = CacheProblem(case, seed, target.device)
     skip_unless_served(problem, target)
     problem.compare(*problem.run(target.backend))
+
+
+@each_cache(cache_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
+def test_caches(case: CacheCase, target: Target, seed: int) -> None:
+    check_cache(case, target, seed)
+
+
+@each_cache(chunk_cases(), PREFILL_TARGETS, marks=[pytest.mark.sanitize])
+def test_chunks(case: CacheCase, target: Target, seed: int) -> None:
+    check_cache(case, target, seed)

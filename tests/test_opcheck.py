@@ -85,6 +85,7 @@ CACHE_CASES = [
     CacheCase(new=2, seqlen_q=2, d=64),
     CacheCase(new=2, seqlen_q=2, rows=True, leftpad=True, rotary="halves", rotary_dim=16),
     CacheCase(new=3, page_size=16, cache="int8", descale="sequence", alibi=True, sink=True, d_v=40),
+    CacheCase(new=20, seqlen_q=20, page_size=16, rotary="halves"),
 ]
 
 

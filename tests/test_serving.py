@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from caches import EIGHT_BITS, assert_stored, quantize
-from cases import ATEN_CPU, ATEN_CUDA, DECODE_CUDA, Target, each_target, use
+from cases import DECODE_TARGETS, Target, each_target, use
 from numerics import assert_close, assert_lse_close
 
 import flash_attn
@@ -128,7 +128,7 @@ class Server:
         assert_lse_close(lse, expected_lse, largest)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+@each_target(*DECODE_TARGETS)
 @pytest.mark.parametrize("cache", ["", "fp8", "int8"], ids=["bf16", "fp8", "int8"])
 def test_serving(cache: str, target: Target, seed: int) -> None:
     server = Server(target, cache, seed)

@@ -2,6 +2,7 @@
 #include <ATen/ops/randint.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "checks.h"
@@ -98,13 +99,18 @@ void append_cuda(const DecodeArgs& args, const KvcacheArgs& tokens) {
   cuda::run_append(params, stream_of(args.q));
 }
 
-// args: of kernel_args. tokens: appended just before, on the same stream; or null.
-DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
+DecodeResult empty_results(const DecodeArgs& args) {
   const at::Tensor& q = args.q;
-  at::Tensor out = at::empty({q.size(0), q.size(1), q.size(2), args.v_cache.size(3)}, q.options());
-  const auto fp32 = q.options().dtype(at::kFloat);
-  at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, fp32);
-  if (q.numel() == 0) return {out, lse};
+  return {at::empty({q.size(0), q.size(1), q.size(2), args.v_cache.size(3)}, q.options()),
+          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
+}
+
+// All but the splits and their workspace. args: of kernel_args. tokens: appended just before, on the
+// same stream; or null.
+DecodeParams decode_params(const DecodeArgs& args, const KvcacheArgs* tokens,
+                           const DecodeResult& results) {
+  const auto& [out, lse] = results;
+  const at::Tensor& q = args.q;
   DecodeParams params = {};
   static_cast<CacheParams&>(params) = cache_params(args, tokens);
   params.q = q.const_data_ptr();
@@ -122,40 +128,164 @@ DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
   params.alibi_batch_stride =
       args.alibi_slopes && args.alibi_slopes->dim() == 2 ? params.heads_q : 0;
   params.learnable_sink = pointer<float>(args.learnable_sink);
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
+  return params;
+}
+
+// Room for that many rows of partial results, a workspace a call: streams and graphs run side by side.
+at::Tensor allocate_partial(DecodeParams& params, int64_t rows, const at::Tensor& like) {
+  at::Tensor workspace = at::empty({rows, params.head_dim_v + 1}, like.options());
+  params.partial_o = workspace.data_ptr<float>();
+  params.partial_lse = params.partial_o + rows * params.head_dim_v;
+  return workspace;
+}
+
+DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
+  const DecodeResult results = empty_results(args);
+  const at::Tensor &q = args.q, &lse = std::get<1>(results);
+  if (q.numel() == 0) return results;
+  DecodeParams params = decode_params(args, tokens, results);
   params.num_splits = static_cast<int>(args.num_splits);
   if (args.batch_invariant && params.num_splits == 0) {
     params.keys_per_split = cuda::kInvariantKeys;
     params.num_splits = params.capacity / cuda::kInvariantKeys + 2;  // leftpad may add one
   }
-  params.out = out.data_ptr();
-  params.out_strides = strides_of(out);
-  params.lse = lse.data_ptr<float>();
 
   const cuda::DeviceInfo& device = device_info_of(q);
-  // A workspace a call: streams and graphs run side by side.
-  const auto allocate = [&](int64_t rows) {
-    at::Tensor workspace = at::empty({rows, args.v_cache.size(3) + 1}, fp32);
-    params.partial_o = workspace.data_ptr<float>();
-    params.partial_lse = params.partial_o + rows * args.v_cache.size(3);
-    return workspace;
-  };
   if (is_plain(args, tokens)) {
     if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
     const int64_t rows = params.num_splits > 1 ? params.num_splits * lse.numel() : 0;
-    const at::Tensor workspace = allocate(rows);
+    const at::Tensor workspace = allocate_partial(params, rows, lse);
     cuda::run_decode(params, device, stream_of(q));
   } else {
     const cuda::KvcacheGrid grid = cuda::kvcache_grid(params, device);
     const int64_t rows = cuda::kvcache_slots(params, grid) * cuda::kKvcacheSlotRows;
-    const at::Tensor workspace = allocate(rows);
+    const at::Tensor workspace = allocate_partial(params, rows, lse);
     cuda::run_kvcache(params, grid, stream_of(q));
   }
-  return {out, lse};
+  return results;
+}
+
+// The forward's view of a decode call: a dense cache in place.
+FwdParams forward_params(const DecodeParams& call) {
+  FwdParams params = {};
+  params.q = call.q;
+  params.k = call.k_cache;
+  params.v = call.v_cache;
+  params.q_strides = call.q_strides;
+  params.k_strides = call.k_strides;
+  params.v_strides = call.v_strides;
+  params.dtype = call.dtype;
+  params.batch = call.batch;
+  params.heads_q = call.heads_q;
+  params.heads_kv = call.heads_kv;
+  params.head_dim = call.head_dim;
+  params.head_dim_v = call.head_dim_v;
+  params.seqlen_q = call.seqlen_q;
+  params.seqlen_k = call.capacity;
+  params.total_q = int64_t{call.batch} * call.seqlen_q;
+  params.total_k = int64_t{call.cache_rows} * call.capacity;
+  params.seqused_k = call.cache_seqlens;
+  params.leftpad_k = call.leftpad_k;
+  params.softmax_scale = call.softmax_scale;
+  params.window_left = call.window_left;
+  params.window_right = call.window_right;
+  params.kv_rows = call.cache_batch_idx;
+  params.kv_batch = call.cache_rows;
+  params.seqlen_new = call.seqlen_new;
+  return params;
+}
+
+// The forward kernel; with few tiles their keys in pieces, and decode's kernel that merges.
+void launch_prefill(Backend backend, const DecodeArgs& args, DecodeParams call, FwdParams& params,
+                    const DecodeResult& results) {
+  const auto& [out, lse] = results;
+  params.num_splits = backend == Backend::kSm90 ? prefill_splits(call_shape(args)) : 1;
+  if (params.num_splits == 1) return launch_fwd(backend, params, out, lse);
+  call.num_splits = params.num_splits;
+  const at::Tensor workspace = allocate_partial(call, call.num_splits * lse.numel(), lse);
+  params.partial_o = call.partial_o;
+  params.partial_lse = call.partial_lse;
+  launch_fwd(backend, params, out, lse);
+  cuda::run_decode_combine(call, stream_of(lse));
+}
+
+// Pages copied side by side, for as many keys as count. Sequences that cannot be, as a page of theirs
+// does not exist or the copy has no room left, are decode's: which, only the device knows.
+void prefill_paged(Backend backend, const DecodeArgs& args, DecodeParams& call, FwdParams params,
+                   const DecodeResult& results) {
+  constexpr int64_t kCopyBytes = int64_t{1} << 30;
+  const at::Tensor& q = args.q;
+  const int64_t key_bytes = 2 * int64_t{call.heads_kv} * (call.head_dim + call.head_dim_v);
+  const int64_t rows = std::clamp<int64_t>(
+      kCopyBytes / key_bytes, 1, std::max(int64_t{call.batch} * call.capacity, int64_t{1}));
+  const at::Tensor k = at::empty({rows, call.heads_kv, call.head_dim}, q.options());
+  const at::Tensor v = at::empty({rows, call.heads_kv, call.head_dim_v}, q.options());
+  const at::Tensor index = at::empty({3 * call.batch + 1}, q.options().dtype(at::kInt));
+  int32_t* const cu_seqlens = index.data_ptr<int32_t>();
+  const PackedCache packed = {.k = k.data_ptr(),
+                              .v = v.data_ptr(),
+                              .rows = rows,
+                              .cu_seqlens = cu_seqlens,
+                              .seqused = cu_seqlens + call.batch + 1,
+                              .missed = cu_seqlens + 2 * call.batch + 1};
+  const cuda::DeviceInfo& device = device_info_of(q);
+  cuda::run_gather_pages(call, packed, device, stream_of(q));
+
+  params.k = packed.k;
+  params.v = packed.v;
+  params.k_strides = strides_of(k);
+  params.v_strides = strides_of(v);
+  params.total_k = rows;
+  params.cu_seqlens_k = packed.cu_seqlens;
+  params.seqused_k = packed.seqused;
+  params.leftpad_k = nullptr;  // not copied
+  params.kv_rows = nullptr;
+  params.seqlen_new = 0;
+  launch_prefill(backend, args, call, params, results);
+
+  call.wanted = packed.missed;
+  call.num_splits = 1;
+  cuda::run_kvcache(call, cuda::kvcache_grid(call, device), stream_of(q));
+}
+
+// Many new tokens on a forward kernel, which reads K and V once for 64 to 192 of them.
+DecodeResult prefill_cuda(Backend backend, const DecodeArgs& args, const KvcacheArgs* tokens) {
+  const DecodeResult results = empty_results(args);
+  const at::Tensor& q = args.q;
+  if (q.numel() == 0) return results;
+  if (args.k_cache.numel() == 0 || capacity_of(args) == 0) {
+    std::get<0>(results).zero_();
+    std::get<1>(results).fill_(-std::numeric_limits<float>::infinity());
+    return results;
+  }
+  DecodeParams call = decode_params(args, tokens, results);
+  FwdParams params = forward_params(call);
+  at::Tensor rotated;
+  if (call.rotary_cos != nullptr) {
+    rotated = at::empty(q.sizes(), q.options());
+    cuda::run_rotate_queries(call, rotated.data_ptr(), stream_of(q));
+    params.q = rotated.data_ptr();
+    params.q_strides = strides_of(rotated);
+  }
+  if (args.block_table) {
+    prefill_paged(backend, args, call, params, results);
+  } else {
+    launch_prefill(backend, args, call, params, results);
+  }
+  return results;
+}
+
+DecodeResult run_kernels(Backend backend, const DecodeArgs& args, const KvcacheArgs* tokens) {
+  return backend == Backend::kCuda ? decode_cuda(args, tokens)
+                                   : prefill_cuda(backend, args, tokens);
 }
 
 DecodeResult decode_on(Backend backend, const DecodeArgs& args) {
   if (backend == Backend::kAten) return aten::decode(to_aten(args));
-  return decode_cuda(kernel_args(args), nullptr);
+  return run_kernels(backend, kernel_args(args), nullptr);
 }
 
 // Whether the append kernel can write to the tensor as it lies.
@@ -192,7 +322,7 @@ DecodeResult kvcache(const KvcacheArgs& args) {
     tokens.rotary_sin = contiguous(args.rotary_sin);
     const DecodeArgs step = kernel_args(args.decode);
     append_cuda(step, tokens);
-    return decode_cuda(step, &tokens);
+    return run_kernels(backend, step, &tokens);
   }
   const aten::Appended appended =
       aten::append(to_aten(args.decode), {.k = args.k,

@@ -10,9 +10,7 @@
 namespace flash_attn {
 namespace {
 
-using Kernel = void (*)(const FwdParams&, const cuda::DeviceInfo&, Stream);
-
-FwdResult run(Kernel kernel, AttnArgs attn) {
+FwdResult run(Backend backend, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -28,14 +26,8 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
   } else {
-    FwdParams params;
+    FwdParams params = {};
     fill_params(params, attn);
-    params.out = out.data_ptr();
-    params.out_strides = strides_of(out);
-    params.lse = lse.data_ptr<float>();
-    params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
-    params.lse_head_stride = lse.stride(-2);
-    at::Tensor tile_counter;
     const OptTensor slopes = contiguous(attn.alibi_slopes);
     const OptTensor sink = attn.learnable_sink
                                ? OptTensor(attn.learnable_sink->to(at::kFloat).contiguous())
@@ -45,12 +37,7 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
                     .alibi_slopes = slopes ? slopes->const_data_ptr<float>() : nullptr,
                     .alibi_batch_stride = slopes && slopes->dim() == 2 ? params.heads_q : 0,
                     .learnable_sink = sink ? sink->const_data_ptr<float>() : nullptr};
-    params.tile_counter = nullptr;
-    if (kernel == &sm90::run_fwd) {
-      tile_counter = at::empty({1}, q.options().dtype(at::kInt));
-      params.tile_counter = tile_counter.data_ptr<int32_t>();
-    }
-    kernel(params, device_info_of(q), stream_of(q));
+    launch_fwd(backend, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::empty({0}, q.options())};
@@ -58,22 +45,28 @@ FwdResult run(Kernel kernel, AttnArgs attn) {
 
 }  // namespace
 
+void launch_fwd(Backend backend, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
+  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
+  params.lse_head_stride = lse.stride(-2);
+  if (backend == Backend::kSm80) return sm80::run_fwd(params, device_info_of(out), stream_of(out));
+  const at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
+  params.tile_counter = tile_counter.data_ptr<int32_t>();
+  sm90::run_fwd(params, device_info_of(out), stream_of(out));
+}
+
 FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Backend backend = select_backend(call_shape(args), args.backend);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
-  if (args.attn.learnable_sink && args.attn.k.numel() == 0) {
+  const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
+  if (backend == Backend::kAten || only_sink) {
     return aten::fwd(to_aten(args.attn), args.return_probs);
   }
-  switch (backend) {
-    case Backend::kSm90:
-      return run(&sm90::run_fwd, args.attn);
-    case Backend::kSm80:
-      return run(&sm80::run_fwd, args.attn);
-    default:
-      return aten::fwd(to_aten(args.attn), args.return_probs);
-  }
+  return run(backend, args.attn);
 }
 
 }  // namespace flash_attn

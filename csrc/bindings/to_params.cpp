@@ -18,10 +18,12 @@ constexpr int64_t kAlignBytes = 16;
 
 CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
   const bool on_cuda = q.is_cuda();
+  const cuda::DeviceInfo device = on_cuda ? device_info_of(q) : cuda::DeviceInfo{};
   return {
       .op = op,
       .on_cuda = on_cuda,
-      .compute_capability = on_cuda ? device_info_of(q).compute_capability : 0,
+      .compute_capability = device.compute_capability,
+      .num_sms = device.num_sms,
       .dtype = dtype_of(q),
       // size(-1) would read every symbolic size under torch.compile, and compile for each length.
       .head_dim = value(q.sym_size(-1)),
@@ -34,8 +36,13 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .return_probs = false,
       .cache_dtype = dtype_of(q),
       .batch = 0,
-      .group_rows = 0,
-      .capacity = 0};
+      .tokens = 0,
+      .heads_q = 0,
+      .heads_kv = 0,
+      .capacity = 0,
+      .num_splits = 0,
+      .paged = false,
+      .batch_invariant = false};
 }
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
@@ -75,8 +82,13 @@ CallShape call_shape(const DecodeArgs& args) {
   call.sink = args.learnable_sink.has_value();
   call.cache_dtype = dtype_of(args.k_cache);
   call.batch = value(args.q.sym_size(0));
-  call.group_rows = value(args.q.sym_size(1) * (args.q.sym_size(2) / args.k_cache.sym_size(2)));
+  call.tokens = value(args.q.sym_size(1));
+  call.heads_q = value(args.q.sym_size(2));
+  call.heads_kv = value(args.k_cache.sym_size(2));
   call.capacity = capacity_of(args);
+  call.num_splits = args.num_splits;
+  call.paged = args.block_table.has_value();
+  call.batch_invariant = args.batch_invariant;
   return call;
 }
 

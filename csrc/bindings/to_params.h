@@ -39,6 +39,10 @@ Strides strides_of(const at::Tensor& tensor);
 AttnArgs readable(AttnArgs args);
 void fill_params(AttnParams& params, const AttnArgs& args);
 
+// Runs the forward kernel of sm90 or sm80 on params that lack only its results and workspace. out
+// and lse: new tensors, laid out as FwdParams says.
+void launch_fwd(Backend backend, FwdParams& params, const at::Tensor& out, const at::Tensor& lse);
+
 DType dtype_of(const at::Tensor& tensor);
 // causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence
 // notices.

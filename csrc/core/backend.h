@@ -21,14 +21,16 @@ struct CallShape {
   Op op;
   bool on_cuda;
   int compute_capability;  // 10 · major + minor; 0 off CUDA
+  int num_sms;             // 0 off CUDA
   DType dtype;
   int64_t head_dim, head_dim_v;
   bool bias, alibi, softcap, dropout, sink, return_probs;
   // Decode only.
   DType cache_dtype;
-  int64_t batch;
-  int64_t group_rows;  // of q that read one kv head of a sequence: tokens · heads_q / heads_kv
-  int64_t capacity;    // keys of a sequence that the cache has room for
+  int64_t batch, tokens, heads_q, heads_kv;
+  int64_t capacity;  // keys of a sequence that the cache has room for
+  int64_t num_splits;
+  bool paged, batch_invariant;
 };
 
 std::string_view name(Backend backend);
@@ -37,6 +39,10 @@ Backend backend_from_name(std::string_view name);
 
 // Every reason why `backend` cannot serve the call; empty: it can.
 std::vector<std::string> why_not(Backend backend, const CallShape& call);
+
+// Of a decode call that sm90 serves: pieces that each tile's keys are cut into, as there are fewer
+// tiles than multiprocessors; 1: not cut.
+int prefill_splits(const CallShape& call);
 
 // The first backend that serves the call; the one named, if any, or std::invalid_argument with its
 // reasons.

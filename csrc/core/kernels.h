@@ -20,6 +20,8 @@ int decode_num_splits(const DecodeParams& params, const DeviceInfo& device);
 // What DecodeParams calls plain. With pages, no head_dim above this: registers are short.
 inline constexpr int kDecodePagedHeadDim = 192;
 void run_decode(const DecodeParams& params, const DeviceInfo& device, Stream stream);
+// Its second kernel: merges num_splits > 1 partial results.
+void run_decode_combine(const DecodeParams& params, Stream stream);
 
 // How a call of the kernel for every form of cache is spread over the device.
 struct KvcacheGrid {
@@ -37,6 +39,12 @@ inline constexpr int kInvariantKeys = 2048;
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 // Writes the tokens; a run_kvcache with the same seqlen_new that follows on the stream overlaps it.
 void run_append(const AppendParams& params, Stream stream);
+// The queries, rotated to their positions: (batch, seqlen_q, heads_q, head_dim) contiguous.
+void run_rotate_queries(const DecodeParams& params, void* rotated, Stream stream);
+// Copies the keys that any query of a paged call sees, 16 bits each. What it leaves out, run_kvcache
+// serves as `wanted`.
+void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
+                      const DeviceInfo& device, Stream stream);
 }  // namespace cuda
 
 namespace sm80 {

@@ -17,10 +17,15 @@ const cuda::DeviceInfo& cuda::device_info(int) {
 }
 int cuda::decode_num_splits(const DecodeParams&, const DeviceInfo&) { not_built(); }
 void cuda::run_decode(const DecodeParams&, const DeviceInfo&, Stream) { not_built(); }
+void cuda::run_decode_combine(const DecodeParams&, Stream) { not_built(); }
 cuda::KvcacheGrid cuda::kvcache_grid(const DecodeParams&, const DeviceInfo&) { not_built(); }
 int64_t cuda::kvcache_slots(const DecodeParams&, const KvcacheGrid&) { not_built(); }
 void cuda::run_kvcache(const DecodeParams&, const KvcacheGrid&, Stream) { not_built(); }
 void cuda::run_append(const AppendParams&, Stream) { not_built(); }
+void cuda::run_rotate_queries(const DecodeParams&, void*, Stream) { not_built(); }
+void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const DeviceInfo&, Stream) {
+  not_built();
+}
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 int64_t sm80::bwd_dq_accum_rows(const BwdParams&) { not_built(); }

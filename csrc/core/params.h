@@ -66,12 +66,24 @@ struct ScoreParams {
 struct FwdParams : AttnParams {
   ScoreParams score;  // only sm90 asks for it
 
+  // Where k and v are a cache: sequence b's keys lie in entry kv_rows[b], of kv_batch entries; null:
+  // in entry b.
+  const int32_t* kv_rows;
+  int kv_batch;
+  int seqlen_new;  // keys of each sequence that seqused_k does not count: just appended
+
   void* out;  // like q, with head_dim_v
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
   int64_t lse_batch_stride, lse_head_stride;  // varlen: batch stride 0. Rows are contiguous
 
   int32_t* tile_counter;  // workspace: one number, zeroed by the launch; only sm90 asks for it
+
+  // Of sm90, dense q, head_dim_v = head_dim <= 128. num_splits > 1: each tile's keys are cut into
+  // that many pieces, and what comes out is as in DecodeParams (plain) for cuda::run_decode_combine,
+  // instead of out and lse.
+  int num_splits;
+  float *partial_o, *partial_lse;
 };
 
 struct BwdParams : AttnParams {
@@ -148,6 +160,9 @@ struct DecodeParams : CacheParams, ScoreParams {
   int num_splits;
   int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
 
+  // (batch) or null. Not plain and num_splits = 1: a sequence whose entry is 0 is left to others.
+  const int32_t* wanted;
+
   // Workspace of normalised partial results, null where there are none: (num_splits, batch, heads_q,
   // seqlen_q, head_dim) and the same without head_dim; not plain: (kvcache_slots, 16, head_dim_v).
   float *partial_o, *partial_lse;
@@ -155,6 +170,15 @@ struct DecodeParams : CacheParams, ScoreParams {
   void* out;  // like q, with head_dim_v
   Strides out_strides;
   float* lse;  // (batch, heads_q, seqlen_q) contiguous, or null
+};
+
+// The keys of a paged cache that count, sequence after sequence, as the forward reads varlen ones.
+struct PackedCache {
+  void *k, *v;          // (rows, heads_kv, head_dim or head_dim_v) contiguous
+  int64_t rows;         // that there is room for
+  int32_t* cu_seqlens;  // (batch + 1)
+  int32_t* seqused;     // (batch) 0 for a sequence that is not whole: no room, or a page is missing
+  int32_t* missed;      // (batch) 1 for such a sequence
 };
 
 }  // namespace flash_attn

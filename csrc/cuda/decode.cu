@@ -71,8 +71,12 @@ void run_decode(const DecodeParams& params, const DeviceInfo&, Stream stream) {
   with_dtype(params.dtype, [&]<DType kDType> {
     with_head_dim_class(params.head_dim,
                         [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(params, stream); });
-    if (params.num_splits > 1) launch_decode_combine<kDType>(params, stream);
   });
+  if (params.num_splits > 1) run_decode_combine(params, stream);
+}
+
+void run_decode_combine(const DecodeParams& params, Stream stream) {
+  with_dtype(params.dtype, [&]<DType kDType> { launch_decode_combine<kDType>(params, stream); });
 }
 
 }  // namespace flash_attn::cuda

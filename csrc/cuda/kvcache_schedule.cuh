@@ -216,6 +216,7 @@ class KvcacheSchedule {
 #pragma unroll 1
     for (; at_ < end_; at_ += gridDim.z) {
       const int batch_idx = at_ / params_.num_splits, split = at_ % params_.num_splits;
+      if (params_.wanted != nullptr && params_.wanted[batch_idx] == 0) continue;
       const SequenceKeys keys(params_, batch_idx);
       const int tiles = keys.template tiles<kKeys>();
       const KvcacheSplits splits = KvcacheSplits::of<kKeys>(params_, tiles);

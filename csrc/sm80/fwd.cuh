@@ -85,13 +85,17 @@ struct FwdWork {
         first_row(tile.block * Traits::kBlockM),
         segment_q(seqlen.segment_q) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
-    const auto offset = [&](const Strides& strides, int head, int64_t row) {
-      return SeqlenInfo::offset(strides, tile.batch_idx, head, row);
+    const auto of_q = [&](const Strides& strides) {
+      return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
     };
-    q = static_cast<const Element*>(params.q) + offset(params.q_strides, tile.head, seqlen.q_begin);
-    k = static_cast<const Element*>(params.k) + offset(params.k_strides, head_kv, seqlen.k_begin);
-    v = static_cast<const Element*>(params.v) + offset(params.v_strides, head_kv, seqlen.k_begin);
-    out = static_cast<Element*>(params.out) + offset(params.out_strides, tile.head, seqlen.q_begin);
+    const auto of_k = [&](const Strides& strides) {
+      return SeqlenInfo::offset(strides, SeqlenInfo::kv_row(params, tile.batch_idx), head_kv,
+                                seqlen.k_begin);
+    };
+    q = static_cast<const Element*>(params.q) + of_q(params.q_strides);
+    k = static_cast<const Element*>(params.k) + of_k(params.k_strides);
+    v = static_cast<const Element*>(params.v) + of_k(params.v_strides);
+    out = static_cast<Element*>(params.out) + of_q(params.out_strides);
     lse = params.lse + tile.batch_idx * params.lse_batch_stride +
           tile.head * params.lse_head_stride + seqlen.q_begin;
     range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);

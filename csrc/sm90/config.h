@@ -26,15 +26,6 @@ auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
       widest, [&]<int kClass> { return f.template operator()<kClass, kClass>(); });
 }
 
-// Likewise for calls with score terms: fewer classes, for the time of the build.
-template <typename F>
-auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
-  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
-  if (widest <= 64) return f.template operator()<64>();
-  if (widest <= 128) return f.template operator()<128>();
-  return f.template operator()<256>();
-}
-
 struct FwdTile {
   int consumers;  // warpgroups that compute, 64 queries each
   int block_n;    // keys of an iteration
@@ -185,6 +176,27 @@ inline constexpr FwdTile kFwdTile<256, 256> = {.consumers = 2,
                                                .output_slabs = 2,
                                                .ordered = true,
                                                .ahead = true};
+
+// With score terms: three classes, for the time of the build.
+template <typename F>
+auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
+  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest <= 64) return f.template operator()<64>();
+  if (widest <= 128) return f.template operator()<128>();
+  return f.template operator()<256>();
+}
+
+// With the keys in pieces: few queries in any case. Two classes, head dims up to 128: this is one more
+// kernel for each. d = 256 would spill registers at its end, where O goes out in fp32.
+template <int kHeadDim>
+inline constexpr FwdTile kPiecesTile = kFwdTile<kHeadDim, kHeadDim>;
+template <>
+inline constexpr FwdTile kPiecesTile<64> = kFewQueriesTile<64>;
+template <typename F>
+auto with_pieces_class(int head_dim, F&& f) {
+  if (head_dim <= 64) return f.template operator()<64>();
+  return f.template operator()<128>();
+}
 
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.
 template <int kHeadDim, int kHeadDimV, typename F>

@@ -9,13 +9,17 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
   const bool plain =
       score.softcap == 0.f && score.alibi_slopes == nullptr && score.learnable_sink == nullptr;
   with_dtype(params.dtype, [&]<DType kDType> {
-    if (plain) {
-      with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
-        launch_fwd<kDType, kHeadDim, kHeadDimV, true>(params, device, stream);
+    if (params.num_splits > 1) {
+      with_pieces_class(params.head_dim, [&]<int kHeadDim> {
+        launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
+      });
+    } else if (!plain) {
+      with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        launch_fwd_with_scores<kDType, kHeadDim>(params, device, stream);
       });
     } else {
-      with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-        launch_fwd<kDType, kHeadDim, kHeadDim, false>(params, device, stream);
+      with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+        launch_fwd<kDType, kHeadDim, kHeadDimV>(params, device, stream);
       });
     }
   });

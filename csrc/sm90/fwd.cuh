@@ -60,7 +60,14 @@ class KeyWalk {
         O(O),
         softmax(softmax),
         range(work.range),
-        n(work.range.end - 1) {}
+        n(work.range.end - 1) {
+    if constexpr (Traits::kScores) {
+      const ScoreParams& score = self.params.score;
+      if (score.alibi_slopes != nullptr) {
+        alibi_slope = score.alibi_slopes[work.batch_idx * score.alibi_batch_stride + work.q.head];
+      }
+    }
+  }
 
   __device__ __forceinline__ void run() {
     if constexpr (Traits::kTile.blocks > 1) {
@@ -166,9 +173,9 @@ class KeyWalk {
 
   // Score terms; S = -inf where nothing is seen.
   __device__ __forceinline__ void finish_scores() {
-    if constexpr (!Traits::kPlain) {
+    if constexpr (Traits::kScores) {
       const int tile_row = self.warp_row + fragment_row(0, self.lane);
-      apply_score_terms(S, self.params.score, self.params.softmax_scale, work.alibi_slope,
+      apply_score_terms(S, self.params.score, self.params.softmax_scale, alibi_slope,
                         work.diagonal + tile_row - n * Traits::kBlockN, self.lane);
     }
     if (n >= range.full_begin && n < range.full_end) return;
@@ -194,6 +201,7 @@ class KeyWalk {
   typename Traits::Softmax& softmax;
   const BlockRange range;
   int n;  // block of keys
+  float alibi_slope = 0.f;
   float correction[2];
 };
 
@@ -208,8 +216,9 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
   float* const lse = work.lse + first_row;
   softmax.finish();
-  if constexpr (!Traits::kPlain) {
-    if (self.params.score.learnable_sink != nullptr) softmax.add_sink(O, work.sink);
+  if constexpr (Traits::kScores) {
+    const float* const sinks = self.params.score.learnable_sink;
+    if (sinks != nullptr) softmax.add_sink(O, sinks[work.q.head]);
   }
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
   if (rows_that_count < 16) {
@@ -241,6 +250,33 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   }
 }
 
+// Instead of stage_output(): normalised O and LSE of a piece, in fp32, from the registers.
+template <typename Traits>
+__device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsumer<Traits>& self,
+                                            typename Traits::Output& O,
+                                            typename Traits::Softmax& softmax) {
+  const int first_row = work.first_row + self.warp_row;  // of the warp
+  const int rows = work.segment_q - first_row, cols = self.params.head_dim_v;
+  float* const lse = work.lse + first_row;
+  float* const partial = self.params.partial_o + (lse - self.params.partial_lse) * cols;
+  softmax.finish();
+  scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(half, self.lane);
+    if (row >= rows) continue;
+    if (self.lane % 4 == 0) lse[row] = softmax.log_sum_exp(half);
+    float* const columns = partial + int64_t{row} * cols;
+#pragma unroll
+    for (int i = 0; i < O.kRowElements; i += 2) {
+      const int col = fragment_col(i, self.lane);
+      if (col < cols) {
+        *reinterpret_cast<float2*>(columns + col) = {O.at(half, i), O.at(half, i + 1)};
+      }
+    }
+  }
+}
+
 template <typename Traits>
 __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUtensorMap& out_map,
                                               FwdSharedStorage<Traits>& smem, int consumer) {
@@ -255,7 +291,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.work[slot].end) break;
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(Traits::kPlain ? params.softmax_scale : 1.f);
+    typename Traits::Softmax softmax(Traits::kScores ? 1.f : params.softmax_scale);
     O.fill(0.f);
     if (work.has_keys()) {
       KeyWalk<Traits>(work, self, S, O, softmax).run();
@@ -263,8 +299,13 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
       self.send_staged();
       if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
     }
-    stage_output<Traits>(work, self, O, softmax);
-    self.staged = slot;
+    if constexpr (Traits::kPieces) {
+      store_piece<Traits>(work, self, O, softmax);
+      self.release_work(slot);
+    } else {
+      stage_output<Traits>(work, self, O, softmax);
+      self.staged = slot;
+    }
     if constexpr (!Traits::kStartsEarly) self.start_next_tile(S);
     ptx::wgmma_wait<0>();
     pin(S);
@@ -322,7 +363,7 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
   const bool alike = tiles_are_alike(params);
   // Head after head, as no length has to come first: the blocks walk over the same K and V together.
   if (alike) scheduler.section_heads = 1;
-  const int num_tiles = scheduler.num_tiles();
+  const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
   if (num_tiles == 0) return;
 
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
@@ -335,7 +376,9 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                .cols = params.head_dim,
                                .rows = varlen_k ? params.total_k : params.seqlen_k,
                                .heads = params.heads_kv,
-                               .batch = varlen_k ? 1 : params.batch};
+                               .batch = varlen_k                    ? 1
+                                        : params.kv_rows == nullptr ? params.batch
+                                                                    : params.kv_batch};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
   const FwdTensorMaps maps = {.q = make_tensor_map(params.q, params.q_strides, q_shape,
@@ -356,17 +399,27 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                    scheduler, maps, num_tiles);
 }
 
-template <DType kDType, int kHeadDim, int kHeadDimV, bool kPlain>
+template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  if constexpr (kPlain) {
-    with_fwd_tile<kHeadDim, kHeadDimV>(
-        params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
-          launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, true>>(params, device, stream);
-        });
-  } else {
-    constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDimV>;
-    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, false>>(params, device, stream);
-  }
+  with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
+    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, FwdForm::kPlain>>(params, device,
+                                                                                 stream);
+  });
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& device,
+                            Stream stream) {
+  constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDim>;
+  launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kScores>>(params, device,
+                                                                               stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  constexpr FwdTile kTile = kPiecesTile<kHeadDim>;
+  launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kPieces>>(params, device,
+                                                                               stream);
 }
 
 }  // namespace flash_attn::sm90

@@ -104,6 +104,12 @@ struct FwdConsumer {
     staged = -1;
   }
 
+  // The end of a tile of which nothing was staged.
+  __device__ __forceinline__ void release_work(int slot) const {
+    __syncwarp();
+    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[slot]);
+  }
+
   __device__ __forceinline__ void scores(typename Traits::Scores& S) const {
     gemm_ss<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
         S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));

@@ -33,7 +33,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   int tile_idx = blockIdx.x;
 #pragma unroll 1
   while (tile_idx < num_tiles) {
-    const TileCoordinates tile = scheduler.tile(tile_idx);
+    const TileCoordinates tile = scheduler.tile(tile_idx / num_pieces<Traits>(params));
     const SeqlenInfo seqlen(params, tile.batch_idx);
     const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
     FwdWorkSlot& slot = smem.work[slots.stage()];
@@ -41,7 +41,8 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     if (has_rows && lane == 0) {
       slots.wait_empty();
       slot.end = false;
-      new (slot.storage) FwdWork(make_work<Traits>(params, tile, seqlen));
+      const int piece = tile_idx % num_pieces<Traits>(params);
+      new (slot.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen));
       slots.arrive_full();
       n = slot.work().range.end, begin = slot.work().range.begin;
     }

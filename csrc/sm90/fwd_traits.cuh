@@ -15,16 +15,19 @@ namespace flash_attn::sm90 {
 // Columns of a tile in shared memory whose first `cols` take part in products: whole slabs.
 constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 
-// kPlainScores: nothing but the mask between Q Kᵀ and the softmax. The other instances decide each
-// score term by a branch that all threads take alike.
+// The loop's instances. kScores: with score terms, each decided by a branch that all threads take
+// alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
+// result in fp32.
+enum class FwdForm { kPlain, kScores, kPieces };
+
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes,
-          bool kPlainScores>
+          FwdForm kForm>
 struct FwdTraits {
   static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
-  static constexpr bool kPlain = kPlainScores;
+  static constexpr bool kScores = kForm == FwdForm::kScores, kPieces = kForm == FwdForm::kPieces;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -52,6 +55,13 @@ enum NamedBarrier : int {  // 0 is __syncthreads
   kTurn = 1                // + consumer
 };
 
+// Pieces that a tile of queries is worked on in.
+template <typename Traits>
+__host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
+  if constexpr (Traits::kPieces) return params.num_splits;
+  return 1;
+}
+
 // A tile to work on; written by one warp, read by all others.
 struct FwdWork {
   AttentionWindow window;  // keys count from the first that the tile's queries see
@@ -60,16 +70,16 @@ struct FwdWork {
   float* lse;
   int first_row;  // of the tile's queries, within the sequence
   int segment_q;  // rows to write
-  // Not plain: the key, counted likewise, that the tile's first query meets on its diagonal.
+  // With score terms: the key, counted likewise, that the tile's first query meets on its diagonal.
   int diagonal;
-  float alibi_slope, sink;
+  int batch_idx;
 
   __device__ __forceinline__ bool has_keys() const { return range.end > range.begin; }
 };
 
 template <typename Traits>
 __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const TileCoordinates& tile,
-                                             const SeqlenInfo& seqlen) {
+                                             int piece, const SeqlenInfo& seqlen) {
   const int first_row = tile.block * Traits::kBlockM;
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
   // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
@@ -81,31 +91,29 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   const AttentionWindow window(seqlen.len_q, num_keys, diagonal - first_key, params.window_left,
                                params.window_right);
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
-  float slope = 0.f, sink = 0.f;
-  if constexpr (!Traits::kPlain) {
-    const ScoreParams& score = params.score;
-    if (score.alibi_slopes != nullptr) {
-      slope = score.alibi_slopes[tile.batch_idx * score.alibi_batch_stride + tile.head];
-    }
-    if (score.learnable_sink != nullptr) sink = score.learnable_sink[tile.head];
+  BlockRange range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
+  float* lse = params.lse + tile.batch_idx * params.lse_batch_stride +
+               tile.head * params.lse_head_stride + seqlen.q_begin;
+  if constexpr (Traits::kPieces) {
+    range = range.piece(piece, params.num_splits);
+    const int64_t sequence = int64_t{piece} * params.batch + tile.batch_idx;
+    lse = params.partial_lse + (sequence * params.heads_q + tile.head) * params.seqlen_q;
   }
   return {
       .window = window,
-      .range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row),
+      .range = range,
       .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.segment_q},
             .head = tile.head,
             .batch = varlen_q ? 0 : tile.batch_idx},
       .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin + first_key,
                      num_keys},
              .head = tile.head / (params.heads_q / params.heads_kv),
-             .batch = varlen_k ? 0 : tile.batch_idx},
-      .lse = params.lse + tile.batch_idx * params.lse_batch_stride +
-             tile.head * params.lse_head_stride + seqlen.q_begin,
+             .batch = varlen_k ? 0 : SeqlenInfo::kv_row(params, tile.batch_idx)},
+      .lse = lse,
       .first_row = first_row,
       .segment_q = seqlen.segment_q,
       .diagonal = static_cast<int>(diagonal - first_key) + first_row,
-      .alibi_slope = slope,
-      .sink = sink};
+      .batch_idx = tile.batch_idx};
 }
 
 struct FwdWorkSlot {

@@ -43,6 +43,7 @@ CASES = (
     Case("softcap 5", 150, 150, 64, options={"softcap": 5.0}),
     Case("decode 1 token", 1, 700, 128, heads_kv=1, decode=True),
     Case("decode 5 tokens", 5, 700, 64, heads_kv=2, decode=True),
+    Case("decode 200 tokens", 200, 700, 128, heads_kv=2, decode=True),
 )
 
 

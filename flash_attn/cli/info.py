@@ -23,8 +23,8 @@ def typical_calls(device: torch.device) -> list[tuple[str, tuple[torch.Tensor, .
         k = torch.empty(1, 64, kv_heads, d, dtype=dtype, device=device)
         return q, k, k
 
-    def one_token(cache_dtype=half) -> tuple[torch.Tensor, ...]:
-        return torch.empty(1, 1, 4, 128, dtype=half, device=device), *dense(cache_dtype)[1:]
+    def cached(tokens: int = 1, dtype=half) -> tuple[torch.Tensor, ...]:
+        return torch.empty(1, tokens, 4, 128, dtype=half, device=device), *dense(dtype)[1:]
 
     cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
     varlen = {
@@ -52,9 +52,10 @@ def typical_calls(device: torch.device) -> list[tuple[str, tuple[torch.Tensor, .
             {"attn_bias": torch.empty(1, 1, 64, 64, dtype=half, device=device)},
         ),
         ("sink, bf16", dense(), {"learnable_sink": slopes}),
-        ("decode, bf16", one_token(), {"op": "decode"}),
-        ("decode, paged, bf16", one_token(), {"op": "decode", **paged}),
-        ("decode, fp8 cache", one_token(torch.float8_e4m3fn), {"op": "decode"}),
+        ("decode, bf16", cached(), {"op": "decode"}),
+        ("decode, paged, bf16", cached(), {"op": "decode", **paged}),
+        ("decode, fp8 cache", cached(dtype=torch.float8_e4m3fn), {"op": "decode"}),
+        ("decode, 4096 tokens, bf16", cached(4096), {"op": "decode"}),
     ]
 
 

@@ -69,6 +69,13 @@ struct BlockRange {
                        window.first_key(last_row), window.end_key(first_row));
   }
 
+  // Piece `index` of `count` equal ones; the last ones may have less, or nothing.
+  __device__ __forceinline__ BlockRange piece(int index, int count) const {
+    const int each = (end - begin + count - 1) / count;
+    const int first = min(begin + index * each, end);
+    return {first, full_begin, full_end, min(first + each, end)};
+  }
+
   // Blocks of kBlockM queries for the keys [first_key, first_key + kBlockN). A block of keys that
   // reaches beyond len_k is masked throughout.
   template <int kBlockM, int kBlockN>

@@ -24,18 +24,18 @@ struct SeqlenInfo {
   int64_t q_begin, k_begin, segment_k_begin;
   int segment_q, len_q, segment_k, len_k;
 
-  __device__ __forceinline__ SeqlenInfo(const AttnParams& params, int batch_idx) {
-    const bool outside = batch_idx < 0 || batch_idx == params.batch;
-    segment(params.cu_seqlens_q, params.total_q, params.seqlen_q, batch_idx, params.batch, q_begin,
-            segment_q);
-    segment(params.cu_seqlens_k, params.total_k, params.seqlen_k, batch_idx, params.batch,
-            segment_k_begin, segment_k);
-    len_q = outside ? 0 : used(params.seqused_q, batch_idx, segment_q);
-    const int end_k = outside ? 0 : used(params.seqused_k, batch_idx, segment_k);
-    const int leftpad =
-        outside || params.leftpad_k == nullptr ? 0 : used(params.leftpad_k, batch_idx, end_k);
-    k_begin = segment_k_begin + leftpad;
-    len_k = end_k - leftpad;
+  __device__ __forceinline__ SeqlenInfo(const AttnParams& params, int batch_idx)
+      : SeqlenInfo(params, batch_idx, 0) {}
+  __device__ __forceinline__ SeqlenInfo(const FwdParams& params, int batch_idx)
+      : SeqlenInfo(params, batch_idx, params.seqlen_new) {
+    if (kv_row(params, batch_idx) < 0) len_k = 0;
+  }
+
+  // The entry of k and v that a sequence's keys lie in; -1: there is none.
+  __device__ __forceinline__ static int kv_row(const FwdParams& params, int batch_idx) {
+    if (params.kv_rows == nullptr) return batch_idx;
+    const int row = params.kv_rows[batch_idx];
+    return row >= 0 && row < params.kv_batch ? row : -1;
   }
 
   // Offset in elements of row `row` of the tensor whose rows start at `begin`.
@@ -45,12 +45,28 @@ struct SeqlenInfo {
   }
 
  private:
+  __device__ __forceinline__ SeqlenInfo(const AttnParams& params, int batch_idx, int seqlen_new) {
+    const bool outside = batch_idx < 0 || batch_idx == params.batch;
+    segment(params.cu_seqlens_q, params.total_q, params.seqlen_q, batch_idx, params.batch, q_begin,
+            segment_q);
+    segment(params.cu_seqlens_k, params.total_k, params.seqlen_k, batch_idx, params.batch,
+            segment_k_begin, segment_k);
+    len_q = outside ? 0 : used(params.seqused_q, batch_idx, segment_q);
+    const int end_k = outside ? 0 : used(params.seqused_k, batch_idx, segment_k, seqlen_new);
+    const int leftpad =
+        outside || params.leftpad_k == nullptr ? 0 : used(params.leftpad_k, batch_idx, end_k);
+    k_begin = segment_k_begin + leftpad;
+    len_k = end_k - leftpad;
+  }
+
   __device__ __forceinline__ static int64_t clamp(int64_t value, int64_t low, int64_t high) {
     return value < low ? low : value > high ? high : value;
   }
 
-  __device__ __forceinline__ static int used(const int32_t* lengths, int batch_idx, int limit) {
-    return lengths == nullptr ? limit : static_cast<int>(clamp(lengths[batch_idx], 0, limit));
+  __device__ __forceinline__ static int used(const int32_t* lengths, int batch_idx, int limit,
+                                             int more = 0) {
+    if (lengths == nullptr) return limit;
+    return static_cast<int>(clamp(int64_t{lengths[batch_idx]} + more, 0, limit));
   }
 
   __device__ __forceinline__ static void segment(const int32_t* cu_seqlens, int64_t total,

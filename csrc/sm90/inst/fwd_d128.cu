@@ -2,9 +2,7 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_fwd<DType::kFp16, 128, 128, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
-template void launch_fwd<DType::kBf16, 128, 128, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
+template void launch_fwd<DType::kFp16, 128, 128>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd<DType::kBf16, 128, 128>(const FwdParams&, const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm90

@@ -2,9 +2,7 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_fwd<DType::kFp16, 160, 160, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
-template void launch_fwd<DType::kBf16, 160, 160, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
+template void launch_fwd<DType::kFp16, 160, 160>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd<DType::kBf16, 160, 160>(const FwdParams&, const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm90

@@ -2,13 +2,9 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_fwd<DType::kFp16, 192, 192, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
-template void launch_fwd<DType::kBf16, 192, 192, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
-template void launch_fwd<DType::kFp16, 192, 128, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
-template void launch_fwd<DType::kBf16, 192, 128, true>(const FwdParams&, const cuda::DeviceInfo&,
-                                                       Stream);
+template void launch_fwd<DType::kFp16, 192, 192>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd<DType::kBf16, 192, 192>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd<DType::kFp16, 192, 128>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd<DType::kBf16, 192, 128>(const FwdParams&, const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm90

@@ -1,0 +1,53 @@
+// Queries rotated to their positions in a cache, for the forward kernels: decode's own rotate them as
+// they load them. One warp a token and head, a lane eight columns.
+#include "../core/kernels.h"
+#include "cache_rows.cuh"
+#include "dispatch.h"
+#include "launch.h"
+#include "ptx/math.cuh"
+#include "rotary.cuh"
+
+namespace flash_attn::cuda {
+
+namespace {
+
+constexpr int kWarps = 4;
+
+template <typename Element>
+__global__ void __launch_bounds__(32 * kWarps)
+    rotate_queries_kernel(const __grid_constant__ DecodeParams params, Element* rotated) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int col = threadIdx.x % 32 * kChunk;
+  const int64_t token_index = row / params.heads_q;
+  const int head = static_cast<int>(row % params.heads_q);
+  const int token = static_cast<int>(token_index % params.seqlen_q);
+  const int64_t batch = token_index / params.seqlen_q;
+  if (batch >= params.batch || col >= params.head_dim) return;
+  const Element* source = static_cast<const Element*>(params.q) + batch * params.q_strides.batch +
+                          token * params.q_strides.row + head * params.q_strides.head;
+  float x[kChunk];
+  load_chunk<Element>(x, source + col);
+  if (col < params.rotary_dim) {
+    const int64_t position =
+        first_new_position(params, static_cast<int>(batch)) + (params.rotate_by_row ? token : 0);
+    rotate_chunk(x, source, col, position, params);
+  }
+  *reinterpret_cast<uint4*>(rotated + row * params.head_dim + col) = {
+      ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]),
+      ptx::pack<Element>(x[4], x[5]), ptx::pack<Element>(x[6], x[7])};
+}
+
+}  // namespace
+
+void run_rotate_queries(const DecodeParams& params, void* rotated, Stream stream) {
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.seqlen_q * params.heads_q;
+  if (rows == 0) return;
+  const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
+  with_dtype(params.dtype, [&]<DType kDType> {
+    using Element = Element<kDType>;
+    launch<rotate_queries_kernel<Element>>(grid, 32 * kWarps, 0, stream, params,
+                                           static_cast<Element*>(rotated));
+  });
+}
+
+}  // namespace flash_attn::cuda
