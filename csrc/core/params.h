@@ -139,10 +139,10 @@ struct DecodeParams : CacheParams {
   // the whole call are dealt out evenly, whatever the lengths.
   int num_splits;
   int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
-  // Plain calls cut by length: pieces of the whole call that fill the device once; and the most that
-  // there may be, but one a sequence more: keys_per_split gives way to either. most_pieces 0: to
-  // neither.
-  int least_pieces, most_pieces;
+  // Plain calls cut by length, in pieces of the whole call: what the SMs take one of each, what fills
+  // the device, and the most that there may be, but one a sequence more. keys_per_split gives way to
+  // them (decode_pieces.cuh). most_pieces 0: never.
+  int even_pieces, least_pieces, most_pieces;
 
   // Workspace of normalised partial results, null where there are none: (pieces, heads_q, seqlen_q,
   // head_dim) and the same without head_dim; piece s of sequence b is s · batch + b, or those of a

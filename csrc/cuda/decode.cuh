@@ -4,18 +4,18 @@
 //
 // The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
 // block takes one kv head of one sequence, up to 16 of the (token, query head) pairs that read it,
-// and one of num_splits pieces of the keys. Its warps share nothing but that: warp w takes the tiles
-// w, w + 4, … of the piece through a ring of shared-memory slots of its own, in which K and V tiles
-// take turns, and has its own running softmax. No block barrier until the end, where the warps' (o,
-// lse) are merged. One warp, one tile:
+// and a piece of the keys (decode_pieces.cuh). Its warps share nothing but that: warp w takes the
+// tiles w, w + 4, … of the piece through a ring of shared-memory slots of its own, in which K and V
+// tiles take turns, and has its own running softmax. No block barrier until the end, where the warps'
+// (o, lse) are merged. One warp, one tile:
 //
 //   wait K(j)   S = Q K(j)ᵀ   refill K(j)'s slot   mask, softmax   wait V(j)   O += P V(j)   refill
 //
 // so that slots - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
-// Dense caches, by any row of the batch dimension, and pages. Other forms, score terms and batches
-// whose lengths differ much: kvcache.cuh.
+// Dense caches, by any row of the batch dimension, and pages. Other forms and score terms:
+// kvcache.cuh.
 //
 // Shared memory, 96 KiB: the rings in the loop, the warps' outputs in the end. Q, S, P, O:
 // registers.
