@@ -67,6 +67,7 @@ class CacheCase:
     cache: str = ""  # "": dtype; else a key of EIGHT_BITS
     descale: str = "head"  # "", "head" or "sequence", for caches of 8 bits
     page_size: int = 0  # 0: dense
+    beyond: int = 0  # entries of the table, of no page, behind those for `capacity` keys
     lengths: str = "tensor"  # "int", or "none" where nothing is appended
     rows: bool = False  # cache_batch_idx
     leftpad: bool = False
@@ -122,7 +123,8 @@ class CacheProblem:
         self.table = None
         if c.page_size:
             pages = torch.randperm(count, generator=self.generator)[: cache_rows * pages_each]
-            self.table = pages.int().view(cache_rows, pages_each)
+            beyond = torch.full((cache_rows, c.beyond), INT_MAX, dtype=torch.int32)
+            self.table = torch.cat([pages.int().view(cache_rows, pages_each), beyond], 1)
         if c.garbage:
             self.spoil()
 

@@ -181,6 +181,25 @@ def test_garbage_in_index_tensors(case: CacheCase, target: Target, seed: int) ->
         check(case, target, seed + shift)
 
 
+@each_cache(
+    [
+        CacheCase(batch=batch, capacity=capacity, page_size=16, beyond=100_000, **form)
+        for batch, capacity in ((3, 4700), (37, 160))
+        for form in (
+            dict(),
+            dict(d=128, leftpad=True, rows=True),
+            dict(d=192, seqlen_q=3, heads_q=14, heads_kv=1),
+            dict(d=96, seqlen_q=2, dtype="fp16"),
+            dict(garbage=True, leftpad=True),
+            dict(d=128, cache="fp8"),
+        )
+    ]
+)
+def test_a_table_for_far_longer_sequences(case: CacheCase, target: Target, seed: int) -> None:
+    """Cut by the lengths that there are, not by those that there could be."""
+    check(case, target, seed)
+
+
 @each_target(*DECODE_TARGETS)
 def test_a_dropped_token_hides_no_other(target: Target) -> None:
     """A sequence without a row has its clamped place where another one appends."""
@@ -238,13 +257,14 @@ def test_quantised_append_to_the_last_bit(target: Target) -> None:
 
 
 INVARIANT = [
-    CacheCase(batch=5, capacity=200, num_splits=splits, batch_invariant=True, **form)
-    for splits in (0, 3)
+    CacheCase(batch=5, capacity=capacity, num_splits=splits, batch_invariant=True, **form)
+    for capacity, splits in ((200, 0), (200, 3), (5000, 0))
     for form in (
         dict(),
         dict(page_size=16, leftpad=True),
         dict(page_size=64, cache="int8", seqlen_q=3),
         dict(rows=True, dtype="fp32", heads_q=16, heads_kv=1),
+        dict(page_size=16, heads_q=40, heads_kv=1, seqlen_q=2, window=(2500, 0)),
     )
 ]
 
@@ -254,7 +274,7 @@ def test_batch_invariant(case: CacheCase, target: Target, seed: int) -> None:
     """A sequence has the same bits alone, in a batch, and among other neighbours."""
     problem = CacheProblem(case, seed, target.device)
     skip_unless_served(problem, target)
-    problem.lengths[:] = torch.tensor([150, 3, 200, 0, 65])
+    problem.lengths[:] = torch.tensor([150, 3, 200, 0, 65]) * case.capacity // 200
     tensors = {n: x.to(target.device) for n, x in dict(k=problem.k_pool, v=problem.v_pool).items()}
     pools = [x if x.dtype == torch.int8 else x.nan_to_num(1.0) for x in tensors.values()]
 

@@ -101,8 +101,8 @@ def decode_kernel_cases() -> list[DecodeCase]:
 
 
 def cache_kernel_cases() -> list[CacheCase]:
-    """Caches of 8 bits, pages, the append."""
-    return [
+    """Caches of 8 bits, pages, the append; plain ones cut by length."""
+    cases = [
         CacheCase(
             d=d,
             cache=cache,
@@ -124,6 +124,27 @@ def cache_kernel_cases() -> list[CacheCase]:
             ("fp8", 3, "interleaved"),
             ("", 16, "halves"),
         )
+    ]
+    # Where an SM takes two blocks: long calls, by what the table could hold.
+    cases += [
+        CacheCase(d=d, cache=cache, page_size=3, beyond=100_000)
+        for d in (64, 128)
+        for cache in ("fp8", "int8")
+    ]
+    # By length, of one kind for all batches.
+    return cases + [
+        CacheCase(
+            d=d,
+            dtype=dtype,
+            batch=2,
+            capacity=2100,
+            page_size=page_size,
+            lengths="none",
+            batch_invariant=True,
+        )
+        for d in HEAD_DIM_CLASSES
+        for dtype in ("fp16", "bf16")
+        for page_size in ((0, 16) if d <= 192 else (0,))
     ]
 
 

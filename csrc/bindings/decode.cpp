@@ -73,19 +73,13 @@ CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens) {
           .head_dim_v = static_cast<int>(args.v_cache.size(3))};
 }
 
-// Whether the kernel that cuts every sequence alike serves the call, and better. It starts faster,
-// but has the longest sequence's time: pages, the mark of lengths that differ, are its own only where
-// a call is short.
+// Whether the faster kernel serves the call.
 bool is_plain(const DecodeArgs& args, const KvcacheArgs* tokens) {
-  constexpr int64_t kShortBytes = int64_t{256} << 20;
-  const bool plain = tokens == nullptr && args.softcap == 0 && !args.alibi_slopes &&
-                     !args.learnable_sink && !args.batch_invariant &&
-                     args.k_cache.scalar_type() == args.q.scalar_type() &&
-                     args.v_cache.size(3) == args.q.size(3);
-  if (!plain || !args.block_table) return plain;
-  const int64_t batch = args.q.size(0), head_dim = args.q.size(3);
-  const int64_t bytes = 4 * batch * capacity_of(args) * args.k_cache.size(2) * head_dim;
-  return head_dim <= cuda::kDecodePagedHeadDim && (batch == 1 || bytes <= kShortBytes);
+  return tokens == nullptr && args.softcap == 0 && !args.alibi_slopes && !args.learnable_sink &&
+         !(args.batch_invariant && args.num_splits > 0) &&
+         args.k_cache.scalar_type() == args.q.scalar_type() &&
+         args.v_cache.size(3) == args.q.size(3) &&
+         (!args.block_table || args.q.size(3) <= cuda::kDecodePagedHeadDim);
 }
 
 void append_cuda(const DecodeArgs& args, const KvcacheArgs& tokens) {
@@ -148,18 +142,17 @@ DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
   if (q.numel() == 0) return results;
   DecodeParams params = decode_params(args, tokens, results);
   params.num_splits = static_cast<int>(args.num_splits);
-  if (args.batch_invariant && params.num_splits == 0) {
-    params.keys_per_split = cuda::kInvariantKeys;
-    params.num_splits = params.capacity / cuda::kInvariantKeys + 2;  // leftpad may add one
-  }
 
   const cuda::DeviceInfo& device = device_info_of(q);
   if (is_plain(args, tokens)) {
-    if (params.num_splits == 0) params.num_splits = cuda::decode_num_splits(params, device);
-    const int64_t rows = params.num_splits > 1 ? params.num_splits * lse.numel() : 0;
-    const at::Tensor workspace = allocate_partial(params, rows, lse);
-    cuda::run_decode(params, device, stream_of(q));
+    cuda::plan_decode(params, args.batch_invariant, device);
+    const at::Tensor workspace = allocate_partial(params, cuda::decode_workspace_rows(params), lse);
+    cuda::run_decode(params, stream_of(q));
   } else {
+    if (args.batch_invariant && params.num_splits == 0) {
+      params.keys_per_split = cuda::kInvariantKeys;
+      params.num_splits = params.capacity / cuda::kInvariantKeys + 2;  // leftpad may add one
+    }
     const cuda::KvcacheGrid grid = cuda::kvcache_grid(params, device);
     const int64_t rows = cuda::kvcache_slots(params, grid) * cuda::kKvcacheSlotRows;
     const at::Tensor workspace = allocate_partial(params, rows, lse);

@@ -15,17 +15,23 @@ struct DeviceInfo {
 };
 const DeviceInfo& device_info(int device);
 
-// How many pieces to cut the keys into so that the grid fills the device. Any head dim up to 256.
-int decode_num_splits(const DecodeParams& params, const DeviceInfo& device);
-// What DecodeParams calls plain. With pages, no head_dim above this: registers are short.
+// What DecodeParams calls plain, in three steps. With pages, no head_dim above this: registers are
+// short.
 inline constexpr int kDecodePagedHeadDim = 192;
-void run_decode(const DecodeParams& params, const DeviceInfo& device, Stream stream);
-// Its second kernel: merges num_splits > 1 partial results.
+// How the keys are cut, so that the grid fills the device, where num_splits is 0. batch_invariant:
+// by what the sequence alone decides.
+void plan_decode(DecodeParams& params, bool batch_invariant, const DeviceInfo& device);
+// Rows of partial_o and partial_lse; 0: none.
+int64_t decode_workspace_rows(const DecodeParams& params);
+// Any head dim up to 256.
+void run_decode(const DecodeParams& params, Stream stream);
+// The last step alone: merges num_splits > 1 partial results.
 void run_decode_combine(const DecodeParams& params, Stream stream);
 
 // How a call of the kernel for every form of cache is spread over the device.
 struct KvcacheGrid {
-  int parts;             // that all keys are cut into, for each kv head
+  int parts;  // that all keys are cut into, for each kv head
+  int blocks_per_sm;
   int smem_bytes;        // that a block may use
   int smem_optin_bytes;  // of DeviceInfo
 };

@@ -15,8 +15,9 @@ const cuda::DeviceInfo& cuda::device_info(int) {
   static constexpr DeviceInfo kNone = {};
   return kNone;
 }
-int cuda::decode_num_splits(const DecodeParams&, const DeviceInfo&) { not_built(); }
-void cuda::run_decode(const DecodeParams&, const DeviceInfo&, Stream) { not_built(); }
+void cuda::plan_decode(DecodeParams&, bool, const DeviceInfo&) { not_built(); }
+int64_t cuda::decode_workspace_rows(const DecodeParams&) { not_built(); }
+void cuda::run_decode(const DecodeParams&, Stream) { not_built(); }
 void cuda::run_decode_combine(const DecodeParams&, Stream) { not_built(); }
 cuda::KvcacheGrid cuda::kvcache_grid(const DecodeParams&, const DeviceInfo&) { not_built(); }
 int64_t cuda::kvcache_slots(const DecodeParams&, const KvcacheGrid&) { not_built(); }

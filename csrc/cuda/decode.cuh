@@ -4,18 +4,18 @@
 //
 // The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
 // block takes one kv head of one sequence, up to 16 of the (token, query head) pairs that read it,
-// and one of num_splits pieces of the keys. Its warps share nothing but that: warp w takes the tiles
-// w, w + 4, … of the piece through a ring of shared-memory slots of its own, in which K and V tiles
-// take turns, and has its own running softmax. No block barrier until the end, where the warps' (o,
-// lse) are merged. One warp, one tile:
+// and a piece of the keys (decode_pieces.cuh). Its warps share nothing but that: warp w takes the
+// tiles w, w + 4, … of the piece through a ring of shared-memory slots of its own, in which K and V
+// tiles take turns, and has its own running softmax. No block barrier until the end, where the warps'
+// (o, lse) are merged. One warp, one tile:
 //
 //   wait K(j)   S = Q K(j)ᵀ   refill K(j)'s slot   mask, softmax   wait V(j)   O += P V(j)   refill
 //
 // so that slots - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
-// Dense caches, by any row of the batch dimension, and pages. Other forms, score terms and batches
-// whose lengths differ much: kvcache.cuh.
+// Dense caches, by any row of the batch dimension, and pages. Other forms and score terms:
+// kvcache.cuh.
 //
 // Shared memory, 96 KiB: the rings in the loop, the warps' outputs in the end. Q, S, P, O:
 // registers.
@@ -29,6 +29,7 @@
 #include "attn/online_softmax.cuh"
 #include "cache_loader.cuh"
 #include "decode.h"
+#include "decode_pieces.cuh"
 #include "launch.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -82,74 +83,6 @@ __device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>& S, KeyBits va
     }
   }
 }
-
-// What one thread block works on.
-struct DecodePiece {
-  int batch_idx, kv_head, split;
-  int cache_row;            // dense caches
-  int group;                // query heads that share the kv head
-  int first_row, num_rows;  // row r is token r / group and head kv_head · group + r % group
-  AttentionWindow window;
-  int leftpad;
-  int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
-
-  // Neighbouring blocks read the same keys (row tiles), then neighbouring memory (kv heads).
-  // Pages: pieces begin at multiples of kKeys, which may lie before the first key seen.
-  template <int kKeys, bool kPaged>
-  __device__ __forceinline__ static DecodePiece of_block(const DecodeParams& params) {
-    const int group = params.heads_q / params.heads_kv, rows = params.seqlen_q * group;
-    const unsigned row_tiles = (rows + kDecodeRows - 1) / kDecodeRows;
-    unsigned index = blockIdx.x;
-    const int first_row = index % row_tiles * kDecodeRows;
-    index /= row_tiles;
-    const int kv_head = index % params.heads_kv;
-    index /= params.heads_kv;
-    const int split = index % params.num_splits, batch_idx = index / params.num_splits;
-    const int num_rows = min(kDecodeRows, rows - first_row);
-
-    const int len_k = params.cache_seqlens == nullptr
-                          ? params.capacity
-                          : min(max(params.cache_seqlens[batch_idx], 0), params.capacity);
-    const AttentionWindow window(params.seqlen_q, len_k,
-                                 static_cast<int64_t>(len_k) - params.seqlen_q, params.window_left,
-                                 params.window_right);
-    // The keys that any of the rows sees, cut into pieces that differ by one tile at most.
-    const int leftpad =
-        params.leftpad_k == nullptr ? 0 : min(max(params.leftpad_k[batch_idx], 0), len_k);
-    const int seen = max(window.first_key(first_row / group), leftpad);
-    const int first = kPaged ? seen / kKeys * kKeys : seen;
-    int end = window.end_key((first_row + num_rows - 1) / group), cache_row = batch_idx;
-    if (!kPaged && params.cache_batch_idx != nullptr) {
-      cache_row = params.cache_batch_idx[batch_idx];
-      if (cache_row < 0 || cache_row >= params.cache_rows) end = 0;
-    }
-    const int tiles = (max(end - first, 0) + kKeys - 1) / kKeys;
-    const int share = tiles / params.num_splits, rest = tiles % params.num_splits;
-    const int first_tile = split * share + min(split, rest);
-    const int end_tile = first_tile + share + (split < rest ? 1 : 0);
-    return {.batch_idx = batch_idx,
-            .kv_head = kv_head,
-            .split = split,
-            .cache_row = cache_row,
-            .group = group,
-            .first_row = first_row,
-            .num_rows = num_rows,
-            .window = window,
-            .leftpad = leftpad,
-            .first_key = first + first_tile * kKeys,
-            .end_key = min(first + end_tile * kKeys, end)};
-  }
-
-  __device__ __forceinline__ int token(int row) const { return (first_row + row) / group; }
-  __device__ __forceinline__ int head(int row) const {
-    return kv_head * group + (first_row + row) % group;
-  }
-  // Of a row in lse (split 0), partial_lse and, times head_dim, partial_o.
-  __device__ __forceinline__ int64_t lse_index(const DecodeParams& params, int row) const {
-    const int64_t sequence = static_cast<int64_t>(split) * params.batch + batch_idx;
-    return (sequence * params.heads_q + head(row)) * params.seqlen_q + token(row);
-  }
-};
 
 // One warp copies tiles of K, or of V, of a dense cache into shared memory.
 template <typename Tile>
@@ -287,12 +220,12 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
 
   const OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
   const int last_row = piece.num_rows - 1;
-  int row_first[2], row_end[2];  // the keys that this thread's rows see
+  int row_first[2], row_end[2];  // the keys of the piece that this thread's rows see
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int token = piece.token(min(fragment_row(half, lane), last_row));
     row_first[half] = max(piece.window.first_key(token), piece.leftpad);
-    row_end[half] = piece.window.end_key(token);
+    row_end[half] = min(piece.window.end_key(token), piece.end_key);
   }
 
   for (int j = 0; j < num_tiles; ++j) {
@@ -334,9 +267,9 @@ template <typename Traits>
 __device__ __forceinline__ void store_chunk(const DecodeParams& params, const DecodePiece& piece,
                                             int row, int col, const float (&o)[kChunk]) {
   using Element = typename Traits::Element;
-  if (params.num_splits > 1) {
+  if (!piece.whole()) {
     float4* destination = reinterpret_cast<float4*>(
-        params.partial_o + piece.lse_index(params, row) * params.head_dim + col);
+        params.partial_o + piece.row_index(params, row) * params.head_dim + col);
     destination[0] = {o[0], o[1], o[2], o[3]};
     destination[1] = {o[4], o[5], o[6], o[7]};
     return;
@@ -351,8 +284,8 @@ __device__ __forceinline__ void store_chunk(const DecodeParams& params, const De
 
 __device__ __forceinline__ void store_lse(const DecodeParams& params, const DecodePiece& piece,
                                           int row, float lse) {
-  float* destination = params.num_splits > 1 ? params.partial_lse : params.lse;
-  if (destination != nullptr) destination[piece.lse_index(params, row)] = lse;
+  float* destination = piece.whole() ? params.lse : params.partial_lse;
+  if (destination != nullptr) destination[piece.row_index(params, row)] = lse;
 }
 
 // Merges the warps' parts and stores the rows that exist.
@@ -386,19 +319,14 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
   }
 }
 
+// One piece, by the whole block.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
-    decode_kernel(const __grid_constant__ DecodeParams params) {
-  extern __shared__ __align__(128) char smem_bytes[];
-  DecodeStorage<Traits>& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
-  // All blocks are resident or done when the combine kernel's blocks come, which then only wait.
-  ptx::launch_dependents();
-  const DecodePiece piece = DecodePiece::of_block<Traits::kKeys, Traits::kPaged>(params);
-  if (params.num_splits > 1 && piece.first_key >= piece.end_key) {
+__device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
+                                             const DecodeParams& params, const DecodePiece& piece) {
+  if (!piece.whole() && piece.first_key >= piece.end_key) {
     if (threadIdx.x < piece.num_rows) store_lse(params, piece, threadIdx.x, -INFINITY);
     return;
   }
-
   typename Traits::Output O;
   O.fill(0.f);
   OnlineSoftmax<2> softmax(params.softmax_scale);
@@ -421,20 +349,48 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   merge_warps<Traits>(smem, params, piece);
 }
 
+// kByLength: pieces from a line of them, one or a few a block (decode_pieces.cuh).
+template <typename Traits, bool kByLength>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    decode_kernel(const __grid_constant__ DecodeParams params) {
+  extern __shared__ __align__(128) char smem_bytes[];
+  DecodeStorage<Traits>& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
+  // All blocks are resident or done when the combine kernel's blocks come, which then only wait.
+  ptx::launch_dependents();
+  const DecodeBlock block(params, blockIdx.x);
+  if constexpr (kByLength) {
+    const PieceLine line(params);
+    const unsigned step = gridDim.x / DecodeBlock::sharers(params);
+#pragma unroll 1
+    for (unsigned number = block.number;; number += step) {
+      const LinePlace place = line.find(number);
+      if (place.count == 0) return;
+      decode_piece<Traits>(
+          smem, params,
+          DecodePiece::of_line<Traits::kKeys, Traits::kPaged>(params, block, line, number, place));
+      __syncthreads();  // the piece is stored: its place is a ring again
+    }
+  } else {
+    decode_piece<Traits>(smem, params,
+                         DecodePiece::of_split<Traits::kKeys, Traits::kPaged>(params, block));
+  }
+}
+
 template <DType kDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream) {
-  const auto run = [&]<bool kPaged> {
+  const auto run = [&]<bool kPaged, bool kByLength> {
     using Traits = DecodeTraits<kDType, kHeadDim, kPaged>;
     constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
     static_assert(kSmemBytes <= 99 * 1024);
-    const int64_t blocks = decode_row_tiles(params) * params.num_splits;
-    launch<decode_kernel<Traits>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads, kSmemBytes,
-                                  stream, params);
+    const int64_t blocks = decode_row_tiles(params) / params.batch * decode_grid_pieces(params);
+    launch<decode_kernel<Traits, kByLength>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
+                                             kSmemBytes, stream, params);
   };
+  const bool by_length = params.keys_per_split > 0;
   if (params.block_table == nullptr) {
-    run.template operator()<false>();
+    by_length ? run.template operator()<false, true>() : run.template operator()<false, false>();
   } else if constexpr (kHeadDim <= kDecodePagedHeadDim) {
-    run.template operator()<true>();
+    by_length ? run.template operator()<true, true>() : run.template operator()<true, false>();
   }
 }
 

@@ -2,6 +2,8 @@
 // inst/decode_d*.cu.
 #pragma once
 
+#include <algorithm>
+
 #include "../core/kernels.h"
 
 namespace flash_attn::cuda {
@@ -37,6 +39,23 @@ inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .slots = 3};
 inline int64_t decode_row_tiles(const DecodeParams& params) {
   const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.heads_q / params.heads_kv;
   return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv * params.batch;
+}
+
+// Pieces of all sequences together; by length: no more than that.
+inline int64_t decode_pieces(const DecodeParams& params) {
+  const int64_t pieces = int64_t{params.batch} * params.num_splits;
+  if (params.most_pieces == 0) return pieces;
+  // Beside one of each sequence.
+  const int64_t more = std::max<int64_t>(pieces - params.batch, params.least_pieces);
+  return params.batch + std::min<int64_t>(more, params.most_pieces);
+}
+// Of these, how many have thread blocks of their own. least_pieces fill the device once.
+inline int64_t decode_grid_pieces(const DecodeParams& params) {
+  constexpr int kWaves = 4;
+  const int64_t pieces = decode_pieces(params);
+  return params.keys_per_split == 0
+             ? pieces
+             : std::min<int64_t>(pieces, int64_t{kWaves} * params.least_pieces);
 }
 
 // Any head_dim up to kHeadDim that is a multiple of 8.

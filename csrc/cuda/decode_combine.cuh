@@ -1,18 +1,19 @@
 // Merges the pieces of split-KV decode: one thread block a row (sequence, query head, token), or a
-// slice of its columns.
+// slice of its columns. Rows of sequences in one piece are finished already.
 //
 //   lse = ln Σₛ exp(lseₛ),    out = Σₛ exp(lseₛ - lse) · oₛ
 //
 // Threads lie along the columns, four floats each, and repeat over the splits as often as there is
 // use for: with head_dim 128 and 16 splits, 32 · 4 threads load four splits each. A thread runs once
 // through its splits with a state (o, l, m): Σ exp(lseₛ - m) · oₛ, Σ exp(lseₛ - m), max lseₛ; the
-// states of a column meet in shared memory. A piece without keys has lse -inf and anything as o,
+// states of a column meet by shuffles where a warp has several, then in shared memory. A piece without keys has lse -inf and anything as o,
 // which is loaded (lse and o come together, one latency) and dropped.
 #pragma once
 
 #include <algorithm>
 
 #include "attn/merge.cuh"
+#include "decode_pieces.cuh"
 #include "launch.h"
 #include "ptx/griddepcontrol.cuh"
 #include "tile/element.cuh"
@@ -42,20 +43,48 @@ struct MergeState {
     o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
     max_lse = new_max;
   }
+  // Takes in those of the lanes whose numbers differ by multiples of `step`, a power of two. All of a
+  // warp.
+  __device__ __forceinline__ void meet_lanes(int step) {
+    float new_max = max_lse;
+    for (int distance = step; distance < 32; distance *= 2) {
+      new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, distance));
+    }
+    raise(new_max);
+    for (int distance = step; distance < 32; distance *= 2) {
+      const float4 other_o = {
+          __shfl_xor_sync(~0u, o.x, distance), __shfl_xor_sync(~0u, o.y, distance),
+          __shfl_xor_sync(~0u, o.z, distance), __shfl_xor_sync(~0u, o.w, distance)};
+      add(1.f, __shfl_xor_sync(~0u, sum, distance), other_o);
+    }
+  }
 };
 
-// The state of four columns over the splits first, first + step, …
-__device__ __forceinline__ MergeState merge_splits(const DecodeParams& params, unsigned row,
-                                                   int col, int first, int step) {
+// The pieces of one sequence: first, first + step, … of the workspace's parts.
+struct SequenceParts {
+  int first, step, count;
+
+  __device__ __forceinline__ static SequenceParts of(const DecodeParams& params, int batch_idx) {
+    if (params.keys_per_split == 0) return {batch_idx, params.batch, params.num_splits};
+    const LinePlace place = PieceLine(params).of_sequence(batch_idx);
+    return {place.first, 1, place.count};
+  }
+};
+
+// The state of four columns over the pieces first, first + step, … of a row of a sequence.
+__device__ __forceinline__ MergeState merge_parts(const DecodeParams& params,
+                                                  const SequenceParts& parts, int row_of_part,
+                                                  int col, int first, int step) {
   MergeState state = MergeState::empty();
-  for (int begin = first; begin < params.num_splits; begin += kSplitsAtOnce * step) {
+  for (int begin = first; begin < parts.count; begin += kSplitsAtOnce * step) {
     float lse[kSplitsAtOnce];
     float4 o[kSplitsAtOnce];
 #pragma unroll
     for (int i = 0; i < kSplitsAtOnce; ++i) {
-      const int64_t split = begin + i * step;
-      const bool exists = split < params.num_splits;
-      const int64_t part_row = split * gridDim.x + row;
+      const int split = begin + i * step;
+      const bool exists = split < parts.count;
+      const int64_t part = parts.first + static_cast<int64_t>(split) * parts.step;
+      const int64_t part_row = part * params.heads_q * params.seqlen_q + row_of_part;
       const float* source = params.partial_o + part_row * params.head_dim + col;
       lse[i] = exists ? params.partial_lse[part_row] : -INFINITY;
       o[i] = exists ? *reinterpret_cast<const float4*>(source) : float4{};
@@ -89,15 +118,27 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   Element* destination = static_cast<Element*>(params.out) + batch_idx * strides.batch +
                          token * strides.row + head * strides.head + col;
 
+  const SequenceParts parts = SequenceParts::of(params, batch_idx);
+  // A sequence of one piece is finished. Of the grid, one block at least has to wait.
+  if (params.keys_per_split > 0 && parts.count == 1 && row > 0) return;
   ptx::wait_for_prerequisites();
+  if (params.keys_per_split > 0 && parts.count == 1) return;
+  MergeState state = MergeState::empty();
   if (first_split < at_once) {
-    states[threadIdx.x] = merge_splits(params, row, col, first_split, at_once);
+    state = merge_parts(params, parts, head * params.seqlen_q + token, col, first_split, at_once);
   }
+  // Where a warp holds whole groups of threads, these meet without shared memory.
+  const bool whole_groups = 32 % columns == 0;
+  if (whole_groups) state.meet_lanes(columns);
+  const int groups = whole_groups ? blockDim.x / 32 : min(at_once, parts.count);
+  const int group = whole_groups ? threadIdx.x / 32 : first_split;
+  const bool holds = !whole_groups || threadIdx.x % 32 < columns;
+  if (holds && group < groups) states[group * columns + threadIdx.x % columns] = state;
   __syncthreads();
   if (threadIdx.x >= columns) return;
 
   MergeState total = MergeState::empty();
-  const int end = columns * min(at_once, params.num_splits);
+  const int end = columns * groups;
   for (int i = threadIdx.x; i < end; i += columns) {
     total.max_lse = fmaxf(total.max_lse, states[i].max_lse);
   }
@@ -117,13 +158,16 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 template <DType kDType>
 void launch_decode_combine(const DecodeParams& params, Stream stream) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seqlen_q;
-  // Few rows leave most SMs idle: then a block takes 128 bytes of a row.
+  // Few rows leave most SMs idle: then a block takes 128 bytes of a row. Cut by length, all blocks are
+  // alike, so that the order of a sum depends on nothing but the sequence.
   constexpr int kFewRows = 64, kSliceColumns = 32;
-  const int slices = rows <= kFewRows && params.head_dim % kSliceColumns == 0
+  const bool by_length = params.keys_per_split > 0;
+  const int slices = !by_length && rows <= kFewRows && params.head_dim % kSliceColumns == 0
                          ? params.head_dim / kSliceColumns
                          : 1;
-  const int useful =
-      params.head_dim / 4 / slices * ((params.num_splits + kSplitsAtOnce - 1) / kSplitsAtOnce);
+  const int at_once =
+      by_length ? kSplitsAtOnce : (params.num_splits + kSplitsAtOnce - 1) / kSplitsAtOnce;
+  const int useful = params.head_dim / 4 / slices * at_once;
   const int threads = std::min((useful + 31) / 32 * 32, kMaxCombineThreads);
   launch_overlapping<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows), slices),
                                                     threads, 0,

@@ -7,15 +7,21 @@
 namespace flash_attn::cuda {
 
 KvcacheGrid kvcache_grid(const DecodeParams& params, const DeviceInfo& device) {
-  // One block an SM reads as fast as two and leaves half as many pieces; two fill the device better
-  // where there are many heads. 1 KiB a block is the system's, and the blocks that merge want to be
-  // there early.
+  // 16 bits: one block an SM reads as fast as two and leaves half as many pieces; two fill the device
+  // better where there are many heads. 8 bits: four warps that compute wait for one another more than
+  // for memory, so two blocks, unless the call is short. 1 KiB a block is the system's, and the blocks
+  // that merge want to be there early.
   constexpr int kSystemBytes = 1024, kCombineBytes = 16 * 1024, kTwoBlocksBytes = 160 * 1024;
+  constexpr int64_t kLongElements = int64_t{64} << 20;
   const int items = params.heads_kv * kvcache_row_tiles(params);
-  const bool two = kvcache_head_dim(params) <= 128 && !is_8bit(params.cache_dtype) &&
-                   device.smem_optin_bytes >= kTwoBlocksBytes && items > device.num_sms / 5;
+  const int head_dim = kvcache_head_dim(params);
+  const int64_t elements = int64_t{params.batch} * params.capacity * params.heads_kv * head_dim;
+  const bool profits =
+      is_8bit(params.cache_dtype) ? elements > kLongElements : items > device.num_sms / 5;
+  const bool two = profits && head_dim <= 128 && device.smem_optin_bytes >= kTwoBlocksBytes;
   const int smem_bytes = device.smem_optin_bytes - kCombineBytes;
   return {.parts = std::max(device.num_sms * (two ? 2 : 1) / items, 1),
+          .blocks_per_sm = two ? 2 : 1,
           .smem_bytes = two ? smem_bytes / 2 - kSystemBytes : smem_bytes,
           .smem_optin_bytes = device.smem_optin_bytes};
 }

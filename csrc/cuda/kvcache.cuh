@@ -166,9 +166,8 @@ __device__ __forceinline__ void consume(const DecodeParams& params, const Kvcach
   }
 }
 
-template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads + 32 * CacheLoader<Traits>::kWarps,
-                                  Traits::kTwoBlocksFit ? 2 : 1)
+template <typename Traits, int kBlocksPerSm>
+__global__ void __launch_bounds__(Traits::kThreads + 32 * CacheLoader<Traits>::kWarps, kBlocksPerSm)
     kvcache_kernel(const __grid_constant__ DecodeParams params,
                    const __grid_constant__ unsigned stages) {
   extern __shared__ __align__(1024) char smem_bytes[];
@@ -195,11 +194,19 @@ void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream 
   };
   int stages = kKvcacheMaxStages;
   while (stages > 2 && smem_bytes(stages) > grid.smem_bytes) stages -= 2;
-  allow_smem<kvcache_kernel<Traits>>(grid.smem_optin_bytes);  // whatever later calls ask for
-  launch_overlapping<kvcache_kernel<Traits>>(
-      dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
-      Traits::kThreads + 32 * CacheLoader<Traits>::kWarps, smem_bytes(stages),
-      params.seqlen_new > 0, stream, params, static_cast<unsigned>(stages));
+  const auto run = [&]<int kBlocksPerSm> {
+    constexpr auto kKernel = kvcache_kernel<Traits, kBlocksPerSm>;
+    allow_smem<kKernel>(grid.smem_optin_bytes);  // whatever later calls ask for
+    launch_overlapping<kKernel>(dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
+                                Traits::kThreads + 32 * CacheLoader<Traits>::kWarps,
+                                smem_bytes(stages), params.seqlen_new > 0, stream, params,
+                                static_cast<unsigned>(stages));
+  };
+  if (grid.blocks_per_sm >= Traits::kMostBlocks) {
+    run.template operator()<Traits::kMostBlocks>();
+  } else {
+    run.template operator()<Traits::kLeastBlocks>();
+  }
 }
 
 }  // namespace flash_attn::cuda

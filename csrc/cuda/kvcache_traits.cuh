@@ -20,8 +20,10 @@ struct KvcacheTraits {
   // Of a warp: blocks of 16 columns of O, kKvcacheWarps · 16 apart.
   static constexpr int kColumnBlocks = kHeadDim / (16 * kKvcacheWarps);
   static constexpr int kUnits = k8Bit ? kHeadDim / 2 : kHeadDim;  // 16-bit words a row
-  // In the registers of an SM; 8-bit caches take some more.
-  static constexpr bool kTwoBlocksFit = kHeadDim <= 128 && !k8Bit;
+  // Thread blocks that fit the registers of an SM. 8-bit caches are faster with some more registers
+  // than that leaves, where one block has the SM.
+  static constexpr int kMostBlocks = kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kLeastBlocks = k8Bit ? 1 : kMostBlocks;
   using KvTile = SmemTile<Element, kKeys, kUnits>;
   using QTile = SmemTile<Element, kKvcacheRows, kHeadDim>;
   using PTile = SmemTile<Element, kKvcacheRows, kKeys>;

@@ -1,0 +1,214 @@
+// Which keys a thread block of decode.cuh takes.
+//
+// Either every sequence is cut into num_splits pieces, a thread block each; or into as many as its
+// length asks for. These lie on a line, sequence after sequence, the same for each kv head and row
+// tile:
+//
+//   sequences   │ 0                  │ 1    │ 2        │ 3                     │ …
+//   pieces      │ 0   │ 1   │ 2   │ 3│ 4    │ 5   │ 6  │ 7   │ 8   │ 9   │ 10  │ …
+//
+// Lengths are on the device, so each block finds its pieces there. The grid has a few blocks for each
+// place on the device, whatever the lengths: blocks that end early make room for others, and those
+// that find nothing to do are not many. Piece n is taken by the blocks of n modulo the grid.
+#pragma once
+
+#include <climits>
+
+#include "attn/block_range.cuh"
+#include "decode.h"
+#include "sequence_keys.cuh"
+
+namespace flash_attn::cuda {
+
+// Where a sequence's pieces lie on the line.
+struct LinePlace {
+  int batch_idx, first;
+  int count;  // at least one; 0: there is no such piece
+};
+
+// Used by whole warps; lane i looks at sequence i of 32.
+class PieceLine {
+ public:
+  // Pieces are made of tiles of so many keys, which begin at multiples of it.
+  static constexpr int kTileKeys = 256;
+
+  __device__ __forceinline__ explicit PieceLine(const DecodeParams& params)
+      : params_(params), lane_(threadIdx.x % 32), piece_tiles_(params.keys_per_split / kTileKeys) {
+    if (params.most_pieces == 0) return;
+    int total = 0, longest = 0;
+#pragma unroll 4
+    for (int batch_idx = lane_; batch_idx < params.batch; batch_idx += 32) {
+      const int own = tiles(batch_idx);
+      total += own;
+      longest = max(longest, own);
+    }
+    total = __reduce_add_sync(~0u, total);
+    longest = __reduce_max_sync(~0u, longest);
+    const int largest = (total + params.least_pieces - 1) / params.least_pieces;
+    const int smallest = (total + params.most_pieces - 1) / params.most_pieces;
+    piece_tiles_ = max(min(piece_tiles_, largest), smallest);
+    // Whole, where all begin at once and none is much longer than an SM's share.
+    const int64_t limit = int64_t{total} * 17 / 16;
+    if (params.batch <= params.least_pieces && int64_t{longest} * params.even_pieces <= limit) {
+      piece_tiles_ = longest;
+    }
+    end_ = params.batch + total / piece_tiles_;
+  }
+
+  __device__ __forceinline__ int piece_tiles() const { return piece_tiles_; }
+
+  // The sequence that holds a piece.
+  __device__ __forceinline__ LinePlace find(int number) const {
+    int begin = 0;
+#pragma unroll 1
+    for (int base = 0; base < params_.batch && number < end_; base += 32) {
+      const int batch_idx = base + lane_;
+      const int count = batch_idx < params_.batch ? pieces(batch_idx) : 0;
+      int end = count;  // by prefix sum
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, end, distance);
+        if (lane_ >= distance) end += other;
+      }
+      end += begin;
+      const unsigned hits = __ballot_sync(~0u, end > number);
+      if (hits != 0) {
+        const int lane = __ffs(hits) - 1;
+        return {.batch_idx = base + lane,
+                .first = __shfl_sync(~0u, end - count, lane),
+                .count = __shfl_sync(~0u, count, lane)};
+      }
+      begin = __shfl_sync(~0u, end, 31);
+    }
+    return {.batch_idx = 0, .first = 0, .count = 0};
+  }
+
+  __device__ __forceinline__ LinePlace of_sequence(int batch_idx) const {
+    int before = 0;
+#pragma unroll 4
+    for (int other = lane_; other < batch_idx; other += 32) before += pieces(other);
+    return {.batch_idx = batch_idx,
+            .first = __reduce_add_sync(~0u, before),
+            .count = pieces(batch_idx)};
+  }
+
+ private:
+  __device__ __forceinline__ int tiles(int batch_idx) const {
+    return SequenceKeys(params_, batch_idx).tiles<kTileKeys>();
+  }
+  __device__ __forceinline__ int pieces(int batch_idx) const {
+    return (tiles(batch_idx) + piece_tiles_ - 1) / piece_tiles_;
+  }
+
+  const DecodeParams& params_;
+  int lane_, piece_tiles_;
+  int end_ = INT_MAX;  // no piece has this number or a higher one
+};
+
+// A thread block's kv head and rows. Neighbouring blocks read the same keys (row tiles), then
+// neighbouring memory (kv heads).
+struct DecodeBlock {
+  int kv_head;
+  int group;                // query heads that share the kv head
+  int first_row, num_rows;  // row r is token r / group and head kv_head · group + r % group
+  unsigned number;          // of its piece, among those of all sequences
+
+  __device__ __forceinline__ DecodeBlock(const DecodeParams& params, unsigned index)
+      : group(params.heads_q / params.heads_kv) {
+    const int rows = params.seqlen_q * group;
+    const unsigned row_tiles = (rows + kDecodeRows - 1) / kDecodeRows;
+    first_row = index % row_tiles * kDecodeRows;
+    num_rows = min(kDecodeRows, rows - first_row);
+    index /= row_tiles;
+    kv_head = index % params.heads_kv;
+    number = index / params.heads_kv;
+  }
+  // Blocks that share a piece.
+  __device__ __forceinline__ static unsigned sharers(const DecodeParams& params) {
+    const int rows = params.seqlen_q * (params.heads_q / params.heads_kv);
+    return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv;
+  }
+};
+
+// What a thread block works on.
+struct DecodePiece : DecodeBlock {
+  int batch_idx;
+  int cache_row;  // dense caches
+  AttentionWindow window;
+  int leftpad;
+  int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
+  int part;                // of the workspace; -1: all keys of the sequence, straight to the output
+
+  // Pieces of a sequence that differ by one tile at most.
+  template <int kKeys, bool kPaged>
+  __device__ __forceinline__ static DecodePiece of_split(const DecodeParams& params,
+                                                         const DecodeBlock& block) {
+    const int split = block.number % params.num_splits;
+    DecodePiece piece(params, block, block.number / params.num_splits);
+    piece.part = params.num_splits == 1 ? -1 : split * params.batch + piece.batch_idx;
+    piece.template clip<kKeys, kPaged>(params, 0, params.capacity);
+    const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;
+    const int share = tiles / params.num_splits, rest = tiles % params.num_splits;
+    const int first_tile = split * share + min(split, rest);
+    const int end_tile = first_tile + share + (split < rest ? 1 : 0);
+    piece.end_key = min(piece.first_key + end_tile * kKeys, piece.end_key);
+    piece.first_key += first_tile * kKeys;
+    return piece;
+  }
+
+  template <int kKeys, bool kPaged>
+  __device__ __forceinline__ static DecodePiece of_line(const DecodeParams& params,
+                                                        const DecodeBlock& block,
+                                                        const PieceLine& line, unsigned number,
+                                                        const LinePlace& place) {
+    DecodePiece piece(params, block, place.batch_idx);
+    piece.part = place.count == 1 ? -1 : static_cast<int>(number);
+    constexpr int kTileKeys = PieceLine::kTileKeys;
+    const SequenceKeys keys(params, place.batch_idx);
+    const int first_tile =
+        keys.first_tile<kTileKeys>() + static_cast<int>(number - place.first) * line.piece_tiles();
+    const int end_tile =
+        min(first_tile + line.piece_tiles(), (keys.end + kTileKeys - 1) / kTileKeys);
+    piece.template clip<kKeys, kPaged>(params, first_tile * kTileKeys, end_tile * kTileKeys);
+    return piece;
+  }
+
+  __device__ __forceinline__ bool whole() const { return part < 0; }
+  __device__ __forceinline__ int token(int row) const { return (first_row + row) / group; }
+  __device__ __forceinline__ int head(int row) const {
+    return kv_head * group + (first_row + row) % group;
+  }
+  // Of a row in lse (whole), partial_lse and, times head_dim, partial_o.
+  __device__ __forceinline__ int64_t row_index(const DecodeParams& params, int row) const {
+    const int64_t sequence = whole() ? batch_idx : part;
+    return (sequence * params.heads_q + head(row)) * params.seqlen_q + token(row);
+  }
+
+ private:
+  __device__ __forceinline__ DecodePiece(const DecodeParams& params, const DecodeBlock& block,
+                                         int batch)
+      : DecodeBlock(block),
+        batch_idx(batch),
+        cache_row(batch),
+        window(params.seqlen_q, kvcache_len_k(params, batch),
+               static_cast<int64_t>(kvcache_len_k(params, batch)) - params.seqlen_q,
+               params.window_left, params.window_right),
+        leftpad(params.leftpad_k == nullptr
+                    ? 0
+                    : min(max(params.leftpad_k[batch], 0), window.len_k())) {}
+
+  // The keys of [begin, end) that any of the rows sees. Pages: pieces begin at multiples of kKeys,
+  // which may lie before the first key seen.
+  template <int kKeys, bool kPaged>
+  __device__ __forceinline__ void clip(const DecodeParams& params, int begin, int end) {
+    first_key = max(max(window.first_key(token(0)), leftpad), begin);
+    if (kPaged) first_key = first_key / kKeys * kKeys;
+    end_key = min(window.end_key(token(num_rows - 1)), end);
+    if (!kPaged && params.cache_batch_idx != nullptr) {
+      cache_row = params.cache_batch_idx[batch_idx];
+      if (cache_row < 0 || cache_row >= params.cache_rows) end_key = 0;
+    }
+  }
+};
+
+}  // namespace flash_attn::cuda
