@@ -25,22 +25,13 @@ __device__ __forceinline__ void load(Accumulator<1, kN>& C, const float* registe
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) C.data[0][i / 4][i % 4] = registers[i * kThreads + threadIdx.x];
 }
-template <int kK>
-__device__ __forceinline__ void load(OperandA<1, kK>& A, const uint32_t* registers) {
-#pragma unroll
-  for (int i = 0; i < kK / 4; ++i) A.data[0][i / 4][i % 4] = registers[i * kThreads + threadIdx.x];
-}
-template <int kN>
-__device__ __forceinline__ void store(const Accumulator<1, kN>& C, float* registers) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) registers[i * kThreads + threadIdx.x] = C.data[0][i / 4][i % 4];
-}
 template <int kN>
 __device__ __forceinline__ void finish(Accumulator<1, kN>& C, float* registers) {
   sm90::ptx::wgmma_commit();
   sm90::ptx::wgmma_wait<0>();
   sm90::pin(C);
-  store(C, registers);
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) registers[i * kThreads + threadIdx.x] = C.data[0][i / 4][i % 4];
 }
 
 template <typename TileA, typename TileB>
@@ -83,45 +74,12 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   OperandA<1, kK> A;
-  load(A, a);
+#pragma unroll
+  for (int i = 0; i < kK / 4; ++i) A.data[0][i / 4][i % 4] = a[i * kThreads + threadIdx.x];
   Accumulator<1, kN> C;
   load(C, c);
   sm90::gemm_rs<Element>(C, A, WgmmaOperand<Layout::kKOuter, TileB>(smem, first_row_b));
   finish(C, sum);
-}
-
-// Two groups under way, as in the forward: S = A Bᵀ is stored while O += P B may still run.
-constexpr int kGroupsN = 64, kGroupsK = 80, kGroupsKOfP = 48;
-using GroupsA = SmemTile<__nv_bfloat16, kRows, 128>;
-using GroupsB = SmemTile<__nv_bfloat16, kGroupsN, 128>;
-
-__global__ void __launch_bounds__(kThreads)
-    two_groups_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, const uint32_t* p,
-                      const float* o, float* s_result, float* o_result) {
-  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
-  auto& smem = *reinterpret_cast<Operands<GroupsA, GroupsB>*>(dynamic_smem);
-  fill(smem.a, a);
-  fill(smem.b, b);
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-  __syncthreads();
-
-  OperandA<1, kGroupsKOfP> P;
-  Accumulator<1, kGroupsN> S, O;
-  load(P, p);
-  load(O, o);
-  sm90::gemm_ss<__nv_bfloat16, kGroupsK, Into::kZero>(
-      S, WgmmaOperand<Layout::kKInner, GroupsA>(smem.a),
-      WgmmaOperand<Layout::kKInner, GroupsB>(smem.b));
-  sm90::ptx::wgmma_commit();
-  sm90::gemm_rs<__nv_bfloat16>(O, P, WgmmaOperand<Layout::kKOuter, GroupsB>(smem.b));
-  sm90::ptx::wgmma_commit();
-  sm90::ptx::wgmma_wait<1>();
-  sm90::pin(S);
-  store(S, s_result);
-  sm90::ptx::wgmma_wait<0>();
-  sm90::pin(O);
-  sm90::pin(P);
-  store(O, o_result);
 }
 
 // What lies in a tile of tile_rows × tile_cols: `values`, rows of `cols`, from first_row on, poison
@@ -247,28 +205,6 @@ void test_gemm_rs(Random& random, const Shape& shape, GemmRs<Element> kernel, in
   }
 }
 
-void test_two_groups(Random& random) {
-  using Element = __nv_bfloat16;
-  const auto a = whole_numbers(random, kRows * kGroupsK);
-  const auto b = whole_numbers(random, kGroupsN * kGroupsK);
-  const auto p = whole_numbers(random, kRows * kGroupsKOfP);
-  const auto o = whole_numbers(random, kRows * kGroupsN);
-  std::vector<float> b_of_p(kGroupsKOfP * kGroupsN);
-  for (int i = 0; i < kGroupsKOfP * kGroupsN; ++i) {
-    b_of_p[i] = b[i / kGroupsN * kGroupsK + i % kGroupsN];
-  }
-  DeviceArray<Element> tile_a(tile_image<Element>(a, kGroupsK, 0, kRows, GroupsA::kCols));
-  DeviceArray<Element> tile_b(tile_image<Element>(b, kGroupsK, 0, kGroupsN, GroupsB::kCols));
-  DeviceArray<uint32_t> registers(operand_registers<Element>(p, kGroupsKOfP));
-  DeviceArray<float> device_o(o), s_result(o.size()), o_result(o.size());
-  run(two_groups_kernel, sizeof(Operands<GroupsA, GroupsB>), tile_a.data(), tile_b.data(),
-      registers.data(), device_o.data(), s_result.data(), o_result.data());
-  const std::vector<float> zeros(o.size());
-  expect_equal("S", s_result.read(),
-               multiply(zeros, a, transposed(b, kGroupsK), kGroupsN, kGroupsK));
-  expect_equal("O", o_result.read(), multiply(o, p, b_of_p, kGroupsN, kGroupsKOfP));
-}
-
 // The test functions are few, as host code costs more time to compile than kernels.
 template <typename Element, typename Kernel>
 void add(Tests& tests, void (*test)(Random&, const Shape&, Kernel, int), const char* what,
@@ -323,7 +259,6 @@ void add_shapes(Tests& tests) {
 
 void add_sm90_gemm_tests(Tests& tests) {
   add_shapes<48, 64, 80, 96, 112, 128, 160, 192, 256>(tests);
-  tests.push_back({"sm90/gemm-two-groups", test_two_groups});
 }
 
 }  // namespace flash_attn::tests
