@@ -103,12 +103,8 @@ class KeyWalk {
     pin(S);
     self.release(self.k_ring);
     finish_scores();
-    bool moved;  // exp(S - m), while P V(n + 1) runs
-    if constexpr (Traits::kTile.ahead) {
-      moved = softmax.template step_ahead<Element>(P_next, S, correction);
-    } else {
-      moved = softmax.step(S, correction);
-    }
+    // P = exp(S - m), while P V(n + 1) runs
+    const bool moved = softmax.template step_ahead<Element>(P_next, S, correction);
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
     const auto v_in_use = self.v_ring;
@@ -120,7 +116,6 @@ class KeyWalk {
     pin(P);
     if (self.lane == 0) v_in_use.arrive_empty();
     if (moved) scale_rows(O, correction);  // O = O · exp(m_old - m)
-    if constexpr (!Traits::kTile.ahead) P_next = to_operand_a<Element>(S);
   }
 
   // One after the other, S in the registers of P: another block's products fill the gaps.
