@@ -48,6 +48,7 @@ class KeyWalk {
   using Element = typename Traits::Element;
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
+  static constexpr float kShare = 0.125f;
 
  public:
   // S: of the first block.
@@ -104,7 +105,7 @@ class KeyWalk {
     self.release(self.k_ring);
     finish_scores();
     // P = exp(S - m), while P V(n + 1) runs
-    const bool moved = softmax.template step_ahead<Element>(P_next, S, correction);
+    const bool moved = softmax.template step_ahead<Element>(P_next, S, correction, share());
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
     const auto v_in_use = self.v_ring;
@@ -134,7 +135,7 @@ class KeyWalk {
     pin(S);
     self.release(self.k_ring);
     finish_scores();
-    if (softmax.update_max(S, correction)) scale_rows(O, correction);
+    if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
     self.v_ring.wait_full();
   }
@@ -157,6 +158,15 @@ class KeyWalk {
 
   __device__ __forceinline__ void accumulate(Probabilities& P) {
     gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
+  }
+
+  // What part of a thread's sum so far a P may reach without being exact, where exponentials go ahead:
+  // an eighth of what the sum will be in the end, by the blocks that are left, and at most a half. (An
+  // eighth of the sum so far would make nearly every P above 1 of the first blocks exact, though few
+  // of those keys come to dominate their row, and each takes a scan of S and a rescale of O.)
+  __device__ __forceinline__ float share() const {
+    const BlockRange& blocks = work.range;  // read again, not kept: registers are short
+    return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
   }
 
   // Score terms; S = -inf where nothing is seen.
