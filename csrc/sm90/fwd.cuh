@@ -48,6 +48,7 @@ class KeyWalk {
   using Element = typename Traits::Element;
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
+  static constexpr float kShare = 0.125f;
 
  public:
   // S: of the first block.
@@ -110,12 +111,8 @@ class KeyWalk {
     pin(S);
     self.release(self.k_ring);
     finish_scores();
-    bool moved;  // exp(S - m), while P V(n + 1) runs
-    if constexpr (Traits::kTile.ahead) {
-      moved = softmax.template step_ahead<Element>(P_next, S, correction);
-    } else {
-      moved = softmax.step(S, correction);
-    }
+    // P = exp(S - m), while P V(n + 1) runs
+    const bool moved = softmax.template step_ahead<Element>(P_next, S, correction, share());
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
     const auto v_in_use = self.v_ring;
@@ -127,7 +124,6 @@ class KeyWalk {
     pin(P);
     if (self.lane == 0) v_in_use.arrive_empty();
     if (moved) scale_rows(O, correction);  // O = O · exp(m_old - m)
-    if constexpr (!Traits::kTile.ahead) P_next = to_operand_a<Element>(S);
   }
 
   // One after the other, S in the registers of P: another block's products fill the gaps.
@@ -146,7 +142,7 @@ class KeyWalk {
     pin(S);
     self.release(self.k_ring);
     finish_scores();
-    if (softmax.update_max(S, correction)) scale_rows(O, correction);
+    if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
     self.v_ring.wait_full();
   }
@@ -169,6 +165,15 @@ class KeyWalk {
 
   __device__ __forceinline__ void accumulate(Probabilities& P) {
     gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
+  }
+
+  // What part of a thread's sum so far a P may reach without being exact, where exponentials go ahead:
+  // an eighth of what the sum will be in the end, by the blocks that are left, and at most a half. (An
+  // eighth of the sum so far would make nearly every P above 1 of the first blocks exact, though few
+  // of those keys come to dominate their row, and each takes a scan of S and a rescale of O.)
+  __device__ __forceinline__ float share() const {
+    const BlockRange& blocks = work.range;  // read again, not kept: registers are short
+    return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
   }
 
   // Score terms; S = -inf where nothing is seen.

@@ -35,10 +35,10 @@ __device__ __forceinline__ void scale_rows(Accumulator<kMBlocks, kN>& O,
 // the exponentials.
 //
 // kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while no P exceeds 2^kSlackLog2, nor
-// both 1 and kOutweighs of what its thread has summed of the row. In exact arithmetic the result is
-// the same; the second is for the rounding. With the true maximum the largest P is 1 and rounds
-// without error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row
-// would be that row's error.
+// both 1 and `share` of what its thread has summed of the row. In exact arithmetic the result is the
+// same; the second is for the rounding. With the true maximum the largest P is 1 and rounds without
+// error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row would be
+// that row's error.
 template <int kRows, int kSlackLog2 = 0>
 class OnlineSoftmax {
  public:
@@ -76,7 +76,7 @@ class OnlineSoftmax {
   template <typename Element, int kMBlocks, int kN>
   __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
                                              Accumulator<kMBlocks, kN>& S,
-                                             float (&correction)[kRows]) {
+                                             float (&correction)[kRows], float share) {
     static_assert(kSlackLog2 > 0);
     if (negate_) negate(S);
     float sum_before[kRows];
@@ -87,7 +87,7 @@ class OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float2 largest = ptx::unpack<Element>(row_max_of(P, row));
-      exceeds |= fmaxf(largest.x, largest.y) > limit(sum_before[row]);
+      exceeds |= fmaxf(largest.x, largest.y) > limit(sum_before[row], share);
       overflows |= fmaxf(largest.x, largest.y) > kLargest;
     }
     if (!__any_sync(~0u, exceeds)) return false;
@@ -144,15 +144,15 @@ class OnlineSoftmax {
   // for each result, when it wants them.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ bool update_max(Accumulator<kMBlocks, kN>& S,
-                                             float (&correction)[kRows]) {
+                                             float (&correction)[kRows], float share = 0.f) {
     if (negate_) negate(S);
-    return raise_max<kSlackLog2>(S, correction);
+    return raise_max<kSlackLog2>(S, correction, share);
   }
 
   // update_max() where S does not need its sign flipped any more; kSlack in the place of kSlackLog2.
   template <int kSlack, int kMBlocks, int kN>
   __device__ __forceinline__ bool raise_max(const Accumulator<kMBlocks, kN>& S,
-                                            float (&correction)[kRows]) {
+                                            float (&correction)[kRows], float share = 0.f) {
     float maximum[kRows];
     row_maxima(S, maximum);
     bool moved = false;
@@ -167,7 +167,7 @@ class OnlineSoftmax {
       bool exceeds = false;
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        exceeds |= 1.f > correction[row] * limit(row_sum_[row]);
+        exceeds |= 1.f > correction[row] * limit(row_sum_[row], share);
       }
       if (!__any_sync(~0u, exceeds)) return false;
     }
@@ -266,11 +266,11 @@ class OnlineSoftmax {
     }
   }
 
-  static constexpr float kLargest = 1 << kSlackLog2, kOutweighs = 0.125f;
+  static constexpr float kLargest = 1 << kSlackLog2;
 
   // The largest P that passes with an older maximum, by what the thread had summed of its row.
-  __device__ __forceinline__ static float limit(float row_sum) {
-    return fminf(fmaxf(kOutweighs * row_sum, 1.f), kLargest);
+  __device__ __forceinline__ static float limit(float row_sum, float share) {
+    return fminf(fmaxf(share * row_sum, 1.f), kLargest);
   }
 
   float row_max_[kRows], row_sum_[kRows];
