@@ -129,7 +129,13 @@ template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {
     .consumers = 2, .block_n = 64, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// With score terms: three classes, for the time of the build.
+// With score terms: three classes, for the time of the build. With 64 keys d = 256 would spill
+// registers.
+template <int kHeadDim>
+inline constexpr FwdTile kScoresTile = kFwdTile<kHeadDim, kHeadDim>;
+template <>
+inline constexpr FwdTile kScoresTile<256> = {
+    .consumers = 2, .block_n = 48, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
 template <typename F>
 auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;

@@ -415,7 +415,7 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& device,
                             Stream stream) {
-  constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDim>;
+  constexpr FwdTile kTile = kScoresTile<kHeadDim>;
   launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kScores>>(params, device,
                                                                                stream);
 }
