@@ -159,10 +159,10 @@ struct DecodeParams : CacheParams, ScoreParams {
   // the whole call are dealt out evenly, whatever the lengths.
   int num_splits;
   int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
-  // Plain calls cut by length, in pieces of the whole call: what the SMs take one of each, what fills
-  // the device, and the most that there may be, but one a sequence more. keys_per_split gives way to
-  // them (decode_pieces.cuh). most_pieces 0: never.
-  int even_pieces, least_pieces, most_pieces;
+  // Plain calls cut by length: pieces of the whole call that fill the device, and the most that there
+  // may be, but one a sequence more. keys_per_split gives way to them (decode_pieces.cuh). most_pieces
+  // 0: never.
+  int least_pieces, most_pieces;
 
   // (batch) or null. Not plain and num_splits = 1: a sequence whose entry is 0 is left to others.
   const int32_t* wanted;

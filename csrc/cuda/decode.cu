@@ -102,7 +102,6 @@ void plan_decode(DecodeParams& params, bool batch_invariant, const DeviceInfo& d
   params.keys_per_split = batch_invariant ? kInvariantKeys : kPieceKeys;
   params.num_splits = (params.capacity - 1) / params.keys_per_split + 1;
   const int64_t sharers = decode_row_tiles(params) / params.batch;
-  params.even_pieces = static_cast<int>(std::max<int64_t>(device.num_sms / sharers, 1));
   params.least_pieces = static_cast<int>(std::max<int64_t>(places / sharers, 1));
   params.most_pieces = batch_invariant ? 0 : kMostWaves * params.least_pieces;
 }

@@ -35,23 +35,15 @@ class PieceLine {
   __device__ __forceinline__ explicit PieceLine(const DecodeParams& params)
       : params_(params), lane_(threadIdx.x % 32), piece_tiles_(params.keys_per_split / kTileKeys) {
     if (params.most_pieces == 0) return;
-    int total = 0, longest = 0;
+    int total = 0;
 #pragma unroll 4
     for (int batch_idx = lane_; batch_idx < params.batch; batch_idx += 32) {
-      const int own = tiles(batch_idx);
-      total += own;
-      longest = max(longest, own);
+      total += tiles(batch_idx);
     }
     total = __reduce_add_sync(~0u, total);
-    longest = __reduce_max_sync(~0u, longest);
     const int largest = (total + params.least_pieces - 1) / params.least_pieces;
     const int smallest = (total + params.most_pieces - 1) / params.most_pieces;
     piece_tiles_ = max(min(piece_tiles_, largest), smallest);
-    // Whole, where all begin at once and none is much longer than an SM's share.
-    const int64_t limit = int64_t{total} * 17 / 16;
-    if (params.batch <= params.least_pieces && int64_t{longest} * params.even_pieces <= limit) {
-      piece_tiles_ = longest;
-    }
     end_ = params.batch + total / piece_tiles_;
   }
 
