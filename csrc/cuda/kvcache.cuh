@@ -30,6 +30,7 @@
 #include "launch.h"
 #include "ptx/barrier.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/opaque.cuh"
 
 namespace flash_attn::cuda {
 
@@ -148,7 +149,13 @@ __device__ __forceinline__ void consume(const DecodeParams& params, const Kvcach
       const int first_key = tile * Traits::kKeys + warp * Traits::kWarpKeys;
       finish_scores(S, params, rows, own_valid, first_key, lane);
       float correction[2];
-      if (softmax.template step<Traits>(S, correction, smem, warp, lane)) {
+#if __CUDA_ARCH__ < 900
+      // Addresses kept from tile to tile spill where two blocks share a multiprocessor.
+      const auto step_lane = static_cast<int>(ptx::opaque(lane));
+#else
+      const int step_lane = lane;
+#endif
+      if (softmax.template step<Traits>(S, correction, smem, warp, step_lane)) {
         scale_rows(O, correction);
       }
       ptx::mbarrier_wait(smem.full[at.stage], at.phase);
