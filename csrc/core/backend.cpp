@@ -82,16 +82,16 @@ int64_t prefill_tiles(const CallShape& call) {
 // Whether a prefill kernel is the faster one for new tokens against a cache, by the thread blocks'
 // time for each key. Decode's blocks, of 16 rows of one kv head, share a sequence's keys and so always
 // fill the device; tiles of 128 queries of one head leave a part of it idle where they are few and
-// not cut. Pages are copied before: for each kv head as long as some of decode's blocks take. Lengths
-// do not matter.
+// not cut. Pages are copied before: for each kv head as long as some of decode's blocks take, which
+// pages slow down, too. Lengths do not matter.
 //
-// H200, d = 128 against 8k and 32k keys, 32 / 8 heads, tiles not cut, decode's time ÷ sm90's, batch
-// 1: 64 tokens 0.59 and 0.56, 128 0.87 and 0.93, 256 1.7 and 1.9, 1024 3.6 and 4.3; batch 4: 32
-// tokens 0.82 and 0.94, 64 1.9. ÷ sm80's: 256 tokens 0.67, batch 4 1.7. d = 64, sm90: 256 tokens
-// 0.78, 1024 2.1.
+// H200, d = 128 against 8k and 32k keys, 32 / 8 heads, decode's time ÷ sm90's, batch 1: 64 tokens 1.5
+// and 1.6 (in pages of 16 1.5 and 1.8), 256 2.6 and 3.0 (2.5 and 3.0), 1024 3.1 and 3.3 (3.6 and 3.5);
+// batch 8: 64 tokens 1.7 (1.3). Tiles not cut, batch 1: 64 tokens 0.59, 128 0.87; batch 4: 32 tokens
+// 0.82, 64 1.9. ÷ sm80's: 256 tokens 0.67, batch 4 1.7. d = 64, sm90: 256 tokens 0.78, 1024 2.1.
 bool prefill_is_faster(Backend backend, const CallShape& call) {
   constexpr int64_t kDecodeTokens = 16, kDecodeRows = 16, kPagesCost = 6;
-  constexpr double kMergeCost = 1.2;
+  constexpr double kMergeCost = 1.2, kPagesSlowDecode = 1.2;
   if (call.tokens <= kDecodeTokens || call.num_sms == 0) return false;
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   const int splits = backend == Backend::kSm90 ? prefill_splits(call) : 1;
@@ -101,9 +101,10 @@ bool prefill_is_faster(Backend backend, const CallShape& call) {
   const double cost = tile_cost * static_cast<double>(waves * call.num_sms) / splits *
                       (splits > 1 ? kMergeCost : 1.0);
   const int64_t kv_heads = call.batch * call.heads_kv;
-  const int64_t copy_cost = call.paged ? kPagesCost * kv_heads : 0;
   const int64_t decode_cost = kv_heads * ceil_div(group_rows(call), kDecodeRows);
-  return cost <= static_cast<double>(decode_cost - copy_cost);
+  if (!call.paged) return cost <= static_cast<double>(decode_cost);
+  return cost + static_cast<double>(kPagesCost * kv_heads) <=
+         kPagesSlowDecode * static_cast<double>(decode_cost);
 }
 
 }  // namespace
