@@ -6,9 +6,9 @@
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
 before it is timed. The kinds cache and splits race our decode with itself: over the forms that a
-cache can have, and cut into pieces against not. The kind pages: pages of 16 against dense, and
-against FlashInfer where it is installed. chunk: many new tokens against a
-cache, dense and in pages, on the prefill kernels and on decode's.
+cache can have, and cut into pieces against not. pages: pages of 16 against dense, and against
+FlashInfer where it is installed. chunk: many new tokens against a cache, dense and in pages, on the
+prefill kernels and on decode's.
 """
 
 import argparse

@@ -6,8 +6,9 @@
 // Threads lie along the columns, four floats each, and repeat over the splits as often as there is
 // use for: with head_dim 128 and 16 splits, 32 · 4 threads load four splits each. A thread runs once
 // through its splits with a state (o, l, m): Σ exp(lseₛ - m) · oₛ, Σ exp(lseₛ - m), max lseₛ; the
-// states of a column meet by shuffles where a warp has several, then in shared memory. A piece without keys has lse -inf and anything as o,
-// which is loaded (lse and o come together, one latency) and dropped.
+// states of a column meet by shuffles where a warp has several, then in shared memory. A piece
+// without keys has lse -inf and anything as o, which is loaded (lse and o come together, one latency)
+// and dropped.
 #pragma once
 
 #include <algorithm>
