@@ -56,7 +56,7 @@ inline constexpr FwdTile kFwdTile = {};
 // TFLOP/s on an H200, bf16, full / causal, ± 5 %. First the tile's own, of one run; what was tried
 // beside it as a ratio to it, of other runs (benchmarks/NOTES.md). Those of d = 64 with many
 // queries, 128 and 256 are from before dominant keys were kept exact
-// (OnlineSoftmax::spare_largest): today 507 / 490, 615 / 610 and 688 / 647 at 16k, settled.
+// (OnlineSoftmax::spare_largest): today 507 / 490, 615 / 610 and 688 (full) at 16k, settled.
 //
 // d = 40, s = 8k 340 / 324, 2k 291 / 236. Two stages: 0.98 / 0.98 (8k); four 0.99 / 1.00; two
 // consumers, 128 keys: 0.89 / 0.89 (8k), 1.03 / 1.08 (1k). Four consumers of 112 registers, 80 keys

@@ -14,7 +14,7 @@
 //
 // The plain loop of a consumer:
 //
-//   for n:  S = Q K(n)ᵀ; mask; P, m, l = online_softmax(S)
+//   for n:  S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S)
 //           O = O · exp(m_old - m) + P V(n)
 //
 // The loop here departs from it in four ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
@@ -28,6 +28,9 @@
 //   consumer 0   │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ issue Q K(n-1)ᵀ, P V(n) │ …
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
+//
+// Compiled three times (FwdForm): without score terms, with them, and without them for a piece of the
+// keys, whose O and LSE are partial results.
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
