@@ -11,17 +11,15 @@ from torch import Tensor
 
 from flash_attn._library import C
 
-# The backend that use_backend asked for. torch.compile guards on this variable.
-_forced_backend: str | None = None
+# `names`: the backends that this thread's or async context's use_backend blocks name, outermost
+# first. torch.compile guards on it.
+forced_backends = C.ForcedBackends()
 
 
 def forced_backend() -> str | None:
-    return _forced_backend
-
-
-def set_forced_backend(name: str | None) -> None:
-    global _forced_backend
-    _forced_backend = name
+    """The backend of the innermost use_backend block, if any."""
+    names = forced_backends.names
+    return names[-1] if names else None
 
 
 def _ops():
@@ -164,7 +162,7 @@ def fwd_arguments(
         softcap,
         deterministic,
         return_probs,
-        _forced_backend,
+        forced_backend(),
     )
 
 
@@ -230,7 +228,7 @@ def bwd(
         softcap,
         deterministic,
         [True, True, True, False, False],
-        _forced_backend,
+        forced_backend(),
     )
     return dq, dk, dv
 
@@ -276,7 +274,7 @@ def decode_arguments(
         softcap,
         num_splits,
         batch_invariant,
-        _forced_backend,
+        forced_backend(),
     )
 
 
