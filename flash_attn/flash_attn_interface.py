@@ -57,7 +57,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:
-    """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable.
+    """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable, in reverse mode.
 
         S = softmax_scale · Q Kᵀ → softcap → + attn_bias, ALiBi → mask
         out = dropout(softmax(S)) V,   softmax_lse = log Σⱼ exp(Sⱼ)
@@ -119,7 +119,8 @@ def flash_attn_func(
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or
             use_backend insists on a backend that cannot serve this call.
-        TypeError: not a tensor, not a number. ValueError: causal_alignment.
+        TypeError: not a tensor, not a number. ValueError: causal_alignment. NotImplementedError: an
+            input has a tangent of forward-mode AD.
     """
     arguments = fwd_arguments(
         q,

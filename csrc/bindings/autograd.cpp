@@ -104,8 +104,22 @@ class Attention : public torch::autograd::Function<Attention> {
 };
 
 FwdResult fwd_autograd(const FwdArgs& args) {
+// Forward-mode AD has no formula here, and a tangent that nobody looks at would be a silent zero.
+void check_no_tangent(const char* name, const OptTensor& input) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!input || !input->_fw_grad(/*level=*/0).defined(),
+                              "flash_attn: ", name,
+                              ": forward-mode AD is not implemented, expected a tensor without a "
+                              "tangent, got one with");
+}
+
   const AttnArgs& attn = args.attn;
   const auto wants_grad = [](const OptTensor& input) { return input && input->requires_grad(); };
+  check_no_tangent("q", attn.q);
+  check_no_tangent("k", attn.k);
+  check_no_tangent("v", attn.v);
+  check_no_tangent("attn_bias", attn.attn_bias);
+  check_no_tangent("alibi_slopes", attn.alibi_slopes);
+  check_no_tangent("learnable_sink", attn.learnable_sink);
   if (!at::GradMode::is_enabled() ||
       !(attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() ||
         wants_grad(attn.attn_bias) || wants_grad(attn.learnable_sink))) {
@@ -121,6 +135,16 @@ FwdResult fwd_autograd(const FwdArgs& args) {
 }
 
 // The caches are changed in place and have no gradient; nor have out and LSE, which raise in the
+void check_no_tangents(const DecodeArgs& args) {
+  check_no_tangent("q", args.q);
+  check_no_tangent("k_cache", args.k_cache);
+  check_no_tangent("v_cache", args.v_cache);
+  check_no_tangent("alibi_slopes", args.alibi_slopes);
+  check_no_tangent("learnable_sink", args.learnable_sink);
+  check_no_tangent("k_descale", args.k_descale);
+  check_no_tangent("v_descale", args.v_descale);
+}
+
 // backward pass.
 class NotDifferentiable : public torch::autograd::Function<NotDifferentiable> {
  public:
@@ -145,6 +169,11 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
   check_no_grad("k_cache", args.decode.k_cache);
   check_no_grad("v_cache", args.decode.v_cache);
   const variable_list results = NotDifferentiable::apply(args.decode.q, args.k, args.v, args);
+  check_no_tangent("k", args.k);
+  check_no_tangent("v", args.v);
+  check_no_tangent("rotary_cos", args.rotary_cos);
+  check_no_tangent("rotary_sin", args.rotary_sin);
+  check_no_tangents(args.decode);
   return {results[0], results[1]};
 }
 
