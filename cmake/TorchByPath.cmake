@@ -6,9 +6,12 @@
 if(NOT Python_EXECUTABLE)
   find_program(Python_EXECUTABLE NAMES python3 python REQUIRED)
 endif()
+# The C++ runtime is linked by path, too: the one that libtorch has loaded. A compiler without a libstdc++.so beside it links
+# libstdc++.a instead, and two runtimes in one process crash where a stream of the one prints with a locale of the other.
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-          "import torch; print(torch.__path__[0], torch.__version__, torch.version.cuda or '', int(torch.compiled_with_cxx11_abi()), sep=';')"
+          "import torch; print(torch.__path__[0], torch.__version__, torch.version.cuda or '', int(torch.compiled_with_cxx11_abi()), \
+next((line.split()[-1] for line in open('/proc/self/maps') if '/libstdc++.so' in line), ''), sep=';')"
   OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE torch_missing ERROR_QUIET)
 if(torch_missing)
   message(FATAL_ERROR "flash_attn: ${Python_EXECUTABLE} has no torch. Install torch first (pip install torch), then build against it.")
@@ -17,6 +20,7 @@ list(GET torch_facts 0 TORCH_DIR)
 list(GET torch_facts 1 TORCH_VERSION)
 list(GET torch_facts 2 TORCH_CUDA_VERSION)
 list(GET torch_facts 3 torch_cxx11_abi)
+list(GET torch_facts 4 torch_libstdcxx)
 
 if(NOT TARGET torch::torch)
   add_library(torch::torch INTERFACE IMPORTED)
@@ -26,6 +30,9 @@ if(NOT TARGET torch::torch)
       list(APPEND torch_libs ${TORCH_DIR}/lib/lib${name}.so)
     endif()
   endforeach()
+  if(EXISTS "${torch_libstdcxx}")
+    list(APPEND torch_libs ${torch_libstdcxx})
+  endif()
   set_target_properties(torch::torch PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES "${TORCH_DIR}/include;${TORCH_DIR}/include/torch/csrc/api/include"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TORCH_DIR}/include;${TORCH_DIR}/include/torch/csrc/api/include"

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from flash_attn._library import C
 
-# The backend that use_backend asked for. torch.compile guards on this variable.
-_forced_backend: str | None = None
+# `names`: the backends that this thread's or async context's use_backend blocks name, outermost
+# first. torch.compile guards on it.
+forced_backends = C.ForcedBackends()
 
 
 def forced_backend() -> str | None:
-    return _forced_backend
-
-
-def set_forced_backend(name: str | None) -> None:
-    global _forced_backend
-    _forced_backend = name
+    """The backend of the innermost use_backend block, if any."""
+    names = forced_backends.names
+    return names[-1] if names else None
 
 
 def _ops():
@@ -74,23 +72,76 @@ def dense_seqlen(x: Tensor) -> int:
         ) from None
 
 
-def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
-    """A paged cache (num_pages, page_size, …) as (batch, max_pages * page_size, …): a copy.
-
-    Entries past a sequence's length may hold anything: they are clamped, and what they fetch is
-    masked.
-    """
+def _check_pages(k: Tensor, v: Tensor, block_table: Tensor) -> None:
     if block_table.dim() != 2 or block_table.dtype != torch.int32:
         raise RuntimeError(
             "flash_attn: block_table: expected int32 of shape (batch, max_pages), got"
             f" {block_table.dtype} of shape {tuple(block_table.shape)}"
         )
-    if cache.dim() != 4:
+    for name, cache in (("k", k), ("v", v)):
+        if cache.dim() != 4:
+            raise RuntimeError(
+                f"flash_attn: {name}: expected shape (num_pages, page_size, heads_kv, d) with"
+                f" block_table, got {tuple(cache.shape)}"
+            )
+    if k.shape[:2] != v.shape[:2]:
         raise RuntimeError(
-            "flash_attn: block_table: expected k and v of shape (num_pages, page_size, heads_kv,"
-            f" d), got {tuple(cache.shape)}"
+            f"flash_attn: v: expected {k.size(0)} pages of {k.size(1)} keys as k has, got"
+            f" {v.size(0)} of {v.size(1)}"
         )
+
+
+def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
+    """A paged cache (num_pages, page_size, …) as (batch, max_pages * page_size, …): a copy.
+
+    A page that does not exist is a copy of another one; of zeros, if there is none.
+    """
+    if cache.size(0) == 0:
+        cache = torch.cat([cache, cache.new_zeros(1, *cache.shape[1:])])
     return cache[block_table.clamp(0, cache.size(0) - 1)].flatten(1, 2)
+
+
+def _mask_missing(k, missing, page_size, attn_bias, max_seqlen_k, leftpad_k):
+    """The gathered k and the bias of a call in which pages, bool (batch, max_pages), are missing.
+
+    On the CPU their keys are masked. A GPU's kernels take no mask and its host cannot know whether
+    one is needed: there a NaN in each key shows in every row that sees one.
+    """
+    if not k.is_cpu:
+        lost = missing.repeat_interleave(page_size, 1)[..., None]
+        k[..., 0].masked_fill_(lost, float("nan"))
+        return k, attn_bias
+    if missing.size(1) == 0 or not (torch.compiler.is_compiling() or bool(missing.any())):
+        return k, attn_bias
+    position = torch.arange(max_seqlen_k, device=k.device).expand(missing.size(0), -1)
+    if leftpad_k is not None:
+        position = position + leftpad_k.clamp(min=0)[:, None]
+    page = (position // page_size).clamp(max=missing.size(1) - 1)
+    masked = missing.gather(1, page)[:, None, None]
+    if attn_bias is None:
+        return k, ~masked
+    if attn_bias.dtype == torch.bool:
+        return k, attn_bias & ~masked
+    return k, attn_bias.masked_fill(masked, float("-inf"))
+
+
+def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias):
+    """The pages of each sequence side by side, as a varlen call takes them.
+
+    Each sequence is padded to the table's capacity; its true length moves into seqused_k. Returns
+    k, v, cu_seqlens_k, seqused_k, attn_bias.
+    """
+    _check_pages(k, v, block_table)
+    (pages, page_size), (batch, columns) = k.shape[:2], block_table.shape
+    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    if pages == 0:
+        lengths = torch.zeros_like(lengths)
+    first = torch.arange(columns, device=k.device) * page_size
+    missing = ((block_table < 0) | (block_table >= pages)) & (first < lengths[:, None])
+    k, v = gather_pages(k, block_table), gather_pages(v, block_table)
+    k, attn_bias = _mask_missing(k, missing, page_size, attn_bias, max_seqlen_k, leftpad_k)
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * columns * page_size
+    return k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, lengths, attn_bias
 
 
 def fwd_arguments(
@@ -128,14 +179,9 @@ def fwd_arguments(
     if max_seqlen_k is None:
         max_seqlen_k = dense_seqlen(k)
     if block_table is not None:
-        # The kernels of this op read unpaged keys, so the pages are copied side by side, each
-        # sequence padded to the table's capacity; its true length moves into seqused_k.
-        batch, capacity = block_table.size(0), block_table.size(-1) * k.size(1)
-        if seqused_k is None:
-            seqused_k = cu_seqlens_k.diff()
-        k = gather_pages(k, block_table).flatten(0, 1)
-        v = gather_pages(v, block_table).flatten(0, 1)
-        cu_seqlens_k = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * capacity
+        k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
+            k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
+        )
     if rng_state is None and dropout_p > 0.0:
         rng_state = draw_rng_state(q)
     window_left, window_right = window_sides(window_size)
@@ -164,7 +210,7 @@ def fwd_arguments(
         softcap,
         deterministic,
         return_probs,
-        _forced_backend,
+        forced_backend(),
     )
 
 
@@ -230,7 +276,7 @@ def bwd(
         softcap,
         deterministic,
         [True, True, True, False, False],
-        _forced_backend,
+        forced_backend(),
     )
     return dq, dk, dv
 
@@ -276,7 +322,7 @@ def decode_arguments(
         softcap,
         num_splits,
         batch_invariant,
-        _forced_backend,
+        forced_backend(),
     )
 
 

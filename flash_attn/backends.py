@@ -25,8 +25,10 @@ class use_backend:
             out = flash_attn_func(q, k, v)  # never another backend
 
     The backward of a call belongs to the forward's backend, which must serve both. Blocks nest; the
-    innermost counts. The choice is process-wide, for all threads. torch.compile guards on it:
-    compiled code follows the block it runs in.
+    innermost counts. The choice holds in this thread, or in this async context with the tasks that
+    are started in it: a thread that is started inside begins without one. So does what
+    torch.utils.checkpoint runs again on a GPU; its context_fn takes a block, too. torch.compile
+    guards on the choice: compiled code follows the block it runs in.
 
     Raises:
         ValueError: no backend has that name.
@@ -39,15 +41,13 @@ class use_backend:
                 f"flash_attn: backend: expected one of {', '.join(_NAMES)}, got {name!r}"
             )
         self.name = name
-        self._outer: list[str | None] = []
 
     def __enter__(self) -> "use_backend":
-        self._outer.append(_call.forced_backend())
-        _call.set_forced_backend(self.name)
+        _call.forced_backends.names = (*_call.forced_backends.names, self.name)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _call.set_forced_backend(self._outer.pop())
+        _call.forced_backends.names = _call.forced_backends.names[:-1]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:
-    """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable.
+    """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable, in reverse mode.
 
         S = softmax_scale · Q Kᵀ → softcap → + attn_bias, ALiBi → mask
         out = dropout(softmax(S)) V,   softmax_lse = log Σⱼ exp(Sⱼ)
@@ -119,7 +119,8 @@ def flash_attn_func(
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or
             use_backend insists on a backend that cannot serve this call.
-        TypeError: not a tensor, not a number. ValueError: causal_alignment.
+        TypeError: not a tensor, not a number. ValueError: causal_alignment. NotImplementedError: an
+            input has a tangent of forward-mode AD.
     """
     arguments = fwd_arguments(
         q,
@@ -182,12 +183,15 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), starting with 0, on q's device. Values that
             lie outside the tensors are clamped.
         max_seqlen_q, max_seqlen_k: int, at least the longest sequence. A 0-dim tensor works, at the
-            price of a synchronisation.
+            price of a synchronisation. Too small a number is refused on the CPU; on a GPU the host
+            does not know, and where the backend is aten, queries beyond give NaN, as do all those
+            of a sequence with keys beyond.
         alibi_slopes: fp32 (heads_q) or (batch, heads_q).
         attn_bias: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k).
         block_table: int32 (batch, max_pages): k and v are pages (num_pages, page_size, heads_kv,
             d), of any page size, and cu_seqlens_k only gives the lengths. The pages are copied side
-            by side first.
+            by side first. A page that does not exist has no keys, on the CPU; on a GPU a query that
+            sees it gives NaN. Entries past a sequence's length may hold anything.
         seqused_q, seqused_k: int32 (batch): only that many first rows of each sequence count.
             Queries beyond give out 0, softmax_lse -inf and no gradient.
         leftpad_k: int32 (batch): keys to skip at the start of each sequence; positions count from

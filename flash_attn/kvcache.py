@@ -166,7 +166,8 @@ def flash_attn_with_kvcache(
     Arguments:
         q: (batch, seqlen_q, heads_q, d).
         k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table, num_splits, k_descale,
-            v_descale, batch_invariant: as in flash_decode_func.
+            v_descale, batch_invariant: as in flash_decode_func. With k and v, each element of the
+            caches needs a place in memory of its own.
         k, v: (batch, seqlen_new, heads_kv, d) and (…, d_v), dtype of q, written to the cache from
             position cache_seqlens on: rounded to nearest even; for a cache of 8 bits divided by its
             descale and saturated. What does not fit the cache, or belongs to a page or a row that
@@ -187,6 +188,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it.
+        NotImplementedError: an input has a tangent of forward-mode AD. Either way nothing has been
+        written.
     """
     _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):

@@ -236,6 +236,94 @@ def test_packed_forms(seed: int) -> None:
     assert torch.equal(out, expected.flatten(0, 1))
 
 
+PACKED_OPTIONS = {
+    "dropout_p": 0.3,
+    "softmax_scale": 0.7,
+    "causal": True,
+    "window_size": (3, 1),
+    "softcap": 0.5,
+    "alibi_slopes": torch.tensor([0.5, 0.25]),
+    "attn_bias": torch.linspace(-3, 3, 7 * 7).view(7, 7),
+    "learnable_sink": torch.tensor([1.0, -1.0]),
+    "causal_alignment": "top-left",
+}
+
+
+@pytest.mark.parametrize("name", PACKED_OPTIONS)
+@pytest.mark.parametrize("form", ["qkvpacked", "kvpacked"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_packed_forms_pass_every_option(varlen: bool, form: str, name: str) -> None:
+    """With lengths of q and k that differ where they can; each option changes the result."""
+    function = getattr(flash_attn, f"flash_attn{'_varlen' * varlen}_{form}_func")
+    plain = flash_attn.flash_attn_varlen_func if varlen else flash_attn.flash_attn_func
+    own_keys = form == "kvpacked"
+    options = {name: PACKED_OPTIONS[name]}
+    basis = {"causal": True, "window_size": (4, 0)} if name == "causal_alignment" else {}
+    if name == "attn_bias" and own_keys:
+        options["attn_bias"] = options["attn_bias"][:5]
+    rows_q, rows_k = (5, 7) if own_keys else (7, 7)
+    if varlen:
+        q, k, v = torch.randn(9, 2, 8), *torch.randn(2, 11, 2, 8)
+        cu_q = torch.tensor([0, rows_q, 9], dtype=torch.int32)
+        cu_k = torch.tensor([0, 4, 11], dtype=torch.int32)
+        if not own_keys:
+            q, cu_q = torch.randn(11, 2, 8), cu_k
+        lengths = (cu_q, cu_k, rows_q, rows_k) if own_keys else (cu_q, 7)
+        plain_lengths = (cu_q, cu_k, rows_q, rows_k)
+    else:
+        q, (k, v) = torch.randn(2, rows_q, 2, 8), torch.randn(2, 2, rows_k, 2, 8)
+        lengths = plain_lengths = ()
+    packed = (q, torch.stack([k, v], -3)) if own_keys else (torch.stack([q, k, v], -3),)
+
+    def drawn(call, *inputs: object, **given: object) -> tuple:
+        torch.manual_seed(1)
+        return call(*inputs, return_attn_probs=True, **basis, **given)
+
+    actual, expected = (
+        drawn(function, *packed, *lengths, **options),
+        drawn(plain, q, k, v, *plain_lengths, **options),
+    )
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+    if own_keys or name != "causal_alignment":  # which needs lengths that differ
+        assert not torch.equal(drawn(plain, q, k, v, *plain_lengths)[0], expected[0])
+
+
+def test_packed_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend on the CPU tells it apart, so what is passed on is what counts."""
+    seen: list[bool] = []
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        monkeypatch.setattr(
+            flash_attn_interface, name, lambda *_, **__: seen.append(_[-2]) or torch.zeros(0)
+        )
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    flash_attn.flash_attn_qkvpacked_func(torch.zeros(1, 4, 3, 2, 8), deterministic=True)
+    flash_attn.flash_attn_kvpacked_func(
+        torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 2, 8), deterministic=True
+    )
+    flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(4, 3, 2, 8), cu, 4, deterministic=True)
+    flash_attn.flash_attn_varlen_kvpacked_func(
+        torch.zeros(4, 2, 8), torch.zeros(4, 2, 2, 8), cu, cu, 4, 4, deterministic=True
+    )
+    assert seen == [True] * 4
+
+
+@pytest.mark.parametrize("sides", [(2**63 - 1, 2**63 - 1), (2**63 - 1, 0), (0, 2**63 - 1)])
+@pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])
+def test_the_widest_window_is_none(alignment: str, sides: tuple[int, int]) -> None:
+    """2^63 - 1 keys to a side, forward, backward and decode."""
+    unlimited = tuple(-1 if side else 0 for side in sides)
+    q, k, v = (torch.randn(2, n, 2, 8, requires_grad=True) for n in (9, 13, 13))
+    results = []
+    for window in (sides, unlimited):
+        out = flash_attn.flash_attn_func(q, k, v, window_size=window, causal_alignment=alignment)
+        with torch.no_grad():
+            decoded = flash_attn.flash_decode_func(q, k, v, causal=False, window_size=window)
+        results.append([out, decoded, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for a, e in zip(*results, strict=True):
+        assert torch.equal(a, e)
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 4, 4, 8), (2, 5, 3, 8), (2, 5, 2, 4, 8)])
 def test_packed_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(

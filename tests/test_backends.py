@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -61,6 +62,91 @@ def test_blocks_nest_and_end() -> None:
     with pytest.raises(KeyError), flash_attn.use_backend("sm80"):
         raise KeyError
     assert serves() == "aten"
+
+
+def overlap() -> dict[str, object]:
+    """Enters "aten" in one thread, then "sm80" in another, calls in both, leaves in that order."""
+    barrier = threading.Barrier(2, timeout=60)
+    results: dict[str, object] = {}
+
+    def thread(name: str, turn: int) -> None:
+        try:
+            for step in range(2):
+                if step == turn:
+                    block = flash_attn.use_backend(name)
+                    block.__enter__()
+                barrier.wait()
+            results[name] = served(*tensors())
+            barrier.wait()
+            for step in range(2):
+                if step == turn:
+                    block.__exit__(None, None, None)
+                barrier.wait()
+            results[f"after {name}"] = served(*tensors())
+        except Exception as error:
+            barrier.abort()
+            results[name] = error
+
+    threads = [threading.Thread(target=thread, args=x) for x in (("aten", 0), ("sm80", 1))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return results
+
+
+def served(*inputs: torch.Tensor) -> str:
+    """Whether a call on the CPU runs, as it does on aten, or is refused, as by sm80."""
+    try:
+        flash_attn.flash_attn_func(*inputs)
+    except RuntimeError as error:
+        assert "sm80 cannot serve this call" in str(error)
+        return "refused"
+    return "served"
+
+
+def test_blocks_of_two_threads_overlap() -> None:
+    """Each thread has its own choice, and nothing stays behind."""
+    inside = {"aten": "served", "sm80": "refused"}
+    assert overlap() == inside | {"after aten": "served", "after sm80": "served"}
+    assert flash_attn.can_use(*tensors()).backend == "aten"
+
+
+def test_one_block_in_two_threads() -> None:
+    """A use_backend object holds no state of the thread that entered it."""
+    block = flash_attn.use_backend("sm80")
+    with flash_attn.use_backend("aten"):
+        block.__enter__()
+        inside: list[str] = []
+        thread = threading.Thread(
+            target=lambda: [block.__enter__(), block.__exit__(), inside.append(served(*tensors()))]
+        )
+        thread.start()
+        thread.join()
+        assert inside == ["served"] and served(*tensors()) == "refused"
+        block.__exit__()
+        assert served(*tensors()) == "served"
+
+
+def test_blocks_of_async_contexts_overlap() -> None:
+    """Tasks that take turns inside their blocks; a task starts with the choice of its parent."""
+
+    async def task(name: str | None) -> str:
+        if name is None:
+            return served(*tensors())
+        with flash_attn.use_backend(name):
+            await asyncio.sleep(0)
+            before = served(*tensors())
+            await asyncio.sleep(0)
+            (child,) = await asyncio.gather(task(None))
+            assert child == before == served(*tensors())
+        return before
+
+    async def main() -> list[str]:
+        return await asyncio.gather(*map(task, ("aten", "sm80", None, "aten", "sm80")))
+
+    assert asyncio.run(main()) == ["served", "refused", "served", "served", "refused"]
+    assert served(*tensors()) == "served"
 
 
 def test_backward_stays_with_its_forward() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from caches import CacheCase, CacheProblem, skip_unless_served
@@ -127,6 +129,49 @@ def test_compile_follows_use_backend(target: Target, fresh_dynamo) -> None:
         compiled(x, x, x)
     with flash_attn.use_backend(impossible), pytest.raises(RuntimeError):
         compiled(x, x, x)
+
+
+def test_two_threads_share_compiled_code(fresh_dynamo) -> None:
+    """Under different backends: each gets its own, however the calls interleave."""
+    compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 9, 2, 32)
+    expected = flash_attn.flash_attn_func(x, x, x)
+    barrier = threading.Barrier(2, timeout=120)
+    wrong: list[str] = []
+
+    def call(name: str) -> None:
+        with flash_attn.use_backend(name):
+            for _ in range(5):
+                barrier.wait()
+                try:
+                    right = torch.equal(compiled(x, x, x), expected) and name == "aten"
+                except RuntimeError as error:
+                    right = name == "sm80" and "sm80 cannot serve this call" in str(error)
+                if not right:
+                    wrong.append(name)
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in ("aten", "sm80")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_block_inside_compiled_code(fresh_dynamo) -> None:
+    """It counts inside, and the caller's own block afterwards."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        with flash_attn.use_backend("aten"):
+            return flash_attn.flash_attn_func(x, x, x)
+
+    x = torch.randn(1, 9, 2, 32)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with flash_attn.use_backend("sm80"):
+        for _ in range(2):
+            assert torch.equal(compiled(x), attend(x))
+            assert flash_attn.can_use(x, x, x).backend is None
+    assert flash_attn.can_use(x, x, x).backend == "aten"
 
 
 @each_target(ATEN_CPU, ATEN_CUDA)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import ATEN_CPU, ATEN_CUDA, Target, each_target, use
+from cases import ATEN_CPU, ATEN_CUDA, DECODE_CUDA, Target, each_target, use
 
 import flash_attn
 from flash_attn.layers.rotary import apply_rotary_emb
@@ -208,3 +208,131 @@ def test_generating_token_by_token_is_one_forward() -> None:
         )
     expected = flash_attn.flash_attn_func(q, k, v, causal=True)
     torch.testing.assert_close(torch.cat(steps, 1), expected)
+
+
+def appended_to(caches: tuple[torch.Tensor, torch.Tensor], **changes: object) -> torch.Tensor:
+    new = torch.ones(2, 1, 2, 16, device=caches[0].device)
+    call = (
+        dict(q=new, k=new, v=new, cache_seqlens=torch.tensor([1, 3], dtype=torch.int32)) | changes
+    )
+    call = {n: x.to(new.device) if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+    return flash_attn.flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], **call)
+
+
+def buffer(target: Target, *shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, device=target.device)
+
+
+SHAPE = (2, 9, 2, 16)
+# Caches that share a byte, or have two elements in one place, from a buffer of 2000 zeros.
+OVERLAPS = {
+    "k_cache and v_cache the same": lambda x: (x[:576].view(SHAPE),) * 2,
+    "v_cache inside k_cache": lambda x: (
+        x[:1152].view(2, 9, 2, 32)[..., :16],
+        x[8:1160].view(2, 9, 2, 32)[..., :16],
+    ),
+    "other strides, one element": lambda x: (
+        x[:576].view(SHAPE),
+        x.as_strided(SHAPE, (16, 64, 32, 1), 575),
+    ),
+    "rows of v_cache overlap": lambda x: (
+        x[1000:1576].view(SHAPE),
+        x.as_strided(SHAPE, (287, 32, 16, 1)),
+    ),
+    "a window of k_cache": lambda x: (
+        x[:320].view(10, 32).unfold(0, 9, 1).permute(0, 2, 1).unflatten(2, (2, 16)),
+        x[1000:1576].view(SHAPE),
+    ),
+    "an expanded k_cache": lambda x: (
+        x[:288].view(1, *SHAPE[1:]).expand(SHAPE),
+        x[1000:1576].view(SHAPE),
+    ),
+}
+# Caches that lie in one another, and share nothing.
+INTERLEAVED = {
+    "in rows": lambda x: x[:1152].view(2, 9, 2, 2, 16).unbind(2),
+    "in head dims": lambda x: x[:1152].view(2, 9, 2, 32).split(16, -1),
+    "in heads": lambda x: x[:1152].view(2, 9, 4, 16).split(2, -2),
+    "in every other head": lambda x: (x[:1152].view(2, 9, 4, 16)[:, :, i::2] for i in range(2)),
+    "in batches": lambda x: x[:1152].view(2, *SHAPE).unbind(0),
+    "other strides": lambda x: (x[:576].view(SHAPE), x.as_strided(SHAPE, (16, 64, 32, 1), 576)),
+    "transposed": lambda x: x[:1152].view(2, 2, 2, 9, 16).transpose(2, 3).unbind(1),
+}
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_caches_that_overlap_are_refused(name: str, target: Target) -> None:
+    memory = buffer(target, 2000)
+    places = "memory of its own|one place in memory for each element"
+    with use(target), pytest.raises(RuntimeError, match=f"flash_attn: [kv]_cache: .*({places})"):
+        appended_to(OVERLAPS[name](memory))
+    assert not memory.any()
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_caches_that_interleave_are_written(name: str, target: Target) -> None:
+    k_cache, v_cache = INTERLEAVED[name](buffer(target, 2000))
+    with use(target):
+        appended_to((k_cache, v_cache), v=torch.full((2, 1, 2, 16), 2.0))
+    for cache, value in ((k_cache, 1), (v_cache, 2)):
+        wanted = torch.zeros_like(cache)
+        wanted[0, 1] = wanted[1, 3] = value
+        assert torch.equal(cache, wanted)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_an_append_of_nothing_writes_nothing(target: Target) -> None:
+    """And so takes any cache."""
+    caches = [buffer(target, 1, *SHAPE[1:]).expand(SHAPE)] * 2
+    none = torch.ones(2, 0, 2, 16, device=target.device)
+    with use(target):
+        assert appended_to(caches, k=none, v=none).shape == (2, 1, 2, 16)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_an_append_to_inference_tensors(target: Target) -> None:
+    """Written in inference mode, whatever the other tensors are; outside refused, unwritten."""
+    with torch.inference_mode():
+        caches = buffer(target, *SHAPE), buffer(target, *SHAPE)
+    normal = [buffer(target, *SHAPE) for _ in range(2)]
+    new = torch.ones(2, 1, 2, 16, device=target.device)
+    with use(target):
+        for mixed in (caches, (normal[0], caches[1]), (caches[0], normal[1])):
+            for mode in (torch.enable_grad, torch.no_grad):
+                with mode(), pytest.raises(RuntimeError, match="cache: .*inference mode"):
+                    appended_to(mixed)
+                assert not any(cache.any() for cache in mixed)
+        with torch.inference_mode():
+            appended_to(caches, q=new, k=new, v=new)
+    assert all(cache[0, 1].all() and cache[1, 3].all() for cache in caches)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_an_append_to_a_negative_view(mode: type, which: int, target: Target) -> None:
+    caches = [buffer(target, *SHAPE), buffer(target, *SHAPE)]
+    views = [torch._neg_view(x) if i == which else x for i, x in enumerate(caches)]
+    name = ("k_cache", "v_cache")[which]
+    with use(target), mode(), pytest.raises(RuntimeError, match=f"flash_attn: {name}: .*negated"):
+        appended_to(views)
+    assert not any(cache.any() for cache in caches)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_an_append_to_a_conjugate_view(target: Target) -> None:
+    caches = [torch.zeros(*SHAPE, device=target.device, dtype=torch.complex64) for _ in range(2)]
+    with use(target), pytest.raises(RuntimeError, match="flash_attn: v_cache: .*conjugated"):
+        appended_to((caches[0], caches[1].conj()))
+    assert not any(cache.any() for cache in caches)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_negative_views_are_appended(target: Target) -> None:
+    caches = [buffer(target, *SHAPE), buffer(target, *SHAPE)]
+    view = torch._neg_view(torch.full((2, 1, 2, 16), -3.0, device=target.device))
+    with use(target):
+        appended_to(caches, k=view)
+    assert (caches[0][0, 1] == 3).all() and (caches[1][0, 1] == 1).all()

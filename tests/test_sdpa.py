@@ -141,6 +141,36 @@ def test_different_heads_need_enable_gqa() -> None:
 
 
 @each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("heads", [(4, 2), (2, 4), (8, 2), (1, 8)], ids=str)
+def test_gqa_with_other_heads_of_key_than_of_value(heads: tuple[int, int], target: Target) -> None:
+    """Query head h reads key head h // (8 // heads_k) and value head h // (8 // heads_v)."""
+    heads_k, heads_v = heads
+    q = torch.randn(2, 8, 5, 16, device=target.device)
+    k = torch.randn(2, heads_k, 7, 16, device=target.device)
+    v = torch.randn(2, heads_v, 7, 16, device=target.device)
+    with use(target):
+        actual = flash_attn.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for h in range(8):
+        one = [q[:, h], k[:, h // (8 // heads_k)], v[:, h // (8 // heads_v)]]
+        torch.testing.assert_close(actual[:, h], torch_sdpa(*one))
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("leading", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("heads, rows", [(1, 1), (4, 5), (1, 5)])
+def test_masks_of_five_dimensions(
+    heads: int, rows: int, leading: tuple[int, int], target: Target
+) -> None:
+    q, k, v = torch.randn(3, 2, 3, 4, 5, 16, device=target.device)
+    mask = torch.randn(*leading, heads, rows, 5, device=target.device)
+    with use(target):
+        for given in (mask, mask > -0.5):
+            actual = flash_attn.scaled_dot_product_attention(q, k, v, attn_mask=given)
+            expected = torch_sdpa(q, k, v, attn_mask=given)
+            torch.testing.assert_close(actual, expected.nan_to_num())
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
 def test_dropout(target: Target) -> None:
     """Every weight is 0 or 1 / (1 - p) times its value, about p of them 0, and the seed repeats
     it."""

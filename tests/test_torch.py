@@ -12,15 +12,13 @@ from cases import (
     ATEN_CPU,
     ATEN_CUDA,
     ATTENTION_TARGETS,
-    Case,
-    Problem,
     Target,
     each_target,
     fwd_bwd,
     leaves_of,
-    op_arguments,
     use,
 )
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
@@ -101,15 +99,137 @@ def test_saved_tensors_are_guarded(target: Target) -> None:
 
 
 @each_target(*ATTENTION_TARGETS)
-def test_vmap_says_that_it_cannot(target: Target) -> None:
-    q = leaves_of(target, 3, 1, 9, 2, 32)[0].detach()
-    with use(target), pytest.raises((RuntimeError, NotImplementedError)):
-        torch.vmap(lambda x: torch.ops.flash_attn.fwd(**op_call_of(x, target))[0])(q)
+def test_vmap(target: Target) -> None:
+    q, k, v = (x.detach() for x in leaves_of(target, 3, 1, 9, 2, 32))
+    with use(target):
+        mapped = torch.vmap(flash_attn.flash_attn_func)(q, k, v)
+        for i in range(3):
+            assert torch.equal(mapped[i], flash_attn.flash_attn_func(q[i], k[i], v[i]))
 
 
-def op_call_of(x: torch.Tensor, target: Target) -> dict:
-    problem = Problem(Case(batch=1, seqlen_q=9, heads_q=2, d=32, dtype="bf16"), 0, target.device)
-    return op_arguments(problem) | {"q": x, "k": x, "v": x, "backend": target.backend}
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_vmap_follows_randomness_with_dropout(target: Target) -> None:
+    q = leaves_of(target, 1, 33, 2, 32)[0].detach()
+    same_input = q.expand(3, 1, 33, 2, 32)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        return flash_attn.flash_attn_func(x, x, x, dropout_p=0.5)
+
+    with use(target):
+        same = torch.vmap(drop, randomness="same")(same_input)
+        assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+        assert not torch.equal(torch.vmap(drop, randomness="same")(same_input), same)
+        first, second, third = torch.vmap(drop, randomness="different")(same_input)
+        assert not (torch.equal(first, second) or torch.equal(second, third))
+        with pytest.raises(RuntimeError, match="randomness"):
+            torch.vmap(drop, randomness="error")(same_input)
+        without = torch.vmap(lambda x: flash_attn.flash_attn_func(x, x, x))(same_input)
+    assert torch.equal(without[0], without[2])
+
+
+INT32 = dict(dtype=torch.int32)
+
+
+def lengths(target: Target, *numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, device=target.device, **INT32)
+
+
+def differentiable_calls(target: Target) -> dict:
+    """Every function with all its differentiable inputs by name."""
+    dtype = torch.float32 if target.backend == "aten" else torch.float16
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=target.device, dtype=dtype)
+
+    dense = dict(q=new(2, 3, 2, 8), k=new(2, 3, 2, 8), v=new(2, 3, 2, 8))
+    packed = dict(q=new(2, 3, 2, 8), kv=new(2, 3, 2, 2, 8))
+    varlen = dict(q=new(6, 2, 8), k=new(6, 2, 8), v=new(6, 2, 8))
+    terms = {}
+    if target.backend == "aten":
+        terms = dict(attn_bias=new(3, 3), learnable_sink=new(2))
+        terms["alibi_slopes"] = torch.rand(2, device=target.device)
+    cu = lengths(target, 0, 3, 6)
+    caches = dict(k_cache=new(2, 9, 2, 8), v_cache=new(2, 9, 2, 8))
+    step = caches | dict(q=new(2, 1, 2, 8))
+    append = step | dict(k=new(2, 1, 2, 8), v=new(2, 1, 2, 8))
+    append |= dict(rotary_cos=new(9, 4), rotary_sin=new(9, 4))
+    sdpa = dict(query=new(1, 2, 3, 8), key=new(1, 2, 3, 8), value=new(1, 2, 3, 8))
+    fa = flash_attn
+    return {
+        "dense": (fa.flash_attn_func, dense | terms, {}),
+        "qkvpacked": (fa.flash_attn_qkvpacked_func, dict(qkv=new(2, 3, 3, 2, 8)), {}),
+        "kvpacked": (fa.flash_attn_kvpacked_func, packed, {}),
+        "varlen": (
+            fa.flash_attn_varlen_func,
+            varlen | terms,
+            dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3),
+        ),
+        "varlen_qkvpacked": (
+            fa.flash_attn_varlen_qkvpacked_func,
+            dict(qkv=new(6, 3, 2, 8)),
+            dict(cu_seqlens=cu, max_seqlen=3),
+        ),
+        "varlen_kvpacked": (
+            fa.flash_attn_varlen_kvpacked_func,
+            dict(q=new(6, 2, 8), kv=new(6, 2, 2, 8)),
+            dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3),
+        ),
+        "paged": (
+            fa.flash_attn_varlen_func,
+            dict(q=new(6, 2, 8), k=new(2, 3, 2, 8), v=new(2, 3, 2, 8)),
+            dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3)
+            | dict(block_table=lengths(target, 0, 1).view(2, 1)),
+        ),
+        "sdpa": (
+            fa.scaled_dot_product_attention,
+            sdpa | (dict(attn_mask=new(3, 3)) if terms else {}),
+            {},
+        ),
+        "decode": (fa.flash_decode_func, step, {}),
+        "step": (fa.flash_attn_with_kvcache, step, dict(cache_seqlens=lengths(target, 3, 5))),
+        "append": (fa.flash_attn_with_kvcache, append, dict(cache_seqlens=lengths(target, 3, 5))),
+    }
+
+
+FORMS = tuple(differentiable_calls(ATEN_CPU))
+
+
+@each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_mode_is_refused(form: str, target: Target) -> None:
+    """In functorch and with dual tensors, for every input: never a tangent that is silently zero.
+    Nothing is written."""
+    function, inputs, options = differentiable_calls(target)[form]
+    if target.backend != "aten" and form in ("decode", "step", "append"):
+        pytest.skip("sm80 serves no step of decoding")
+    before = {name: x.clone() for name, x in inputs.items()}
+    for name, x in inputs.items():
+
+        def call(x: torch.Tensor, name: str = name) -> torch.Tensor:
+            return function(**inputs | {name: x}, **options)
+
+        with use(target):
+            with pytest.raises(NotImplementedError):
+                torch.func.jvp(call, (x,), (torch.ones_like(x),))
+            with pytest.raises(NotImplementedError):
+                torch.func.jacfwd(call)(x)
+            for mode in (torch.enable_grad, torch.no_grad):
+                with forward_ad.dual_level(), mode(), pytest.raises(NotImplementedError):
+                    call(forward_ad.make_dual(x, torch.ones_like(x)))
+    for name, x in inputs.items():
+        assert torch.equal(x, before[name]), name
+
+
+@each_target(*ATTENTION_TARGETS)
+def test_forward_mode_over_other_inputs(target: Target) -> None:
+    """What has no tangent is served inside a dual level, and a refusal names the input."""
+    q, k, v = (x.detach() for x in leaves_of(target, 1, 9, 2, 32))
+    with use(target), forward_ad.dual_level():
+        dual = forward_ad.make_dual(v, torch.ones_like(v))
+        out = flash_attn.flash_attn_func(q, k, v)
+        assert forward_ad.unpack_dual(out).tangent is None
+        with pytest.raises(NotImplementedError, match="flash_attn: v: forward-mode AD"):
+            flash_attn.flash_attn_func(q, k, dual)
 
 
 def appended(target: Target, **changes: object) -> torch.Tensor:

@@ -17,6 +17,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -114,6 +115,11 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
   });
   out_rows.finish();
   lse_rows.finish();
+  if (args.cu_seqlens_q && call.queries.padded() && call.count_slices() > 0) {
+    const Tensor lost = call.queries.lost_tokens(call.keys.too_long());
+    out.masked_fill_(lost.unsqueeze(-1).unsqueeze(-1), std::numeric_limits<double>::quiet_NaN());
+    lse.masked_fill_(lost, std::numeric_limits<double>::quiet_NaN());
+  }
   return {out, lse, probabilities};
 }
 

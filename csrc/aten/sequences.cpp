@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/minimum.h>
@@ -29,7 +30,7 @@ Sequences::Sequences(const Source& source)
   if (varlen_) {
     const Tensor bounds = source.cu_seqlens->to(at::kLong).clamp(0, total_);
     start = bounds.narrow(0, 0, batch_);
-    length = (bounds.narrow(0, 1, batch_) - start).clamp_(0, max_length_);
+    length = (bounds.narrow(0, 1, batch_) - start).clamp_min_(0);
   } else {
     start = at::zeros({batch_}, device_);
     length = at::full({batch_}, max_length_, device_);
@@ -48,7 +49,8 @@ Sequences::Sequences(const Source& source)
     }
   } else {
     starts_ = varlen_ ? start : start + at::arange(batch_, device_) * max_length_;
-    lengths_ = length;
+    needed_ = length;
+    lengths_ = length.clamp_max(max_length_);
   }
 }
 
@@ -58,6 +60,17 @@ Tensor Sequences::lengths() const {
 
 Tensor Sequences::exists() const {
   return at::arange(max_length_, device_) < lengths().unsqueeze(-1);
+}
+
+Tensor Sequences::lost_tokens(const Tensor& batches) const {
+  const Tensor token = at::arange(total_, device_);
+  const Tensor sequence =
+      at::bucketize(token, starts_, /*out_int32=*/false, /*right=*/true).sub_(1).clamp_min_(0);
+  const Tensor position = token - starts_.index_select(0, sequence);
+  const Tensor inside = position.ge(0).logical_and_(position.lt(needed_.index_select(0, sequence)));
+  return position.ge(max_length_)
+      .logical_or_(batches.index_select(0, sequence))
+      .logical_and_(inside);
 }
 
 Tensor Sequences::padded_index() const {

@@ -35,6 +35,12 @@ class Sequences {
   // The same without a copy, not padded().
   at::Tensor view(const at::Tensor& x, Block batches) const;
 
+  // Where padded(): bool (batch), a sequence is longer than max_length(), which the host could not
+  // know; and bool (total), of the flattened tokens those that lie behind max_length() in theirs, or
+  // in one of `batches`, bool (batch).
+  at::Tensor too_long() const { return needed_.gt(max_length_); }
+  at::Tensor lost_tokens(const at::Tensor& batches) const;
+
   // Padded rows as load makes them, for a result, and what takes them to their places in x.
   at::Tensor padded_like(const at::Tensor& x) const;
   void store_padded(const at::Tensor& rows, const at::Tensor& x) const;
@@ -48,9 +54,10 @@ class Sequences {
 
   bool varlen_;
   int64_t batch_, total_, max_length_;
-  at::TensorOptions device_;     // int64 on the tokens' device
-  std::vector<Place> host_;      // start in x[b] (dense) or in x (varlen); empty if padded()
-  at::Tensor starts_, lengths_;  // int64 (batch), where padded(): start in the flattened tokens
+  at::TensorOptions device_;  // int64 on the tokens' device
+  std::vector<Place> host_;   // start in x[b] (dense) or in x (varlen); empty if padded()
+  // int64 (batch), where padded(): start in the flattened tokens; length, cut to max_length_ and not.
+  at::Tensor starts_, lengths_, needed_;
 };
 
 // A tensor that slices write into.

@@ -1,6 +1,7 @@
 // The gradient formula: forward saves its inputs, out and LSE; backward is one call of the op bwd.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -103,8 +104,22 @@ class Attention : public torch::autograd::Function<Attention> {
   }
 };
 
+// Forward-mode AD has no formula here, and a tangent that nobody looks at would be a silent zero.
+void check_no_tangent(const char* name, const OptTensor& input) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!input || !input->_fw_grad(/*level=*/0).defined(),
+                              "flash_attn: ", name,
+                              ": forward-mode AD is not implemented, expected a tensor without a "
+                              "tangent, got one with");
+}
+
 FwdResult fwd_autograd(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
+  check_no_tangent("q", attn.q);
+  check_no_tangent("k", attn.k);
+  check_no_tangent("v", attn.v);
+  check_no_tangent("attn_bias", attn.attn_bias);
+  check_no_tangent("alibi_slopes", attn.alibi_slopes);
+  check_no_tangent("learnable_sink", attn.learnable_sink);
   const auto wants_grad = [](const OptTensor& input) { return input && input->requires_grad(); };
   if (!at::GradMode::is_enabled() ||
       !(attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() ||
@@ -118,6 +133,16 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   const variable_list results =
       Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args);
   return {results[0], results[1], results[2]};
+}
+
+void check_no_tangents(const DecodeArgs& args) {
+  check_no_tangent("q", args.q);
+  check_no_tangent("k_cache", args.k_cache);
+  check_no_tangent("v_cache", args.v_cache);
+  check_no_tangent("alibi_slopes", args.alibi_slopes);
+  check_no_tangent("learnable_sink", args.learnable_sink);
+  check_no_tangent("k_descale", args.k_descale);
+  check_no_tangent("v_descale", args.v_descale);
 }
 
 // The caches are changed in place and have no gradient; nor have out and LSE, which raise in the
@@ -144,19 +169,54 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
   };
   check_no_grad("k_cache", args.decode.k_cache);
   check_no_grad("v_cache", args.decode.v_cache);
+  check_no_tangent("k", args.k);
+  check_no_tangent("v", args.v);
+  check_no_tangent("rotary_cos", args.rotary_cos);
+  check_no_tangent("rotary_sin", args.rotary_sin);
+  check_no_tangents(args.decode);
   const variable_list results = NotDifferentiable::apply(args.decode.q, args.k, args.v, args);
   return {results[0], results[1]};
 }
 
 // The write counts as a new version of the caches: whoever saved one for a backward pass hears of it.
+// Tensors of inference mode have no version, and by torch's rule nobody writes to them outside of it.
 DecodeResult kvcache_in_place(const KvcacheArgs& args) {
+  const auto check_version = [](const char* name, const Tensor& cache) {
+    TORCH_CHECK(!cache.is_inference() || c10::InferenceMode::is_enabled(), "flash_attn: ", name,
+                ": expected a tensor made outside of inference mode, as it is updated in place "
+                "outside of it, got one made inside");
+  };
+  check_version("k_cache", args.decode.k_cache);
+  check_version("v_cache", args.decode.v_cache);
   DecodeResult result = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_kvcache(args);
   }();
-  torch::autograd::impl::bump_version(args.decode.k_cache);
-  torch::autograd::impl::bump_version(args.decode.v_cache);
+  for (const Tensor* cache : {&args.decode.k_cache, &args.decode.v_cache}) {
+    if (!cache->is_inference()) torch::autograd::impl::bump_version(*cache);
+  }
   return result;
+}
+
+// Negated and conjugated views, whose sign changes on reading. Inputs are copied; torch's own fallback
+// would copy the caches, too, and lose what is written.
+DecodeResult kvcache_resolved(const KvcacheArgs& outer) {
+  const auto check_plain = [](const char* name, const Tensor& cache) {
+    TORCH_CHECK(!cache.is_neg() && !cache.is_conj(), "flash_attn: ", name,
+                ": expected no negated or conjugated view, as it is updated in place, got one");
+  };
+  check_plain("k_cache", outer.decode.k_cache);
+  check_plain("v_cache", outer.decode.v_cache);
+  KvcacheArgs args = outer;
+  const auto resolve = [](auto& field) {
+    if constexpr (std::is_same_v<decltype(field), Tensor&>) {
+      field = field.resolve_conj().resolve_neg();
+    } else if constexpr (std::is_same_v<decltype(field), OptTensor&>) {
+      if (field) field = field->resolve_conj().resolve_neg();
+    }
+  };
+  std::apply([&](auto&... field) { (resolve(field), ...); }, args.tie());
+  return call_kvcache(std::move(args));
 }
 
 }  // namespace
@@ -175,4 +235,14 @@ TORCH_LIBRARY_IMPL(flash_attn, Autograd, library) {
 TORCH_LIBRARY_IMPL(flash_attn, ADInplaceOrView, library) {
   using namespace flash_attn;
   library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache_in_place>));
+}
+
+TORCH_LIBRARY_IMPL(flash_attn, Negative, library) {
+  using namespace flash_attn;
+  library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache_resolved>));
+}
+
+TORCH_LIBRARY_IMPL(flash_attn, Conjugate, library) {
+  using namespace flash_attn;
+  library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache_resolved>));
 }

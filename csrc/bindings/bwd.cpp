@@ -74,6 +74,7 @@ BwdResult bwd_sm80(const BwdArgs& args) {
 
 BwdResult bwd(const BwdArgs& args) {
   check(args);
+  check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   if (select_backend(call_shape(args), args.backend) == Backend::kSm80) return bwd_sm80(args);
   aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,

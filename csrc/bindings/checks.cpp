@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -239,6 +240,41 @@ void check(const BwdArgs& args) {
   };
   check_lse_like("softmax_lse", args.softmax_lse);
   if (args.dlse) check_lse_like("dlse", *args.dlse);
+}
+
+namespace {
+
+// The longest of the segments that cu_seqlens cuts `total` rows into, of which `used` count and `pad`
+// are skipped.
+int64_t longest(const Tensor& cu_seqlens, const OptTensor& used, const OptTensor& pad,
+                int64_t total) {
+  const auto numbers = [](const OptTensor& x) { return x ? x->contiguous() : Tensor(); };
+  const Tensor bounds = cu_seqlens.contiguous(), counts = numbers(used), skipped = numbers(pad);
+  const auto bound = [&](int64_t b) {
+    return std::clamp<int64_t>(bounds.const_data_ptr<int32_t>()[b], 0, total);
+  };
+  int64_t result = 0;
+  for (int64_t b = 0; b + 1 < bounds.size(0); ++b) {
+    int64_t length = bound(b + 1) - bound(b);
+    if (used) length = std::min<int64_t>(length, counts.const_data_ptr<int32_t>()[b]);
+    if (pad) length -= std::max(skipped.const_data_ptr<int32_t>()[b], 0);
+    result = std::max(result, length);
+  }
+  return result;
+}
+
+}  // namespace
+
+void check_max_seqlens(const AttnArgs& args) {
+  if (!args.is_varlen() || !args.q.is_cpu()) return;
+  const auto check_side = [](const char* name, const SymInt& max_seqlen, int64_t needed) {
+    TORCH_CHECK(max_seqlen >= needed, "flash_attn: ", name, ": expected at least ", needed,
+                " (the longest sequence), got ", max_seqlen);
+  };
+  check_side("max_seqlen_q", args.max_seqlen_q,
+             longest(*args.cu_seqlens_q, args.seqused_q, std::nullopt, args.q.size(0)));
+  check_side("max_seqlen_k", args.max_seqlen_k,
+             longest(*args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.k.size(0)));
 }
 
 namespace {

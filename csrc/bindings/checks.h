@@ -9,6 +9,8 @@ namespace flash_attn {
 // kernels run it too.
 void check(const AttnArgs& args);
 void check(const BwdArgs& args);
+// On the CPU, where the host may look: no sequence is longer than max_seqlen. Reads the lengths.
+void check_max_seqlens(const AttnArgs& args);
 void check(const DecodeArgs& args);
 void check(const KvcacheArgs& args);
 

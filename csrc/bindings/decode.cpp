@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "overlap.h"
 #include "to_params.h"
 
 namespace flash_attn {
@@ -284,13 +285,21 @@ DecodeResult decode_on(Backend backend, const DecodeArgs& args) {
 // Whether the append kernel can write to the tensor as it lies.
 bool writable_in_place(const at::Tensor& cache) { return readable(cache).is_same(cache); }
 
-void check_writable(const char* name, const at::Tensor& cache) {
-  for (int64_t d = 0; d < cache.dim(); ++d) {
-    TORCH_CHECK(cache.stride(d) != 0 || cache.size(d) <= 1, "flash_attn: ", name,
-                ": expected one place in memory for each element, as it is updated in place, got "
-                "strides ",
-                cache.strides());
-  }
+void check_places(const char* name, const at::Tensor& cache) {
+  TORCH_CHECK(strides_nest(cache), "flash_attn: ", name,
+              ": expected one place in memory for each element, as it is updated in place, got "
+              "strides ",
+              cache.strides());
+}
+
+// What the append is going to write to.
+void check_writable(const KvcacheArgs& args) {
+  if (args.k.numel() == 0) return;
+  check_places("k_cache", args.decode.k_cache);
+  check_places("v_cache", args.decode.v_cache);
+  TORCH_CHECK(!share_memory(args.decode.k_cache, args.decode.v_cache),
+              "flash_attn: v_cache: expected memory of its own, as both caches are updated in "
+              "place, got memory of k_cache");
 }
 
 }  // namespace
@@ -303,8 +312,7 @@ DecodeResult decode(const DecodeArgs& args) {
 
 DecodeResult kvcache(const KvcacheArgs& args) {
   check(args);
-  check_writable("k_cache", args.decode.k_cache);
-  check_writable("v_cache", args.decode.v_cache);
+  check_writable(args);
   const c10::DeviceGuard guard(args.decode.q.device());
   // Chosen before anything is written: a backend that refuses leaves the cache as it was.
   const Backend backend = select_backend(call_shape(args.decode), args.decode.backend);

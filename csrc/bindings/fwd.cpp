@@ -59,6 +59,7 @@ void launch_fwd(Backend backend, FwdParams& params, const at::Tensor& out, const
 
 FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
+  check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Backend backend = select_backend(call_shape(args), args.backend);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.

@@ -103,3 +103,8 @@ TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, library) {
   library.impl("kvcache", TORCH_FN(&Kvcache::from_list<&kvcache>));
   library.impl("rng_state", TORCH_FN(&rng_state));
 }
+
+// The same body under vmap: its draw then follows vmap's `randomness`, as torch's own dropout does.
+TORCH_LIBRARY_IMPL(flash_attn, FuncTorchVmapMode, library) {
+  library.impl("rng_state", TORCH_FN(&flash_attn::rng_state));
+}

@@ -13,6 +13,21 @@ BwdResult bwd_op(const BwdArgs& args) { return call_bwd(args); }
 DecodeResult decode_op(const DecodeArgs& args) { return call_decode(args); }
 DecodeResult kvcache_op(const KvcacheArgs& args) { return call_kvcache(args); }
 
+// The names that use_backend asked for, the outermost first: a context variable, so that each thread
+// and each async context has its own. A property of C++, as torch.compile reads and sets those in
+// its traces, and guards on them in the thread that runs, while it cannot trace a context variable.
+class ForcedBackends {
+ public:
+  pybind11::object get() const { return variable_.attr("get")(); }
+  void set(const pybind11::tuple& names) const { variable_.attr("set")(names); }
+
+ private:
+  pybind11::object variable_ =
+      pybind11::module_::import("contextvars")
+          .attr("ContextVar")("flash_attn.forced_backends",
+                              pybind11::arg("default") = pybind11::tuple());
+};
+
 }  // namespace
 }  // namespace flash_attn
 
@@ -32,4 +47,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));
   module.def("explain_decode", wrap_pybind_function(&ExplainDecode::from_list<&explain_decode>));
   module.def("backend_names", &backend_names);
+  pybind11::class_<ForcedBackends>(module, "ForcedBackends")
+      .def(pybind11::init<>())
+      .def_property("names", &ForcedBackends::get, &ForcedBackends::set);
 }
