@@ -175,6 +175,64 @@ def test_ninja_log(tmp_path):
     assert build_time.build_records(log, None)[0]["values"]["seconds"] == 4.01
 
 
+LISTING = """
+Fatbin elf code:
+================
+arch = sm_90a
+
+\t\tFunction : {name}
+        /*0000*/            LDC R1, c[0x0][{offset}] ;         /* 0x00000a00ff017b82 */
+                                                               /* 0x000fe40000000800 */
+        /*0010*/            UIADD3 UR20, UP0, UR56, {address}, URZ ; /* 0x000002f038147890 */
+                                                               /* 0x000fe2000ff1e03f */
+        /*0020*/        @P0 FADD R4, {register}, c[0x0][R2+{offset}] ; /* 0x0000000000007919 */
+                                                               /* {issue} */
+"""
+RESOURCES = """
+arch = sm_90a
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function {name}:
+  REG:{registers} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1412 TEXTURE:0
+"""
+KERNEL = {
+    "name": "_Z3fwdv",
+    "offset": "0x210",
+    "address": "0x2f0",
+    "register": "R3",
+    "issue": "0x000fc80003f05070",
+    "registers": "168",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "equal"),
+    [
+        ({}, True),
+        ({"name": "_Z4moved"}, True),
+        ({"offset": "0x238"}, True),
+        ({"address": "0x318"}, True),
+        ({"address": "0x1"}, False),
+        ({"register": "R5"}, False),
+        ({"issue": "0x000fe40003f05070"}, False),
+        ({"registers": "170"}, False),
+    ],
+)
+def test_machine_code_is_equal_but_for_places_of_parameters(change, equal):
+    from benchmarks import machine_code
+
+    def kernels(facts: dict) -> list:
+        code = machine_code.read_code(LISTING.format(**facts))
+        resources = machine_code.read_resources(RESOURCES.format(**facts))
+        assert {len(lines) for lines in code.values()} == {3}
+        return [machine_code.Kernel("a.cu.o", n, (resources[a, n], *code[a, n])) for a, n in code]
+
+    before, after = kernels(KERNEL), kernels(KERNEL | change)
+    expected = ([], []) if equal else (before, after)
+    assert machine_code.unmatched(before, after) == expected
+
+
 def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
 
