@@ -27,7 +27,9 @@ ALLOWED = {
     "cuda/tile": {"core", "cuda/ptx"},
     "cuda/attn": {"core", "cuda/tile", "cuda/ptx"},
     "cuda": {"core", "cuda/attn", "cuda/tile", "cuda/ptx"},
-    "cuda/inst": {"core", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "cuda/cache": {"core", "cuda", "cuda/tile", "cuda/ptx"},
+    "cuda/decode": {"core", "cuda", "cuda/cache", "cuda/attn", "cuda/tile", "cuda/ptx"},
+    "cuda/decode/inst": {"cuda/decode"},
     "sm80": {"core", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
     "sm80/inst": {"core", "sm80", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
     "sm90/ptx": {"cuda/ptx"},
@@ -36,7 +38,7 @@ ALLOWED = {
     "sm90/inst": {"core", "sm90", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
     "tests": {"cuda", "cuda/tile", "cuda/ptx", "sm90/tile", "sm90/ptx"},
     "aten": set(),
-    "bindings": {"core", "aten"},
+    "bindings": {"core", "aten", "cuda", "cuda/cache", "cuda/decode", "sm80", "sm90"},
 }
 TORCH_FOLDERS = {"bindings", "aten"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|pybind11)/")
@@ -85,6 +87,8 @@ def test_includes_point_downward(path: Path) -> None:
             assert quote == "<", f"{name} is not a file of ours and stands in quotes"
             continue
         there = folder(target)
+        if here in TORCH_FOLDERS:
+            assert target.suffix == ".h", f"{name}: of the kernels, {here} sees launches only"
         assert there == here or there in ALLOWED[here], f"{here} may not include {there} ({name})"
 
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "../sm80/bwd.h"
 #include "checks.h"
 #include "to_params.h"
 

@@ -5,6 +5,11 @@
 #include <algorithm>
 #include <limits>
 
+#include "../cuda/cache/append.h"
+#include "../cuda/cache/gather.h"
+#include "../cuda/cache/rotate_queries.h"
+#include "../cuda/decode/decode.h"
+#include "../cuda/decode/kvcache.h"
 #include "checks.h"
 #include "overlap.h"
 #include "to_params.h"

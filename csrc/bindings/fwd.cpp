@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "../sm80/fwd.h"
+#include "../sm90/fwd.h"
 #include "checks.h"
 #include "to_params.h"
 

@@ -7,7 +7,7 @@
 
 #include "../aten/attention.h"
 #include "../core/backend.h"
-#include "../core/kernels.h"
+#include "../cuda/device.h"
 #include "args.h"
 
 namespace flash_attn {

@@ -1,9 +1,10 @@
+#include "device.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 
-#include "../core/kernels.h"
 #include "launch.h"
 
 namespace flash_attn::cuda {

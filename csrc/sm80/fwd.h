@@ -1,9 +1,13 @@
-// The forward kernel's instances: one a dtype and head-dim class, in inst/fwd_d*.cu.
+// The forward kernel, and its instances: one a dtype and head-dim class, in inst/fwd_d*.cu.
 #pragma once
 
-#include "../core/kernels.h"
+#include "../core/params.h"
+#include "../cuda/device.h"
 
 namespace flash_attn::sm80 {
+
+// Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
+void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);

@@ -1,10 +1,15 @@
-// The forward kernel's instances, each for both dtypes and by head-dim class: plain in inst/fwd_d*.cu,
+// The forward kernel, and its instances for both dtypes by head-dim class: plain in inst/fwd_d*.cu,
 // with score terms in inst/fwd_scores_d*.cu, with the keys in pieces in inst/fwd_pieces_d*.cu.
 #pragma once
 
-#include "../core/kernels.h"
+#include "../core/params.h"
+#include "../cuda/device.h"
 
 namespace flash_attn::sm90 {
+
+// Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
+// and bf16; score terms.
+void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);

@@ -5,13 +5,13 @@
 // The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
 // block takes one kv head of one sequence, up to 16 of the (token, query head) pairs that read it,
 // and a piece of the keys (decode_pieces.cuh). Its warps share nothing but that: warp w takes the
-// tiles w, w + 4, … of the piece through a ring of shared-memory slots of its own, in which K and V
+// tiles w, w + 4, … of the piece through a ring of shared-memory stages of its own, in which K and V
 // tiles take turns, and has its own running softmax. No block barrier until the end, where the warps'
 // (o, lse) are merged. One warp, one tile:
 //
-//   wait K(j)   S = Q K(j)ᵀ   refill K(j)'s slot   mask, softmax   wait V(j)   O += P V(j)   refill
+//   wait K(j)   S = Q K(j)ᵀ   refill K(j)'s stage   mask, softmax   wait V(j)   O += P V(j)   refill
 //
-// so that slots - 1 tiles of the warp are under way whenever it waits, and the memory does not see
+// so that stages - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
 // Dense caches, by any row of the batch dimension, and pages. Other forms and score terms:
@@ -23,17 +23,17 @@
 
 #include <type_traits>
 
-#include "attn/block_range.cuh"
-#include "attn/mask.cuh"
-#include "attn/merge.cuh"
-#include "attn/online_softmax.cuh"
-#include "cache_loader.cuh"
-#include "decode.h"
-#include "decode_pieces.cuh"
-#include "launch.h"
-#include "ptx/cp_async.cuh"
-#include "ptx/griddepcontrol.cuh"
-#include "tile/gemm.cuh"
+#include "../attn/block_range.cuh"
+#include "../attn/mask.cuh"
+#include "../attn/merge.cuh"
+#include "../attn/online_softmax.cuh"
+#include "../cache/loader.cuh"
+#include "../launch.h"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../tile/gemm.cuh"
+#include "config.h"
+#include "pieces.cuh"
 
 namespace flash_attn::cuda {
 
@@ -42,7 +42,7 @@ struct DecodeTraits {
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimOfTile;
   static constexpr int kKeys = kDecodeTile<kHeadDim>.keys;
-  static constexpr int kSlots = kDecodeTile<kHeadDim>.slots;
+  static constexpr int kStages = kDecodeTile<kHeadDim>.stages;
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
   static constexpr int kThreads = 32 * kDecodeWarps;
@@ -55,15 +55,15 @@ struct DecodeTraits {
 template <typename Traits>
 struct DecodeStorage {
   union {
-    typename Traits::KvTile ring[kDecodeWarps][Traits::kSlots];
+    typename Traits::KvTile ring[kDecodeWarps][Traits::kStages];
     struct {
       // 8 floats more a row: the four rows that half a warp writes at once lie in different banks.
       float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + 8];
       float lse[kDecodeWarps][kDecodeRows];
-    } parts;
+    } warps;
   };
-  // Pages: one bit a key of the K tile in the slot.
-  typename Traits::KeyBits valid[kDecodeWarps][Traits::kSlots];
+  // Pages: one bit a key of the K tile in the stage.
+  typename Traits::KeyBits valid[kDecodeWarps][Traits::kStages];
 };
 
 struct AllKeys {};  // of a tile exist
@@ -200,23 +200,23 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
                                        const DecodePiece& piece) {
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
-  constexpr int kSlots = Traits::kSlots, kKeys = Traits::kKeys;
+  constexpr int kStages = Traits::kStages, kKeys = Traits::kKeys;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   WarpLoader<Traits> cache(params, piece, warp, lane);
   const int piece_tiles = (piece.end_key - piece.first_key + kKeys - 1) / kKeys;
   const int num_tiles = (piece_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;  // of this warp
-  const auto slot = [&](int i) -> KvTile& {
-    return smem.ring[warp][static_cast<unsigned>(i) % kSlots];
+  const auto stage = [&](int i) -> KvTile& {
+    return smem.ring[warp][static_cast<unsigned>(i) % kStages];
   };
   // Load i is K(i / 2) or, if odd, V(i / 2). Each is a group, also those beyond the last tile, so
   // that the number of younger groups is the same at every wait.
   const auto load = [&](int i) {
     if (i / 2 < num_tiles)
-      cache.load(slot(i), i, smem.valid[warp][static_cast<unsigned>(i) % kSlots]);
+      cache.load(stage(i), i, smem.valid[warp][static_cast<unsigned>(i) % kStages]);
     ptx::cp_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i < kSlots; ++i) load(i);
+  for (int i = 0; i < kStages; ++i) load(i);
 
   const OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
   const int last_row = piece.num_rows - 1;
@@ -229,14 +229,14 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
   }
 
   for (int j = 0; j < num_tiles; ++j) {
-    ptx::cp_async_wait<kSlots - 1>();
+    ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
-    const auto valid = cache.valid(smem.valid[warp][static_cast<unsigned>(2 * j) % kSlots]);
+    const auto valid = cache.valid(smem.valid[warp][static_cast<unsigned>(2 * j) % kStages]);
     Accumulator<1, kKeys> S;
     S.fill(0.f);
-    gemm_register<Element>(S, Q, SmemOperandB<KvTile, Layout::kKInner>(slot(2 * j), 0, lane));
-    __syncwarp();  // all lanes have read the slot
-    load(2 * j + kSlots);
+    gemm_register<Element>(S, Q, SmemOperandB<KvTile, Layout::kKInner>(stage(2 * j), 0, lane));
+    __syncwarp();  // all lanes have read the stage
+    load(2 * j + kStages);
 
     const int first_key = piece.first_key + (warp + j * kDecodeWarps) * kKeys;
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
@@ -249,12 +249,12 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
     float correction[2];
     if (softmax.step(S, correction)) scale_rows(O, correction);
 
-    ptx::cp_async_wait<kSlots - 1>();
+    ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
     gemm_register<Element>(O, to_operand_a<Element>(S),
-                           SmemOperandB<KvTile, Layout::kKOuter>(slot(2 * j + 1), 0, lane));
+                           SmemOperandB<KvTile, Layout::kKOuter>(stage(2 * j + 1), 0, lane));
     __syncwarp();
-    load(2 * j + 1 + kSlots);
+    load(2 * j + 1 + kStages);
   }
   ptx::cp_async_wait<0>();
   softmax.finish();
@@ -298,12 +298,12 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
     float max_lse = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      max_lse = fmaxf(max_lse, smem.parts.lse[warp][row]);
+      max_lse = fmaxf(max_lse, smem.warps.lse[warp][row]);
     }
     const float reference = merge_reference(max_lse);
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      sum += merge_weight(smem.parts.lse[warp][row], reference);
+      sum += merge_weight(smem.warps.lse[warp][row], reference);
     }
     const float lse = merge_finish(reference, sum);
     if (col == 0) store_lse(params, piece, row, lse);
@@ -311,9 +311,9 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
     float o[kChunk] = {};
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      const float weight = merge_weight(smem.parts.lse[warp][row], lse);
+      const float weight = merge_weight(smem.warps.lse[warp][row], lse);
 #pragma unroll
-      for (int c = 0; c < kChunk; ++c) o[c] += weight * smem.parts.o[warp][row][col + c];
+      for (int c = 0; c < kChunk; ++c) o[c] += weight * smem.warps.o[warp][row][col + c];
     }
     store_chunk<Traits>(params, piece, row, col, o);
   }
@@ -340,10 +340,10 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
     if (row >= piece.num_rows) continue;
 #pragma unroll
     for (int i = 0; i < O.kRowElements; i += 2) {
-      *reinterpret_cast<float2*>(&smem.parts.o[warp][row][fragment_col(i, lane)]) = {
+      *reinterpret_cast<float2*>(&smem.warps.o[warp][row][fragment_col(i, lane)]) = {
           O.at(half, i), O.at(half, i + 1)};
     }
-    if (lane % 4 == 0) smem.parts.lse[warp][row] = softmax.log_sum_exp(half);
+    if (lane % 4 == 0) smem.warps.lse[warp][row] = softmax.log_sum_exp(half);
   }
   __syncthreads();
   merge_warps<Traits>(smem, params, piece);
@@ -360,10 +360,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   const DecodeBlock block(params, blockIdx.x);
   if constexpr (kByLength) {
     const PieceLine line(params);
-    const unsigned step = gridDim.x / DecodeBlock::sharers(params);
+    const unsigned step = gridDim.x / DecodeBlock::blocks_per_piece(params);
 #pragma unroll 1
     for (unsigned number = block.number;; number += step) {
-      const LinePlace place = line.find(number);
+      const PieceRange place = line.find(number);
       if (place.count == 0) return;
       decode_piece<Traits>(
           smem, params,

@@ -1,14 +1,15 @@
 // New keys and values into a cache, in place: rotate, quantise, write. One warp a token and head, a
 // lane eight columns. A token without a place in the cache is dropped.
+#include "append.h"
+
 #include <cuda_fp8.h>
 
-#include "../core/kernels.h"
-#include "cache_rows.cuh"
-#include "dispatch.h"
-#include "launch.h"
-#include "ptx/griddepcontrol.cuh"
-#include "ptx/math.cuh"
+#include "../dispatch.h"
+#include "../launch.h"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/math.cuh"
 #include "rotary.cuh"
+#include "rows.cuh"
 
 namespace flash_attn::cuda {
 

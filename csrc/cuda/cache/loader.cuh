@@ -1,9 +1,9 @@
 // One warp copies its tiles of K and V into shared memory, row by row wherever they lie.
 #pragma once
 
-#include "cache_rows.cuh"
-#include "ptx/cp_async.cuh"
-#include "tile/smem_tile.cuh"
+#include "../ptx/cp_async.cuh"
+#include "../tile/smem_tile.cuh"
+#include "rows.cuh"
 
 namespace flash_attn::cuda {
 

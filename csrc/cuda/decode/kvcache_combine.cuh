@@ -10,9 +10,9 @@
 
 #include <algorithm>
 
+#include "../launch.h"
+#include "../ptx/griddepcontrol.cuh"
 #include "kvcache_store.cuh"
-#include "launch.h"
-#include "ptx/griddepcontrol.cuh"
 
 namespace flash_attn::cuda {
 

@@ -1,9 +1,9 @@
 // A piece's rows of Q on their way to the matrix product: rotated, and for 8-bit caches in fp16.
 #pragma once
 
+#include "../cache/rotary.cuh"
+#include "../tile/smem_tile.cuh"
 #include "kvcache_schedule.cuh"
-#include "rotary.cuh"
-#include "tile/smem_tile.cuh"
 
 namespace flash_attn::cuda {
 
@@ -16,9 +16,9 @@ __device__ __forceinline__ float fp16_scale(float largest) {
 }
 
 // The 16 rows as the left operand of Q Kᵀ, zeros beyond rows and columns; row_scale: what the
-// products are to be multiplied with. kPermuted: the order in which 8-bit keys come out of ldmatrix,
-// each four neighbours k as two pairs, k / 2 of 16 columns and 8 further on. Threads: kKvcacheWarps
-// warps, eight lanes a row.
+// products are to be multiplied with. kTo8Bit: in the order in which keys of 8 bits come out of
+// ldmatrix, each four neighbours k as two pairs, k / 2 of 16 columns and 8 further on. Threads:
+// kKvcacheWarps warps, eight lanes a row.
 template <typename Element, bool kTo8Bit, int kHeadDim>
 __device__ __forceinline__ void load_queries(SmemTile<Element, kKvcacheRows, kHeadDim>& tile,
                                              float (&row_scale)[kKvcacheRows],

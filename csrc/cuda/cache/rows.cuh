@@ -1,7 +1,7 @@
 // Where a sequence's tokens lie in a cache, dense or paged.
 #pragma once
 
-#include "../core/params.h"
+#include "../../core/params.h"
 
 namespace flash_attn::cuda {
 

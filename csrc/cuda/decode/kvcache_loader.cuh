@@ -1,17 +1,17 @@
 // The producers of kvcache.cuh: K and V by cp.async, row by row wherever they lie.
 #pragma once
 
-#include "cache_rows.cuh"
+#include "../cache/rows.cuh"
+#include "../ptx/cp_async.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
-#include "ptx/cp_async.cuh"
 
 namespace flash_attn::cuda {
 
 // Four producer warps, a quarter of each tile's rows a warp. Lane i knows where row i lies; the rows'
 // addresses go round by shuffle, and eight lanes copy 128 neighbouring bytes (four copy 64).
 template <typename Traits>
-class CacheLoader {
+class KvcacheLoader {
   using KvTile = typename Traits::KvTile;
   static constexpr int kRows = Traits::kKeys / 4;  // a warp's, of a tile
   static constexpr int kRowsAtOnce = 32 / KvTile::kSlabChunks;
@@ -22,8 +22,8 @@ class CacheLoader {
   // Each lane when its copies are done, and of each warp one for `valid`.
   static constexpr int kArrivals = kWarps * (32 + 1);
 
-  __device__ __forceinline__ CacheLoader(const DecodeParams& params,
-                                         const KvcacheRing<Traits>& ring, int thread)
+  __device__ __forceinline__ KvcacheLoader(const DecodeParams& params,
+                                           const KvcacheTiles<Traits>& ring, int thread)
       : params_(params), ring_(ring), warp_(thread / 32), lane_(thread % 32) {}
 
   __device__ __forceinline__ void start(const KvcachePiece& piece) {
@@ -95,7 +95,7 @@ class CacheLoader {
   }
 
   const DecodeParams& params_;
-  const KvcacheRing<Traits>& ring_;
+  const KvcacheTiles<Traits>& ring_;
   int warp_, lane_;
   CacheSequence sequence_;
   SequenceKeys keys_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kvcache_combine.cuh"
+#include "kvcache_config.h"
 
 namespace flash_attn::cuda {
 

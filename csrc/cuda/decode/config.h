@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../core/kernels.h"
+#include "decode.h"
 
 namespace flash_attn::cuda {
 
@@ -14,26 +14,26 @@ inline constexpr int kDecodeRows = 16;
 inline constexpr int kDecodeWarps = 4;
 
 struct DecodeTile {
-  int keys;   // that a warp takes at once
-  int slots;  // tiles of K or V that it holds or has under way
+  int keys;    // that a warp takes at once
+  int stages;  // tiles of K or V that it holds or has under way
 };
 
 // 96 KiB a block in every class: one block keeps 64 KB under way, where 35 KB an SM saturate an
 // H200's memory. Two blocks fit an SM of sm_90, one the 163 KB of sm_80 and the 99 KB of sm_86, 89
-// and 120. Wide tiles wait and reduce less often: 32 keys in 3 slots against 16 in 6 at head_dim
+// and 120. Wide tiles wait and reduce less often: 32 keys in 3 stages against 16 in 6 at head_dim
 // 128, 1 % faster on long caches and 3 to 10 % where few blocks share the device.
 template <int kHeadDim>
 inline constexpr DecodeTile kDecodeTile = {};
 template <>
-inline constexpr DecodeTile kDecodeTile<64> = {.keys = 64, .slots = 3};
+inline constexpr DecodeTile kDecodeTile<64> = {.keys = 64, .stages = 3};
 template <>
-inline constexpr DecodeTile kDecodeTile<96> = {.keys = 32, .slots = 4};
+inline constexpr DecodeTile kDecodeTile<96> = {.keys = 32, .stages = 4};
 template <>
-inline constexpr DecodeTile kDecodeTile<128> = {.keys = 32, .slots = 3};
+inline constexpr DecodeTile kDecodeTile<128> = {.keys = 32, .stages = 3};
 template <>
-inline constexpr DecodeTile kDecodeTile<192> = {.keys = 16, .slots = 4};
+inline constexpr DecodeTile kDecodeTile<192> = {.keys = 16, .stages = 4};
 template <>
-inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .slots = 3};
+inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .stages = 3};
 
 // Row tiles of the whole call, each of which reads the keys of its sequence and kv head once.
 inline int64_t decode_row_tiles(const DecodeParams& params) {

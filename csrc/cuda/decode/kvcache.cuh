@@ -21,16 +21,16 @@
 // O's. Descales enter the softmax scale and O.
 #pragma once
 
-#include "kvcache_gather.cuh"
+#include "../launch.h"
+#include "../ptx/barrier.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/opaque.cuh"
 #include "kvcache_gemm.cuh"
+#include "kvcache_loader.cuh"
 #include "kvcache_queries.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_softmax.cuh"
 #include "kvcache_store.cuh"
-#include "launch.h"
-#include "ptx/barrier.cuh"
-#include "ptx/griddepcontrol.cuh"
-#include "ptx/opaque.cuh"
 
 namespace flash_attn::cuda {
 
@@ -84,11 +84,11 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
 
 // The producers' warps.
 template <typename Traits>
-__device__ __forceinline__ void produce(CacheLoader<Traits>& load, const DecodeParams& params,
-                                        const KvcacheRing<Traits>& ring,
+__device__ __forceinline__ void produce(KvcacheLoader<Traits>& load, const DecodeParams& params,
+                                        const KvcacheTiles<Traits>& ring,
                                         KvcacheSchedule<Traits::kKeys>& schedule) {
   KvcachePiece piece;
-  RingPlace at;
+  RingVisit at;
   while (schedule.next(piece)) {
     load.start(piece);
     for (int tile = piece.first_tile; tile < piece.end_tile; ++tile) {
@@ -110,12 +110,13 @@ __device__ __forceinline__ void produce(CacheLoader<Traits>& load, const DecodeP
 
 // The warps that compute.
 template <typename Traits>
-__device__ __forceinline__ void consume(const DecodeParams& params, const KvcacheRing<Traits>& ring,
+__device__ __forceinline__ void consume(const DecodeParams& params,
+                                        const KvcacheTiles<Traits>& ring,
                                         KvcacheSchedule<Traits::kKeys>& schedule) {
   KvcacheStorage<Traits>& smem = ring.smem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   KvcachePiece piece;
-  RingPlace at;
+  RingVisit at;
   const auto release = [&] {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(smem.empty[at.stage]);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params, const Kvcach
   };
   while (schedule.next(piece)) {
     load_queries<typename Traits::Element, Traits::k8Bit>(smem.q, smem.q_scale, params, piece);
-    ptx::barrier_sync<Traits::kThreads>(1);
+    ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);
     OperandA<1, Traits::kHeadDim> Q;
     const SmemOperandA<1, 16, Layout::kKInner, typename Traits::QTile> q_view(smem.q, 0, lane);
 #pragma unroll
@@ -174,20 +175,21 @@ __device__ __forceinline__ void consume(const DecodeParams& params, const Kvcach
 }
 
 template <typename Traits, int kBlocksPerSm>
-__global__ void __launch_bounds__(Traits::kThreads + 32 * CacheLoader<Traits>::kWarps, kBlocksPerSm)
+__global__ void __launch_bounds__(Traits::kThreads + 32 * KvcacheLoader<Traits>::kWarps,
+                                  kBlocksPerSm)
     kvcache_kernel(const __grid_constant__ DecodeParams params,
                    const __grid_constant__ unsigned stages) {
   extern __shared__ __align__(1024) char smem_bytes[];
   // The combine kernel's blocks come once all of these are resident or done, and wait.
   ptx::launch_dependents();
-  const KvcacheRing<Traits> ring(smem_bytes, stages);
-  ring.init(CacheLoader<Traits>::kArrivals, params.head_dim, params.head_dim_v);
+  const KvcacheTiles<Traits> ring(smem_bytes, stages);
+  ring.init(KvcacheLoader<Traits>::kArrivals, params.head_dim, params.head_dim_v);
   KvcacheSchedule<Traits::kKeys> schedule(params);
   __syncthreads();
   if (threadIdx.x < Traits::kThreads) {
     consume<Traits>(params, ring, schedule);
   } else {
-    CacheLoader<Traits> load(params, ring, threadIdx.x - Traits::kThreads);
+    KvcacheLoader<Traits> load(params, ring, threadIdx.x - Traits::kThreads);
     produce<Traits>(load, params, ring, schedule);
   }
 }
@@ -205,7 +207,7 @@ void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream 
     constexpr auto kKernel = kvcache_kernel<Traits, kBlocksPerSm>;
     allow_smem<kKernel>(grid.smem_optin_bytes);  // whatever later calls ask for
     launch_overlapping<kKernel>(dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
-                                Traits::kThreads + 32 * CacheLoader<Traits>::kWarps,
+                                Traits::kThreads + 32 * KvcacheLoader<Traits>::kWarps,
                                 smem_bytes(stages), params.seqlen_new > 0, stream, params,
                                 static_cast<unsigned>(stages));
   };

@@ -1,12 +1,15 @@
 // Tiles and shared memory of kvcache.cuh.
 #pragma once
 
-#include "kvcache.h"
-#include "ptx/mbarrier.cuh"
-#include "tile/fragment.cuh"
-#include "tile/smem_tile.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../tile/fragment.cuh"
+#include "../tile/smem_tile.cuh"
+#include "kvcache_config.h"
 
 namespace flash_attn::cuda {
+
+// Of the warps that compute; 0 is __syncthreads.
+inline constexpr int kComputeBarrier = 1;
 
 template <DType kCacheDTypeOfTile, int kHeadDimOfTile>
 struct KvcacheTraits {
@@ -44,7 +47,7 @@ struct KvcacheStorage {
 };
 
 // A place in the ring; the parity of the visit tells one round from the next.
-struct RingPlace {
+struct RingVisit {
   unsigned stage = 0;
   uint32_t phase = 0;
 
@@ -57,13 +60,13 @@ struct RingPlace {
 };
 
 template <typename Traits>
-class KvcacheRing {
+class KvcacheTiles {
  public:
   typename Traits::KvTile* tiles;
   KvcacheStorage<Traits>& smem;
   unsigned stages;  // even: K has the even stages, V the odd ones
 
-  __device__ __forceinline__ KvcacheRing(char* smem_bytes, unsigned num_stages)
+  __device__ __forceinline__ KvcacheTiles(char* smem_bytes, unsigned num_stages)
       : tiles(reinterpret_cast<typename Traits::KvTile*>(smem_bytes)),
         smem(*reinterpret_cast<KvcacheStorage<Traits>*>(tiles + num_stages)),
         stages(num_stages) {}

@@ -20,9 +20,9 @@
 // i holds the keys of sequence i of 32.
 #pragma once
 
-#include "cache_rows.cuh"
-#include "kvcache.h"
-#include "sequence_keys.cuh"
+#include "../cache/rows.cuh"
+#include "../cache/sequence_keys.cuh"
+#include "kvcache_config.h"
 
 namespace flash_attn::cuda {
 

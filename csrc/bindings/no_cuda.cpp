@@ -2,7 +2,14 @@
 // say so.
 #include <stdexcept>
 
-#include "kernels.h"
+#include "../cuda/cache/append.h"
+#include "../cuda/cache/gather.h"
+#include "../cuda/cache/rotate_queries.h"
+#include "../cuda/decode/decode.h"
+#include "../cuda/decode/kvcache.h"
+#include "../sm80/bwd.h"
+#include "../sm80/fwd.h"
+#include "../sm90/fwd.h"
 
 namespace flash_attn {
 namespace {

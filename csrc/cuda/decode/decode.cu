@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "../core/kernels.h"
-#include "decode_combine.cuh"
-#include "dispatch.h"
+#include "../dispatch.h"
+#include "combine.cuh"
+#include "config.h"
 
 namespace flash_attn::cuda {
 
@@ -101,8 +101,8 @@ void plan_decode(DecodeParams& params, bool batch_invariant, const DeviceInfo& d
   }
   params.keys_per_split = batch_invariant ? kInvariantKeys : kPieceKeys;
   params.num_splits = (params.capacity - 1) / params.keys_per_split + 1;
-  const int64_t sharers = decode_row_tiles(params) / params.batch;
-  params.least_pieces = static_cast<int>(std::max<int64_t>(places / sharers, 1));
+  const int64_t blocks_per_piece = decode_row_tiles(params) / params.batch;
+  params.least_pieces = static_cast<int>(std::max<int64_t>(places / blocks_per_piece, 1));
   params.most_pieces = batch_invariant ? 0 : kMostWaves * params.least_pieces;
 }
 

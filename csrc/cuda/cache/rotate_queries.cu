@@ -1,11 +1,12 @@
 // Queries rotated to their positions in a cache, for the forward kernels: decode's own rotate them as
 // they load them. One warp a token and head, a lane eight columns.
-#include "../core/kernels.h"
-#include "cache_rows.cuh"
-#include "dispatch.h"
-#include "launch.h"
-#include "ptx/math.cuh"
+#include "rotate_queries.h"
+
+#include "../dispatch.h"
+#include "../launch.h"
+#include "../ptx/math.cuh"
 #include "rotary.cuh"
+#include "rows.cuh"
 
 namespace flash_attn::cuda {
 

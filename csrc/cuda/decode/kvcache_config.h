@@ -4,7 +4,8 @@
 
 #include <stdexcept>
 
-#include "../core/kernels.h"
+#include "../device.h"
+#include "kvcache.h"
 
 namespace flash_attn::cuda {
 

@@ -1,9 +1,9 @@
 // The two matrix products of kvcache.cuh, and 8-bit caches on their way into them.
 #pragma once
 
+#include "../ptx/widen.cuh"
+#include "../tile/gemm.cuh"
 #include "kvcache_traits.cuh"
-#include "ptx/widen.cuh"
-#include "tile/gemm.cuh"
 
 namespace flash_attn::cuda {
 

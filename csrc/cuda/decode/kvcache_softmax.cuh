@@ -3,11 +3,11 @@
 
 #include <cfloat>
 
-#include "attn/online_softmax.cuh"
-#include "attn/score_terms.cuh"
+#include "../attn/online_softmax.cuh"
+#include "../attn/score_terms.cuh"
+#include "../ptx/barrier.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
-#include "ptx/barrier.cuh"
 
 namespace flash_attn::cuda {
 
@@ -95,7 +95,6 @@ struct KvcacheSoftmax {
   template <typename Traits>
   __device__ __forceinline__ bool step(typename Traits::Scores& S, float (&correction)[2],
                                        KvcacheStorage<Traits>& smem, int warp, int lane) {
-    constexpr int kExchange = 1;
     float maximum[2] = {S.at(0, 0), S.at(1, 0)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -105,7 +104,7 @@ struct KvcacheSoftmax {
       maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], 2));
       if (lane % 4 == 0) smem.row_max[warp][fragment_row(half, lane)] = maximum[half];
     }
-    ptx::barrier_sync<Traits::kThreads>(kExchange);
+    ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);
     bool moved = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -133,21 +132,20 @@ struct KvcacheSoftmax {
             ptx::pack<typename Traits::Element>(S.at(half, i), S.at(half, i + 1));
       }
     }
-    ptx::barrier_sync<Traits::kThreads>(kExchange);
+    ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);
     return __any_sync(~0u, moved);
   }
 
   // row_sum over all keys of the piece.
   template <typename Traits>
   __device__ __forceinline__ void finish(KvcacheStorage<Traits>& smem, int warp, int lane) {
-    constexpr int kExchange = 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_sum[half] += __shfl_xor_sync(~0u, row_sum[half], 1);
       row_sum[half] += __shfl_xor_sync(~0u, row_sum[half], 2);
       if (lane % 4 == 0) smem.row_sum[warp][fragment_row(half, lane)] = row_sum[half];
     }
-    ptx::barrier_sync<Traits::kThreads>(kExchange);
+    ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_sum[half] = 0.f;

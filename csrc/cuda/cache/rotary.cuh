@@ -2,8 +2,8 @@
 // on their way to the cache.
 #pragma once
 
-#include "../core/params.h"
-#include "tile/element.cuh"
+#include "../../core/params.h"
+#include "../tile/element.cuh"
 
 namespace flash_attn::cuda {
 

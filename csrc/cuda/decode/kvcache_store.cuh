@@ -1,10 +1,10 @@
 // Results of decode, from the split-KV kernel and from the one that merges.
 #pragma once
 
-#include "attn/merge.cuh"
+#include "../attn/merge.cuh"
+#include "../ptx/math.cuh"
+#include "../tile/element.cuh"
 #include "kvcache_schedule.cuh"
-#include "ptx/math.cuh"
-#include "tile/element.cuh"
 
 namespace flash_attn::cuda {
 

@@ -13,11 +13,11 @@
 
 #include <algorithm>
 
-#include "attn/merge.cuh"
-#include "decode_pieces.cuh"
-#include "launch.h"
-#include "ptx/griddepcontrol.cuh"
-#include "tile/element.cuh"
+#include "../attn/merge.cuh"
+#include "../launch.h"
+#include "../ptx/griddepcontrol.cuh"
+#include "../tile/element.cuh"
+#include "pieces.cuh"
 
 namespace flash_attn::cuda {
 
@@ -46,7 +46,7 @@ struct MergeState {
   }
   // Takes in those of the lanes whose numbers differ by multiples of `step`, a power of two. All of a
   // warp.
-  __device__ __forceinline__ void meet_lanes(int step) {
+  __device__ __forceinline__ void merge_lanes(int step) {
     float new_max = max_lse;
     for (int distance = step; distance < 32; distance *= 2) {
       new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, distance));
@@ -61,33 +61,33 @@ struct MergeState {
   }
 };
 
-// The pieces of one sequence: first, first + step, … of the workspace's parts.
-struct SequenceParts {
+// Where the pieces of one sequence lie: in the slots first, first + step, … of the workspace.
+struct SequenceSlots {
   int first, step, count;
 
-  __device__ __forceinline__ static SequenceParts of(const DecodeParams& params, int batch_idx) {
+  __device__ __forceinline__ static SequenceSlots of(const DecodeParams& params, int batch_idx) {
     if (params.keys_per_split == 0) return {batch_idx, params.batch, params.num_splits};
-    const LinePlace place = PieceLine(params).of_sequence(batch_idx);
+    const PieceRange place = PieceLine(params).of_sequence(batch_idx);
     return {place.first, 1, place.count};
   }
 };
 
 // The state of four columns over the pieces first, first + step, … of a row of a sequence.
-__device__ __forceinline__ MergeState merge_parts(const DecodeParams& params,
-                                                  const SequenceParts& parts, int row_of_part,
+__device__ __forceinline__ MergeState merge_slots(const DecodeParams& params,
+                                                  const SequenceSlots& slots, int row_of_slot,
                                                   int col, int first, int step) {
   MergeState state = MergeState::empty();
-  for (int begin = first; begin < parts.count; begin += kSplitsAtOnce * step) {
+  for (int begin = first; begin < slots.count; begin += kSplitsAtOnce * step) {
     float lse[kSplitsAtOnce];
     float4 o[kSplitsAtOnce];
 #pragma unroll
     for (int i = 0; i < kSplitsAtOnce; ++i) {
       const int split = begin + i * step;
-      const bool exists = split < parts.count;
-      const int64_t part = parts.first + static_cast<int64_t>(split) * parts.step;
-      const int64_t part_row = part * params.heads_q * params.seqlen_q + row_of_part;
-      const float* source = params.partial_o + part_row * params.head_dim + col;
-      lse[i] = exists ? params.partial_lse[part_row] : -INFINITY;
+      const bool exists = split < slots.count;
+      const int64_t slot = slots.first + static_cast<int64_t>(split) * slots.step;
+      const int64_t slot_row = slot * params.heads_q * params.seqlen_q + row_of_slot;
+      const float* source = params.partial_o + slot_row * params.head_dim + col;
+      lse[i] = exists ? params.partial_lse[slot_row] : -INFINITY;
       o[i] = exists ? *reinterpret_cast<const float4*>(source) : float4{};
     }
     float max_lse = state.max_lse;
@@ -119,19 +119,19 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   Element* destination = static_cast<Element*>(params.out) + batch_idx * strides.batch +
                          token * strides.row + head * strides.head + col;
 
-  const SequenceParts parts = SequenceParts::of(params, batch_idx);
+  const SequenceSlots slots = SequenceSlots::of(params, batch_idx);
   // A sequence of one piece is finished. Of the grid, one block at least has to wait.
-  if (params.keys_per_split > 0 && parts.count == 1 && row > 0) return;
+  if (params.keys_per_split > 0 && slots.count == 1 && row > 0) return;
   ptx::wait_for_prerequisites();
-  if (params.keys_per_split > 0 && parts.count == 1) return;
+  if (params.keys_per_split > 0 && slots.count == 1) return;
   MergeState state = MergeState::empty();
   if (first_split < at_once) {
-    state = merge_parts(params, parts, head * params.seqlen_q + token, col, first_split, at_once);
+    state = merge_slots(params, slots, head * params.seqlen_q + token, col, first_split, at_once);
   }
   // Where a warp holds whole groups of threads, these meet without shared memory.
   const bool whole_groups = 32 % columns == 0;
-  if (whole_groups) state.meet_lanes(columns);
-  const int groups = whole_groups ? blockDim.x / 32 : min(at_once, parts.count);
+  if (whole_groups) state.merge_lanes(columns);
+  const int groups = whole_groups ? blockDim.x / 32 : min(at_once, slots.count);
   const int group = whole_groups ? threadIdx.x / 32 : first_split;
   const bool holds = !whole_groups || threadIdx.x % 32 < columns;
   if (holds && group < groups) states[group * columns + threadIdx.x % columns] = state;

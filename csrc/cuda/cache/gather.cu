@@ -5,11 +5,14 @@
 // Lengths are on the device. Sequence b begins where those before it end, which every block finds for
 // itself by their sum. A forward kernel cannot pass over single keys: a sequence of which a page is
 // missing, or that the room does not hold, is marked and gets no keys here.
+#include "gather.h"
+
 #include <algorithm>
 
-#include "kvcache_schedule.cuh"
-#include "launch.h"
-#include "tile/element.cuh"
+#include "../launch.h"
+#include "../tile/element.cuh"
+#include "rows.cuh"
+#include "sequence_keys.cuh"
 
 namespace flash_attn::cuda {
 

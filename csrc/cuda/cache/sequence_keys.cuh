@@ -1,7 +1,7 @@
 // How many keys a sequence has in a cache, and which of them its queries see.
 #pragma once
 
-#include "../core/params.h"
+#include "../../core/params.h"
 
 namespace flash_attn::cuda {
 

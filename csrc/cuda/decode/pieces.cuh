@@ -14,14 +14,14 @@
 
 #include <climits>
 
-#include "attn/block_range.cuh"
-#include "decode.h"
-#include "sequence_keys.cuh"
+#include "../attn/block_range.cuh"
+#include "../cache/sequence_keys.cuh"
+#include "config.h"
 
 namespace flash_attn::cuda {
 
 // Where a sequence's pieces lie on the line.
-struct LinePlace {
+struct PieceRange {
   int batch_idx, first;
   int count;  // at least one; 0: there is no such piece
 };
@@ -50,7 +50,7 @@ class PieceLine {
   __device__ __forceinline__ int piece_tiles() const { return piece_tiles_; }
 
   // The sequence that holds a piece.
-  __device__ __forceinline__ LinePlace find(int number) const {
+  __device__ __forceinline__ PieceRange find(int number) const {
     int begin = 0;
 #pragma unroll 1
     for (int base = 0; base < params_.batch && number < end_; base += 32) {
@@ -75,7 +75,7 @@ class PieceLine {
     return {.batch_idx = 0, .first = 0, .count = 0};
   }
 
-  __device__ __forceinline__ LinePlace of_sequence(int batch_idx) const {
+  __device__ __forceinline__ PieceRange of_sequence(int batch_idx) const {
     int before = 0;
 #pragma unroll 4
     for (int other = lane_; other < batch_idx; other += 32) before += pieces(other);
@@ -116,7 +116,7 @@ struct DecodeBlock {
     number = index / params.heads_kv;
   }
   // Blocks that share a piece.
-  __device__ __forceinline__ static unsigned sharers(const DecodeParams& params) {
+  __device__ __forceinline__ static unsigned blocks_per_piece(const DecodeParams& params) {
     const int rows = params.seqlen_q * (params.heads_q / params.heads_kv);
     return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv;
   }
@@ -129,7 +129,7 @@ struct DecodePiece : DecodeBlock {
   AttentionWindow window;
   int leftpad;
   int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
-  int part;                // of the workspace; -1: all keys of the sequence, straight to the output
+  int slot;                // of the workspace; -1: all keys of the sequence, straight to the output
 
   // Pieces of a sequence that differ by one tile at most.
   template <int kKeys, bool kPaged>
@@ -137,7 +137,7 @@ struct DecodePiece : DecodeBlock {
                                                          const DecodeBlock& block) {
     const int split = block.number % params.num_splits;
     DecodePiece piece(params, block, block.number / params.num_splits);
-    piece.part = params.num_splits == 1 ? -1 : split * params.batch + piece.batch_idx;
+    piece.slot = params.num_splits == 1 ? -1 : split * params.batch + piece.batch_idx;
     piece.template clip<kKeys, kPaged>(params, 0, params.capacity);
     const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;
     const int share = tiles / params.num_splits, rest = tiles % params.num_splits;
@@ -152,9 +152,9 @@ struct DecodePiece : DecodeBlock {
   __device__ __forceinline__ static DecodePiece of_line(const DecodeParams& params,
                                                         const DecodeBlock& block,
                                                         const PieceLine& line, unsigned number,
-                                                        const LinePlace& place) {
+                                                        const PieceRange& place) {
     DecodePiece piece(params, block, place.batch_idx);
-    piece.part = place.count == 1 ? -1 : static_cast<int>(number);
+    piece.slot = place.count == 1 ? -1 : static_cast<int>(number);
     constexpr int kTileKeys = PieceLine::kTileKeys;
     const SequenceKeys keys(params, place.batch_idx);
     const int first_tile =
@@ -165,14 +165,14 @@ struct DecodePiece : DecodeBlock {
     return piece;
   }
 
-  __device__ __forceinline__ bool whole() const { return part < 0; }
+  __device__ __forceinline__ bool whole() const { return slot < 0; }
   __device__ __forceinline__ int token(int row) const { return (first_row + row) / group; }
   __device__ __forceinline__ int head(int row) const {
     return kv_head * group + (first_row + row) % group;
   }
   // Of a row in lse (whole), partial_lse and, times head_dim, partial_o.
   __device__ __forceinline__ int64_t row_index(const DecodeParams& params, int row) const {
-    const int64_t sequence = whole() ? batch_idx : part;
+    const int64_t sequence = whole() ? batch_idx : slot;
     return (sequence * params.heads_q + head(row)) * params.seqlen_q + token(row);
   }
 

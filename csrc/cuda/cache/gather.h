@@ -1,0 +1,14 @@
+// The keys of a paged cache side by side.
+#pragma once
+
+#include "../../core/params.h"
+#include "../device.h"
+
+namespace flash_attn::cuda {
+
+// Copies the keys that any query of a paged call sees, 16 bits each. What it leaves out, run_kvcache
+// serves as `wanted`.
+void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
+                      const DeviceInfo& device, Stream stream);
+
+}  // namespace flash_attn::cuda
