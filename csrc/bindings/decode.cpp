@@ -10,6 +10,7 @@
 #include "../cuda/cache/rotate_queries.h"
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
+#include "../sm90/capability.h"
 #include "checks.h"
 #include "overlap.h"
 #include "to_params.h"
@@ -201,7 +202,7 @@ FwdParams forward_params(const DecodeParams& call) {
 void launch_prefill(Backend backend, const DecodeArgs& args, DecodeParams call, FwdParams& params,
                     const DecodeResult& results) {
   const auto& [out, lse] = results;
-  params.num_splits = backend == Backend::kSm90 ? prefill_splits(call_shape(args)) : 1;
+  params.num_splits = backend == Backend::kSm90 ? sm90::decode_splits(call_shape(args)) : 1;
   if (params.num_splits == 1) return launch_fwd(backend, params, out, lse);
   call.num_splits = params.num_splits;
   const at::Tensor workspace = allocate_partial(call, call.num_splits * lse.numel(), lse);

@@ -1,15 +1,19 @@
 // can_use: which backend would serve a call, and why the others would not.
 #include "checks.h"
+#include "families.h"
 #include "to_params.h"
 
 namespace flash_attn {
 namespace {
 
 Explanation explain(const CallShape& call, OptName forced) {
-  const Backend chosen = forced ? backend_from_name(*forced) : choose_backend(call, std::nullopt);
+  const Backend chosen = forced ? backend_from_name(families(), *forced)
+                                : choose_backend(families(), call, std::nullopt);
   std::map<std::string, std::vector<std::string>> refusals;
-  for (const Backend backend : kBackends) {
-    if (backend != chosen) refusals[std::string(name(backend))] = why_not(backend, call);
+  for (const KernelFamily& family : families()) {
+    if (family.backend != chosen) {
+      refusals[std::string(name(family.backend))] = why_not(family, call);
+    }
   }
   return {std::string(name(chosen)), refusals};
 }
@@ -33,7 +37,7 @@ Explanation explain_decode(const DecodeArgs& args) {
 
 std::vector<std::string> backend_names() {
   std::vector<std::string> names;
-  for (const Backend backend : kBackends) names.emplace_back(name(backend));
+  for (const KernelFamily& family : families()) names.emplace_back(name(family.backend));
   return names;
 }
 

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "checks.h"
+#include "families.h"
 
 namespace flash_attn {
 namespace {
@@ -17,32 +18,13 @@ namespace {
 constexpr int64_t kAlignBytes = 16;
 
 CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
-  const bool on_cuda = q.is_cuda();
-  const cuda::DeviceInfo device = on_cuda ? device_info_of(q) : cuda::DeviceInfo{};
   return {
       .op = op,
-      .on_cuda = on_cuda,
-      .compute_capability = device.compute_capability,
-      .num_sms = device.num_sms,
+      .device = q.is_cuda() ? &device_info_of(q) : nullptr,
       .dtype = dtype_of(q),
       // size(-1) would read every symbolic size under torch.compile, and compile for each length.
       .head_dim = value(q.sym_size(-1)),
-      .head_dim_v = value(v.sym_size(-1)),
-      .bias = false,
-      .alibi = false,
-      .softcap = false,
-      .dropout = false,
-      .sink = false,
-      .return_probs = false,
-      .cache_dtype = dtype_of(q),
-      .batch = 0,
-      .tokens = 0,
-      .heads_q = 0,
-      .heads_kv = 0,
-      .capacity = 0,
-      .num_splits = 0,
-      .paged = false,
-      .batch_invariant = false};
+      .head_dim_v = value(v.sym_size(-1))};
 }
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
@@ -95,12 +77,12 @@ CallShape call_shape(const DecodeArgs& args) {
 Backend select_backend(const CallShape& call, OptName forced) {
   Backend backend = Backend::kAten;
   try {
-    backend = choose_backend(call, forced);
+    backend = choose_backend(families(), call, forced);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK(false, error.what());
   }
-  if (backend == Backend::kAten && call.on_cuda && !forced) {
-    warn_once(join(why_not(call.op == Op::kDecode ? Backend::kCuda : Backend::kSm80, call), "; "));
+  if (backend == Backend::kAten && call.device != nullptr && !forced) {
+    warn_once(join(why_not_faster(families(), call), "; "));
   }
   return backend;
 }

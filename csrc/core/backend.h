@@ -1,52 +1,48 @@
-// Which backend serves a call, and why the others do not. The one place that decides.
+// Which backend serves a call, and why the others do not. The one place that decides. What a backend
+// can do, and what a call costs it, stands beside its kernels; here they are compared.
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "params.h"
+#include "call.h"
 
 namespace flash_attn {
 
-enum class Backend : uint8_t { kSm90, kSm80, kCuda, kAten };  // best first
-inline constexpr Backend kBackends[] = {Backend::kSm90, Backend::kSm80, Backend::kCuda,
-                                        Backend::kAten};
+enum class Backend : uint8_t { kSm90, kSm80, kCuda, kAten };
 
-enum class Op : uint8_t { kForward, kBackward, kDecode };
-
-// All that the choice depends on.
-struct CallShape {
-  Op op;
-  bool on_cuda;
-  int compute_capability;  // 10 · major + minor; 0 off CUDA
-  int num_sms;             // 0 off CUDA
-  DType dtype;
-  int64_t head_dim, head_dim_v;
-  bool bias, alibi, softcap, dropout, sink, return_probs;
-  // Decode only.
-  DType cache_dtype;
-  int64_t batch, tokens, heads_q, heads_kv;
-  int64_t capacity;  // keys of a sequence that the cache has room for
-  int64_t num_splits;
-  bool paged, batch_invariant;
+// What a backend says of itself.
+struct KernelFamily {
+  Backend backend;
+  // Empty: it has kernels for the op.
+  std::string_view (*why_not_op)(Op op);
+  // What this build and this device lack; and then what the call asks for that the kernels cannot.
+  void (*refuse_here)(Reasons& reasons, const CallShape& call);
+  void (*refuse_call)(Reasons& reasons, const CallShape& call);
+  // Estimated time of the call, in a unit that all families share. Infinite: for want of any other.
+  double (*cost)(const CallShape& call);
 };
+// Of equal cost, the first is taken. The last serves everything.
+using Families = std::span<const KernelFamily>;
 
 std::string_view name(Backend backend);
 // Throws std::invalid_argument that lists the names.
-Backend backend_from_name(std::string_view name);
+Backend backend_from_name(Families families, std::string_view name);
 
-// Every reason why `backend` cannot serve the call; empty: it can.
-std::vector<std::string> why_not(Backend backend, const CallShape& call);
+// Every reason why a backend cannot serve the call; empty: it can.
+std::vector<std::string> why_not(const KernelFamily& family, const CallShape& call);
 
-// Of a decode call that sm90 serves: pieces that each tile's keys are cut into, as there are fewer
-// tiles than multiprocessors; 1: not cut.
-int prefill_splits(const CallShape& call);
+// The cheapest backend that serves the call; the one named, if any, or std::invalid_argument with
+// its reasons.
+Backend choose_backend(Families families, const CallShape& call,
+                       std::optional<std::string_view> forced);
 
-// The first backend that serves the call; the one named, if any, or std::invalid_argument with its
-// reasons.
-Backend choose_backend(const CallShape& call, std::optional<std::string_view> forced);
+// Of a call that is left to the last backend: the reasons of the one that would be the cheapest, if
+// any, on this build and device.
+std::vector<std::string> why_not_faster(Families families, const CallShape& call);
 
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 

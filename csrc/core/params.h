@@ -160,7 +160,7 @@ struct DecodeParams : CacheParams, ScoreParams {
   int num_splits;
   int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
   // Plain calls cut by length: pieces of the whole call that fill the device, and the most that there
-  // may be, but one a sequence more. keys_per_split gives way to them (decode_pieces.cuh). most_pieces
+  // may be, but one a sequence more. keys_per_split gives way to them (cuda/decode/pieces.cuh). most_pieces
   // 0: never.
   int least_pieces, most_pieces;
 

@@ -1,13 +1,11 @@
-// What the launches need to know of a device.
+// The facts of a GPU, from the driver.
 #pragma once
+
+#include "../core/device.h"
 
 namespace flash_attn::cuda {
 
-struct DeviceInfo {
-  int compute_capability = 0;  // 10 · major + minor
-  int num_sms = 0;
-  int smem_optin_bytes = 0;  // the most shared memory a block can ask for
-};
+using flash_attn::DeviceInfo;
 
 // Read once a device, then cached.
 const DeviceInfo& device_info(int device);

@@ -4,7 +4,7 @@
 //
 // The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
 // block takes one kv head of one sequence, up to 16 of the (token, query head) pairs that read it,
-// and a piece of the keys (decode_pieces.cuh). Its warps share nothing but that: warp w takes the
+// and a piece of the keys (pieces.cuh). Its warps share nothing but that: warp w takes the
 // tiles w, w + 4, … of the piece through a ring of shared-memory stages of its own, in which K and V
 // tiles take turns, and has its own running softmax. No block barrier until the end, where the warps'
 // (o, lse) are merged. One warp, one tile:
@@ -349,7 +349,7 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
   merge_warps<Traits>(smem, params, piece);
 }
 
-// kByLength: pieces from a line of them, one or a few a block (decode_pieces.cuh).
+// kByLength: pieces from a line of them, one or a few a block (pieces.cuh).
 template <typename Traits, bool kByLength>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeParams params) {

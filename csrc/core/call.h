@@ -1,0 +1,52 @@
+// What the choice of a backend depends on: the form of a call, without its tensors.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "architectures.h"
+#include "device.h"
+#include "params.h"
+
+namespace flash_attn {
+
+enum class Op : uint8_t { kForward, kBackward, kDecode };
+
+struct CallShape {
+  Op op;
+  const DeviceInfo* device = nullptr;  // null: not on CUDA
+  const Architectures* compiled = &compiled_architectures();
+
+  DType dtype = DType::kFp16;
+  int64_t head_dim = 0, head_dim_v = 0;
+  bool bias = false, alibi = false, softcap = false, dropout = false, sink = false;
+  bool return_probs = false;
+
+  // Decode only.
+  DType cache_dtype = DType::kFp16;
+  int64_t batch = 0, tokens = 0, heads_q = 0, heads_kv = 0;
+  int64_t capacity = 0;  // keys of a sequence that the cache has room for
+  int64_t num_splits = 0;
+  bool paged = false, batch_invariant = false;
+
+  // The architecture of the portable code that the device runs; 0: this build has none for it.
+  int portable_code() const {
+    return device == nullptr ? 0 : compiled->code_for(device->compute_capability);
+  }
+};
+
+// Why something cannot serve a call, in words; empty: it can.
+class Reasons {
+ public:
+  void refuse_if(bool refused, std::string_view reason) {
+    if (refused) reasons_.emplace_back(reason);
+  }
+  bool empty() const { return reasons_.empty(); }
+  std::vector<std::string> take() && { return std::move(reasons_); }
+
+ private:
+  std::vector<std::string> reasons_;
+};
+
+}  // namespace flash_attn

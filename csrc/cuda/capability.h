@@ -1,0 +1,34 @@
+// What the CUDA kernels ask for, and what a call costs them: of all, and of those that read a cache.
+#pragma once
+
+#include "../core/backend.h"
+
+namespace flash_attn::cuda {
+
+// Split-KV decode, for every form of cache.
+extern const KernelFamily kFamily;
+
+// What every CUDA kernel asks for: a build with CUDA, tensors on a GPU.
+void refuse_without_gpu(Reasons& reasons, const CallShape& call);
+// The portable kernels: code that runs on the GPU.
+void refuse_without_code(Reasons& reasons, const CallShape& call);
+// Every CUDA kernel: dtype, head dims.
+void refuse_tensors(Reasons& reasons, const CallShape& call);
+// Every kernel that reads a cache.
+void refuse_cache(Reasons& reasons, const CallShape& call);
+// The forward kernels, where they serve decode.
+void refuse_cache_of_forward(Reasons& reasons, const CallShape& call);
+
+// Costs of decode calls, in the time that one of decode's thread blocks, of 16 rows of one kv head,
+// takes for a key. Lengths do not matter.
+//
+// Decode's blocks share a sequence's keys and so always fill the device; a forward kernel's tiles, of
+// kForwardTileQueries queries of one head, leave a part of it idle where they are few and not cut
+// into `splits` pieces. tile_cost: a tile's time for a key. Infinite where decode is the faster one
+// whatever the estimate says.
+inline constexpr int kForwardTileQueries = 128;
+double forward_cost(const CallShape& call, double tile_cost, int splits);
+// Tiles of the whole call, not cut.
+int64_t forward_tiles(const CallShape& call);
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,39 @@
+#include "capability.h"
+
+#include "../cuda/capability.h"
+
+namespace flash_attn::sm80 {
+namespace {
+
+std::string_view why_not_op(Op) { return ""; }
+
+void refuse_here(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_without_gpu(reasons, call);
+  cuda::refuse_without_code(reasons, call);
+}
+
+void refuse_call(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_tensors(reasons, call);
+  if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
+  reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
+  reasons.refuse_if(call.softcap, "softcap is not supported");
+  reasons.refuse_if(call.sink, "learnable_sink is not supported");
+  reasons.refuse_if(call.bias, "attn_bias is not supported");
+  reasons.refuse_if(call.dropout, "dropout_p is not supported");
+  reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
+}
+
+double cost(const CallShape& call) {
+  constexpr double kTileCost = 4.75;
+  return call.op == Op::kDecode ? cuda::forward_cost(call, kTileCost, 1) : 0;
+}
+
+}  // namespace
+
+const KernelFamily kFamily = {.backend = Backend::kSm80,
+                              .why_not_op = why_not_op,
+                              .refuse_here = refuse_here,
+                              .refuse_call = refuse_call,
+                              .cost = cost};
+
+}  // namespace flash_attn::sm80

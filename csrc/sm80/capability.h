@@ -1,0 +1,10 @@
+// What the sm80 kernels can do, and what a call costs them.
+#pragma once
+
+#include "../core/backend.h"
+
+namespace flash_attn::sm80 {
+
+extern const KernelFamily kFamily;
+
+}  // namespace flash_attn::sm80

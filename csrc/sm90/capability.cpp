@@ -1,0 +1,63 @@
+#include "capability.h"
+
+#include <algorithm>
+
+#include "../cuda/capability.h"
+#include "config.h"
+
+namespace flash_attn::sm90 {
+namespace {
+
+constexpr int64_t kPiecesHeadDim = 128;  // what with_pieces_class() knows, both head dims alike
+static_assert(kPiecesTile<64>.block_m() == cuda::kForwardTileQueries &&
+              kPiecesTile<128>.block_m() == cuda::kForwardTileQueries);
+
+std::string_view why_not_op(Op op) {
+  return op == Op::kBackward ? "it has no backward kernel" : "";
+}
+
+void refuse_here(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_without_gpu(reasons, call);
+  // Of a cache, other kernels gather pages, rotate queries and merge pieces.
+  if (call.op == Op::kDecode) cuda::refuse_without_code(reasons, call);
+  reasons.refuse_if(
+      call.device != nullptr && !call.compiled->none() && call.device->compute_capability != 90,
+      "the GPU is not of compute capability 9.0");
+}
+
+void refuse_call(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_tensors(reasons, call);
+  if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
+  reasons.refuse_if(call.bias, "attn_bias is not supported");
+  reasons.refuse_if(call.dropout, "dropout_p is not supported");
+  reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
+}
+
+double cost(const CallShape& call) {
+  // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as those of
+  // wider tiles, decode's reads half as long.
+  constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
+  if (call.op != Op::kDecode) return 0;
+  const int splits = decode_splits(call);
+  const int64_t widest = std::max(call.head_dim, call.head_dim_v);
+  const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
+  return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);
+}
+
+}  // namespace
+
+const KernelFamily kFamily = {.backend = Backend::kSm90,
+                              .why_not_op = why_not_op,
+                              .refuse_here = refuse_here,
+                              .refuse_call = refuse_call,
+                              .cost = cost};
+
+int decode_splits(const CallShape& call) {
+  constexpr int64_t kMaxSplits = 16;
+  const bool cut = call.head_dim == call.head_dim_v && call.head_dim <= kPiecesHeadDim;
+  if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
+  const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
+  return static_cast<int>(std::clamp<int64_t>(call.device->num_sms / tiles, 1, kMaxSplits));
+}
+
+}  // namespace flash_attn::sm90

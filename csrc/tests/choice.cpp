@@ -1,0 +1,49 @@
+// The choice of a backend on GPUs that are not here, as a C interface for tests/test_choice.py.
+#include <string>
+
+#include "../bindings/families.h"
+
+namespace flash_attn::tests {
+namespace {
+
+DType dtype_from_name(std::string_view name) {
+  if (name == "fp8") return DType::kFp8E4M3;
+  if (name == "int8") return DType::kInt8;
+  return name == "fp32" ? DType::kFp32 : DType::kFp16;
+}
+
+}  // namespace
+}  // namespace flash_attn::tests
+
+#define FLASH_ATTN_EXPORT extern "C" __attribute__((visibility("default")))
+
+FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capability) {
+  return flash_attn::Architectures(archs).code_for(compute_capability);
+}
+
+// "backend: reasons of the fastest one that was possible" for a call on a GPU with 132
+// multiprocessors, by a build for `archs`. op: of Op.
+FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability, int op,
+                                                const char* cache_dtype, int tokens, bool softcap,
+                                                bool dropout) {
+  using namespace flash_attn;
+  static thread_local std::string answer;
+  const Architectures compiled(archs);
+  const DeviceInfo device = {.compute_capability = compute_capability, .num_sms = 132};
+  const CallShape call = {.op = static_cast<Op>(op),
+                          .device = &device,
+                          .compiled = &compiled,
+                          .head_dim = 128,
+                          .head_dim_v = 128,
+                          .softcap = softcap,
+                          .dropout = dropout,
+                          .cache_dtype = tests::dtype_from_name(cache_dtype),
+                          .batch = 8,
+                          .tokens = tokens,
+                          .heads_q = 32,
+                          .heads_kv = 8,
+                          .capacity = 8192};
+  answer = std::string(name(choose_backend(families(), call, std::nullopt))) + ": " +
+           join(why_not_faster(families(), call), "; ");
+  return answer.c_str();
+}

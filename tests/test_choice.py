@@ -1,0 +1,116 @@
+"""The choice of a backend on GPUs that are not here, and by builds for other architectures."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+LIBRARY = Path(__file__).parent.parent / "build" / "libflash_attn_choice_tests.so"
+OPS = {"fwd": 0, "bwd": 1, "decode": 2}
+DEFAULT = "80-real,90-real,80-virtual"
+A100, RTX4090, H100, B200 = 80, 89, 90, 100
+
+pytestmark = pytest.mark.skipif(
+    not LIBRARY.is_file(), reason="not in the source tree (FLASH_ATTN_TESTS)"
+)
+
+
+@cache
+def library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(LIBRARY))
+    loaded.flash_attn_code_for.argtypes = (ctypes.c_char_p, ctypes.c_int)
+    loaded.flash_attn_choose.restype = ctypes.c_char_p
+    loaded.flash_attn_choose.argtypes = (
+        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_bool, ctypes.c_bool),
+    )
+    return loaded
+
+
+def choose(archs, gpu, op, cache="fp16", tokens=1, softcap=False, dropout=False) -> list[str]:
+    """The backend, and the reasons of the fastest one that was possible."""
+    answer = library().flash_attn_choose(
+        archs.encode(), gpu, OPS[op], cache.encode(), tokens, softcap, dropout
+    )
+    return answer.decode().split(": ", 1)
+
+
+@pytest.mark.parametrize(
+    ("archs", "gpu", "code"),
+    [
+        (DEFAULT, A100, 80),
+        (DEFAULT, 86, 80),
+        (DEFAULT, H100, 90),
+        (DEFAULT, B200, 80),  # by PTX
+        ("90-real", A100, 0),
+        ("90-real", B200, 0),
+        ("90a-real", H100, 90),
+        ("90a-virtual", B200, 0),
+        ("80", RTX4090, 80),
+        ("86-real,80-virtual", A100, 80),
+        ("80-real,90-virtual", B200, 90),
+        ("80-real,89-virtual", 86, 80),
+        ("", H100, 0),
+    ],
+)
+def test_code_that_a_gpu_runs(archs: str, gpu: int, code: int) -> None:
+    assert library().flash_attn_code_for(archs.encode(), gpu) == code
+
+
+@pytest.mark.parametrize(
+    ("gpu", "op", "backend"),
+    [
+        (A100, "fwd", "sm80"),
+        (H100, "fwd", "sm90"),
+        (B200, "fwd", "sm80"),
+        (75, "fwd", "aten"),
+        (H100, "bwd", "sm80"),
+        (H100, "decode", "cuda"),
+    ],
+)
+def test_the_default_build(gpu: int, op: str, backend: str) -> None:
+    assert choose(DEFAULT, gpu, op)[0] == backend
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_a_build_without_code_for_the_gpu(op: str) -> None:
+    backend, reasons = choose("90-real", A100, op)
+    assert backend == "aten"
+    assert "no code for compute capability 8.0" in reasons and "90-real" in reasons
+
+
+@pytest.mark.parametrize(
+    ("archs", "gpu", "backend"),
+    [
+        (DEFAULT, H100, "cuda"),
+        ("80-real,80-virtual", H100, "aten"),  # its PTX cannot widen fp8
+        (DEFAULT, A100, "aten"),
+        (DEFAULT, B200, "aten"),
+        ("89-real", RTX4090, "cuda"),
+    ],
+)
+def test_fp8_needs_code_that_widens_it(archs: str, gpu: int, backend: str) -> None:
+    chosen, reasons = choose(archs, gpu, "decode", "fp8")
+    assert chosen == backend
+    assert ("fp8" in reasons) == (backend == "aten")
+    if archs != "89-real":
+        assert choose(archs, gpu, "decode", "int8")[0] == "cuda"
+
+
+def test_a_call_on_aten_hears_of_the_fastest_that_was_possible() -> None:
+    """On Hopper sm90's reasons, which has softcap; on Ampere those of sm80, which has not."""
+    backend, reasons = choose(DEFAULT, H100, "fwd", softcap=True, dropout=True)
+    assert backend == "aten" and "dropout_p" in reasons and "softcap" not in reasons
+    backend, reasons = choose(DEFAULT, A100, "fwd", softcap=True, dropout=True)
+    assert backend == "aten" and "dropout_p" in reasons and "softcap" in reasons
+    assert "9.0" not in reasons
+
+
+def test_many_new_tokens_against_a_cache() -> None:
+    assert choose(DEFAULT, H100, "decode", tokens=1024)[0] == "sm90"
+    assert choose(DEFAULT, A100, "decode", tokens=1024)[0] == "sm80"
+    assert choose(DEFAULT, H100, "decode", tokens=1024, softcap=True)[0] == "cuda"
+    assert choose("80-real,80-virtual", H100, "decode", "int8", tokens=1024)[0] == "cuda"
