@@ -124,11 +124,7 @@ DecodeParams decode_params(const DecodeArgs& args, const KvcacheArgs* tokens,
   params.window_left = window_to_params(args.window_left);
   params.window_right = args.causal ? 0 : window_to_params(args.window_right);
   params.rotate_by_row = params.window_left >= 0 || params.window_right >= 0;
-  params.softcap = static_cast<float>(args.softcap);
-  params.alibi_slopes = pointer<float>(args.alibi_slopes);
-  params.alibi_batch_stride =
-      args.alibi_slopes && args.alibi_slopes->dim() == 2 ? params.heads_q : 0;
-  params.learnable_sink = pointer<float>(args.learnable_sink);
+  params.score = score_params(args.softcap, args.alibi_slopes, args.learnable_sink, params.heads_q);
   params.out = out.data_ptr();
   params.out_strides = strides_of(out);
   params.lse = lse.data_ptr<float>();
@@ -138,8 +134,8 @@ DecodeParams decode_params(const DecodeArgs& args, const KvcacheArgs* tokens,
 // Room for that many rows of partial results, a workspace a call: streams and graphs run side by side.
 at::Tensor allocate_partial(DecodeParams& params, int64_t rows, const at::Tensor& like) {
   at::Tensor workspace = at::empty({rows, params.head_dim_v + 1}, like.options());
-  params.partial_o = workspace.data_ptr<float>();
-  params.partial_lse = params.partial_o + rows * params.head_dim_v;
+  params.partial.o = workspace.data_ptr<float>();
+  params.partial.lse = params.partial.o + rows * params.head_dim_v;
   return workspace;
 }
 
@@ -148,21 +144,17 @@ DecodeResult decode_cuda(const DecodeArgs& args, const KvcacheArgs* tokens) {
   const at::Tensor &q = args.q, &lse = std::get<1>(results);
   if (q.numel() == 0) return results;
   DecodeParams params = decode_params(args, tokens, results);
-  params.num_splits = static_cast<int>(args.num_splits);
-
+  const int num_splits = static_cast<int>(args.num_splits);
   const cuda::DeviceInfo& device = device_info_of(q);
   if (is_plain(args, tokens)) {
-    cuda::plan_decode(params, args.batch_invariant, device);
+    params.splits = cuda::decode_splits(params, num_splits, args.batch_invariant, device);
     const at::Tensor workspace = allocate_partial(params, cuda::decode_workspace_rows(params), lse);
     cuda::run_decode(params, stream_of(q));
   } else {
-    if (args.batch_invariant && params.num_splits == 0) {
-      params.keys_per_split = cuda::kInvariantKeys;
-      params.num_splits = params.capacity / cuda::kInvariantKeys + 2;  // leftpad may add one
-    }
+    params.splits = cuda::kvcache_splits(params, num_splits, args.batch_invariant);
     const cuda::KvcacheGrid grid = cuda::kvcache_grid(params, device);
-    const int64_t rows = cuda::kvcache_slots(params, grid) * cuda::kKvcacheSlotRows;
-    const at::Tensor workspace = allocate_partial(params, rows, lse);
+    const at::Tensor workspace =
+        allocate_partial(params, cuda::kvcache_workspace_rows(params, grid), lse);
     cuda::run_kvcache(params, grid, stream_of(q));
   }
   return results;
@@ -192,8 +184,8 @@ FwdParams forward_params(const DecodeParams& call) {
   params.softmax_scale = call.softmax_scale;
   params.window_left = call.window_left;
   params.window_right = call.window_right;
-  params.kv_rows = call.cache_batch_idx;
-  params.kv_batch = call.cache_rows;
+  params.cache_batch_idx = call.cache_batch_idx;
+  params.cache_rows = call.cache_rows;
   params.seqlen_new = call.seqlen_new;
   return params;
 }
@@ -204,10 +196,9 @@ void launch_prefill(Backend backend, const DecodeArgs& args, DecodeParams call, 
   const auto& [out, lse] = results;
   params.num_splits = backend == Backend::kSm90 ? sm90::decode_splits(call_shape(args)) : 1;
   if (params.num_splits == 1) return launch_fwd(backend, params, out, lse);
-  call.num_splits = params.num_splits;
-  const at::Tensor workspace = allocate_partial(call, call.num_splits * lse.numel(), lse);
-  params.partial_o = call.partial_o;
-  params.partial_lse = call.partial_lse;
+  call.splits = Splits::alike(params.num_splits);
+  const at::Tensor workspace = allocate_partial(call, params.num_splits * lse.numel(), lse);
+  params.partial = call.partial;
   launch_fwd(backend, params, out, lse);
   cuda::run_decode_combine(call, stream_of(lse));
 }
@@ -242,12 +233,12 @@ void prefill_paged(Backend backend, const DecodeArgs& args, DecodeParams& call, 
   params.cu_seqlens_k = packed.cu_seqlens;
   params.seqused_k = packed.seqused;
   params.leftpad_k = nullptr;  // not copied
-  params.kv_rows = nullptr;
+  params.cache_batch_idx = nullptr;
   params.seqlen_new = 0;
   launch_prefill(backend, args, call, params, results);
 
-  call.wanted = packed.missed;
-  call.num_splits = 1;
+  call.sequence_mask = packed.missed;
+  call.splits = Splits::alike(1);
   cuda::run_kvcache(call, cuda::kvcache_grid(call, device), stream_of(q));
 }
 

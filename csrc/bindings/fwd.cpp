@@ -34,11 +34,7 @@ FwdResult run(Backend backend, AttnArgs attn) {
     const OptTensor sink = attn.learnable_sink
                                ? OptTensor(attn.learnable_sink->to(at::kFloat).contiguous())
                                : OptTensor();
-    // Beyond 1e30 nothing is capped, and the kernel's quotients would leave the range of fp32.
-    params.score = {.softcap = static_cast<float>(std::min(attn.softcap, 1e30)),
-                    .alibi_slopes = slopes ? slopes->const_data_ptr<float>() : nullptr,
-                    .alibi_batch_stride = slopes && slopes->dim() == 2 ? params.heads_q : 0,
-                    .learnable_sink = sink ? sink->const_data_ptr<float>() : nullptr};
+    params.score = score_params(attn.softcap, slopes, sink, params.heads_q);
     launch_fwd(backend, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();

@@ -200,6 +200,16 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
             .top_left = args.top_left};
 }
 
+ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
+                         const OptTensor& learnable_sink, int heads_q) {
+  // Beyond 1e30 nothing is capped, and the kernels' quotients would leave the range of fp32.
+  constexpr double kMaxSoftcap = 1e30;
+  return {.softcap = static_cast<float>(std::min(softcap, kMaxSoftcap)),
+          .alibi_slopes = alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
+          .alibi_batch_stride = alibi_slopes && alibi_slopes->dim() == 2 ? heads_q : 0,
+          .learnable_sink = learnable_sink ? learnable_sink->const_data_ptr<float>() : nullptr};
+}
+
 DType dtype_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kHalf:

@@ -38,6 +38,9 @@ Strides strides_of(const at::Tensor& tensor);
 // What forward and backward share; `args` must hold readable tensors and contiguous index vectors.
 AttnArgs readable(AttnArgs args);
 void fill_params(AttnParams& params, const AttnArgs& args);
+// alibi_slopes and learnable_sink: contiguous, fp32.
+ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
+                         const OptTensor& learnable_sink, int heads_q);
 
 // Runs the forward kernel of sm90 or sm80 on params that lack only its results and workspace. out
 // and lse: new tensors, laid out as FwdParams says.

@@ -22,168 +22,193 @@ using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8 };  // 8 bits: caches only
 
 struct Strides {
-  int64_t batch;  // 0 for varlen
-  int64_t row;    // from one token to the next
-  int64_t head;
+  int64_t batch = 0;  // 0 for varlen
+  int64_t row = 0;    // from one token to the next
+  int64_t head = 0;
 };
 
 // What forward and backward share. Sizes and offsets are 64-bit; only the length of one sequence
 // fits 32 bits.
 struct AttnParams {
-  const void* q;  // (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim)
-  const void* k;  // (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim)
-  const void* v;  // (batch, seqlen_k, heads_kv, head_dim_v) or (total_k, heads_kv, head_dim_v)
+  const void* q = nullptr;  // (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim)
+  const void* k = nullptr;  // (batch, seqlen_k, heads_kv, head_dim) or (total_k, …)
+  const void* v = nullptr;  // (batch, seqlen_k, heads_kv, head_dim_v) or (total_k, …)
   Strides q_strides, k_strides, v_strides;
 
-  DType dtype;
-  int batch, heads_q, heads_kv;  // query head h reads kv head h / (heads_q / heads_kv)
-  int head_dim, head_dim_v;
-  int seqlen_q, seqlen_k;    // dense: exact. varlen: the caller's max_seqlen, only a hint
-  int64_t total_q, total_k;  // rows of the whole q and k tensors, over all batches
+  DType dtype = DType::kFp16;
+  int batch = 0, heads_q = 0, heads_kv = 0;  // query head h reads kv head h / (heads_q / heads_kv)
+  int head_dim = 0, head_dim_v = 0;
+  int seqlen_q = 0, seqlen_k = 0;    // dense: exact. varlen: the caller's max_seqlen, only a hint
+  int64_t total_q = 0, total_k = 0;  // rows of the whole q and k tensors, over all batches
 
-  const int32_t* cu_seqlens_q;  // (batch + 1) or null: dense
-  const int32_t* cu_seqlens_k;  // (batch + 1) or null: dense
-  const int32_t* seqused_q;     // (batch) or null: rows of each sequence that count
-  const int32_t* seqused_k;     // (batch) or null
-  const int32_t* leftpad_k;     // (batch) or null: keys to skip at the front of each sequence
+  const int32_t* cu_seqlens_q = nullptr;  // (batch + 1) or null: dense
+  const int32_t* cu_seqlens_k = nullptr;  // (batch + 1) or null: dense
+  const int32_t* seqused_q = nullptr;     // (batch) or null: rows of each sequence that count
+  const int32_t* seqused_k = nullptr;     // (batch) or null
+  const int32_t* leftpad_k = nullptr;     // (batch) or null: keys to skip at the front
 
-  float softmax_scale;
+  float softmax_scale = 0;
   // Keys that a query sees to each side of its diagonal; -1: all. causal: right = 0.
-  int window_left, window_right;
-  bool top_left;  // diagonal of query i at key i; otherwise at key i + len_k - len_q (bottom-right)
+  int window_left = -1, window_right = -1;
+  // Diagonal of query i at key i; otherwise at key i + len_k - len_q (bottom-right).
+  bool top_left = false;
 };
 
 // What happens to the scores between Q Kᵀ and the mask. All zero: plain.
 //
 //   S = softcap · tanh(S / softcap),    S -= slope · |key - diagonal|,    l = Σ exp(S) + exp(sink)
 struct ScoreParams {
-  float softcap;                // 0: none
-  const float* alibi_slopes;    // (heads_q) or (batch, heads_q), or null
-  int64_t alibi_batch_stride;   // 0: the same for all sequences
-  const float* learnable_sink;  // (heads_q), or null
+  float softcap = 0;                      // 0: none
+  const float* alibi_slopes = nullptr;    // (heads_q) or (batch, heads_q), or null
+  int64_t alibi_batch_stride = 0;         // 0: the same for all sequences
+  const float* learnable_sink = nullptr;  // (heads_q), or null
+};
+
+// Workspace: the normalised results of pieces of the keys, to be merged. Which row is whose:
+// cuda/decode/workspace.cuh.
+struct PartialResults {
+  float* o = nullptr;    // (rows, head_dim_v)
+  float* lse = nullptr;  // (rows)
 };
 
 struct FwdParams : AttnParams {
-  ScoreParams score;  // only sm90 asks for it
+  ScoreParams score;
 
-  // Where k and v are a cache: sequence b's keys lie in entry kv_rows[b], of kv_batch entries; null:
-  // in entry b.
-  const int32_t* kv_rows;
-  int kv_batch;
-  int seqlen_new;  // keys of each sequence that seqused_k does not count: just appended
+  // Where k and v are a cache: sequence b's keys lie in row cache_batch_idx[b], of cache_rows; null:
+  // in row b.
+  const int32_t* cache_batch_idx = nullptr;
+  int cache_rows = 0;
+  int seqlen_new = 0;  // keys of each sequence that seqused_k does not count: just appended
 
-  void* out;  // like q, with head_dim_v
+  void* out = nullptr;  // like q, with head_dim_v
   Strides out_strides;
-  float* lse;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
-  int64_t lse_batch_stride, lse_head_stride;  // varlen: batch stride 0. Rows are contiguous
+  float* lse = nullptr;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
+  int64_t lse_batch_stride = 0, lse_head_stride = 0;  // varlen: batch stride 0. Rows are contiguous
 
-  int32_t* tile_counter;  // workspace: one number, zeroed by the launch; only sm90 asks for it
+  int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch
 
-  // Of sm90, dense q, head_dim_v = head_dim <= 128. num_splits > 1: each tile's keys are cut into
-  // that many pieces, and what comes out is as in DecodeParams (plain) for cuda::run_decode_combine,
-  // instead of out and lse.
-  int num_splits;
-  float *partial_o, *partial_lse;
+  // > 1, of dense q with head_dim_v = head_dim: each tile's keys are cut into so many pieces, and
+  // their results, rows by token, are left for cuda::run_decode_combine; out and lse are not written.
+  int num_splits = 1;
+  PartialResults partial;
 };
 
 struct BwdParams : AttnParams {
-  const void* out;   // like q, with head_dim_v
-  const void* dout;  // like out
+  const void* out = nullptr;   // like q, with head_dim_v
+  const void* dout = nullptr;  // like out
   Strides out_strides, dout_strides;
-  const float* lse;   // as in FwdParams
-  const float* dlse;  // the gradient that flows into lse, or null; laid out like lse
-  int64_t lse_batch_stride, lse_head_stride;
+  const float* lse = nullptr;   // as in FwdParams
+  const float* dlse = nullptr;  // the gradient that flows into lse, or null; laid out like lse
+  int64_t lse_batch_stride = 0, lse_head_stride = 0;
 
-  void *dq, *dk, *dv;  // like q, k, v
+  void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
 
-  float* delta;     // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
-  float* dq_accum;  // workspace (heads_q, dq_accum_rows, head-dim class), zeroed by the launch;
-                    // null if deterministic
-  int64_t dq_accum_rows;
-  bool deterministic;
+  float* delta = nullptr;     // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
+  float* dq_accum = nullptr;  // workspace (heads_q, dq_accum_rows, head-dim class), zeroed by the
+                              // launch; null if deterministic
+  int64_t dq_accum_rows = 0;
+  bool deterministic = false;
 };
 
 // A cache of keys and values, dense or paged. Its index vectors live on the device and may hold
 // anything: an entry that names no row or page has no keys.
 struct CacheParams {
   // (cache_rows, capacity, heads_kv, head_dim), or (cache_rows pages, page_size, heads_kv, head_dim)
-  const void* k_cache;
-  const void* v_cache;           // likewise, with head_dim_v
-  Strides k_strides, v_strides;  // batch: from one row of the cache, or page, to the next
-  DType cache_dtype;             // that of q, kFp8E4M3 or kInt8
-  int cache_rows, capacity;      // capacity: keys of one sequence; paged: max_pages · page_size
-  int page_size;                 // dense: capacity
+  const void* k_cache = nullptr;
+  const void* v_cache = nullptr;     // likewise, with head_dim_v
+  Strides k_strides, v_strides;      // batch: from one row of the cache, or page, to the next
+  DType cache_dtype = DType::kFp16;  // that of q, kFp8E4M3 or kInt8
+  int cache_rows = 0, capacity = 0;  // capacity: keys of one sequence; paged: pages · page_size
+  int page_size = 0;                 // dense: capacity
 
-  const int32_t* block_table;  // (table_rows, max_pages), or null: dense
-  int64_t table_stride;
-  int table_rows;
-  const int32_t*
-      cache_batch_idx;           // (batch) row of the cache, or of block_table; null: the sequence
-  const int32_t* cache_seqlens;  // (batch) tokens before the appended ones; null: capacity
-  int seqlen_new;                // tokens appended by this call to every sequence
+  const int32_t* block_table = nullptr;  // (table_rows, max_pages), or null: dense
+  int64_t table_stride = 0;
+  int table_rows = 0;
+  // (batch) row of the cache, or of block_table; null: the sequence
+  const int32_t* cache_batch_idx = nullptr;
+  const int32_t* cache_seqlens =
+      nullptr;         // (batch) tokens before the appended ones; null: capacity
+  int seqlen_new = 0;  // tokens appended by this call to every sequence
 
   // 8 bits: value = descale · what is stored; null: 1. Strides may be 0.
-  const float *k_descale, *v_descale;
-  int64_t k_descale_batch_stride, k_descale_head_stride;
-  int64_t v_descale_batch_stride, v_descale_head_stride;
+  const float *k_descale = nullptr, *v_descale = nullptr;
+  int64_t k_descale_batch_stride = 0, k_descale_head_stride = 0;
+  int64_t v_descale_batch_stride = 0, v_descale_head_stride = 0;
 
   // (rotary_rows, rotary_dim / 2) contiguous, dtype of q; null: no rotation. Row t turns position t.
-  const void *rotary_cos, *rotary_sin;
-  int rotary_rows, rotary_dim;
-  bool rotary_interleaved;  // pairs (0, 1), (2, 3), …; else (i, i + rotary_dim / 2)
+  const void *rotary_cos = nullptr, *rotary_sin = nullptr;
+  int rotary_rows = 0, rotary_dim = 0;
+  bool rotary_interleaved = false;  // pairs (0, 1), (2, 3), …; else (i, i + rotary_dim / 2)
 
-  DType dtype;  // of q, out, and k, v to append
-  int batch, heads_kv, head_dim, head_dim_v;
+  DType dtype = DType::kFp16;  // of q, out, and k, v to append
+  int batch = 0, heads_kv = 0, head_dim = 0, head_dim_v = 0;
 };
 
 struct AppendParams : CacheParams {
-  const void *k, *v;  // (batch, seqlen_new, heads_kv, head_dim or head_dim_v)
+  const void *k = nullptr, *v = nullptr;  // (batch, seqlen_new, heads_kv, head_dim or head_dim_v)
   Strides k_new_strides, v_new_strides;
+};
+
+// How the keys of each sequence are cut into pieces, which thread blocks of their own read and whose
+// results are merged. What is 0 belongs to other modes.
+struct Splits {
+  int count = 0;  // pieces of a sequence; by length: at most
+  int keys = 0;   // of a piece, by length
+  // By length, for the whole call: pieces that fill the device, and the most that there may be, but
+  // one a sequence more. `keys` gives way to them. most_pieces 0: it never does.
+  int least_pieces = 0, most_pieces = 0;
+
+  // The keys of the whole call are dealt out evenly, whatever the lengths.
+  static constexpr Splits dealt_out() { return {}; }
+  // Each sequence into so many equal pieces; 1: not cut.
+  static constexpr Splits alike(int pieces) { return {.count = pieces}; }
+  // Into pieces of so many keys, of sequences that have at most `pieces` of them: no bit of a result
+  // depends on the other sequences.
+  static constexpr Splits by_length(int keys, int pieces) {
+    return {.count = pieces, .keys = keys};
+  }
+  // The same, with longer or shorter pieces where there would be too many or too few of them.
+  static constexpr Splits by_length(int keys, int pieces, int least_pieces, int most_pieces) {
+    return {pieces, keys, least_pieces, most_pieces};
+  }
 };
 
 // Plain: a cache of q's dtype with head_dim_v = head_dim that nothing is appended to; no softcap,
 // slopes or sink.
-struct DecodeParams : CacheParams, ScoreParams {
-  const void* q;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
+struct DecodeParams : CacheParams {
+  ScoreParams score;
+
+  const void* q = nullptr;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
   Strides q_strides;
-  int heads_q, seqlen_q;
-  int group;                 // heads_q / heads_kv; group · seqlen_q < 2^20
-  const int32_t* leftpad_k;  // (batch) or null: keys to skip at the front
+  int heads_q = 0, seqlen_q = 0;
+  int group = 0;                       // heads_q / heads_kv; group · seqlen_q < 2^20
+  const int32_t* leftpad_k = nullptr;  // (batch) or null: keys to skip at the front
 
-  float softmax_scale;
-  int window_left, window_right;  // as in AttnParams, bottom-right
-  bool rotate_by_row;  // query i rotates by its own position; else all by that of the first
+  float softmax_scale = 0;
+  int window_left = -1, window_right = -1;  // as in AttnParams, bottom-right
+  bool rotate_by_row = false;  // query i rotates by its own position; else all by that of the first
 
-  // Pieces that each sequence's keys are cut into, all alike. 0, not for plain calls: the keys of
-  // the whole call are dealt out evenly, whatever the lengths.
-  int num_splits;
-  int keys_per_split;  // > 0: cut by length instead, into at most num_splits pieces
-  // Plain calls cut by length: pieces of the whole call that fill the device, and the most that there
-  // may be, but one a sequence more. keys_per_split gives way to them (cuda/decode/pieces.cuh). most_pieces
-  // 0: never.
-  int least_pieces, most_pieces;
+  Splits splits;  // dealt out: not plain ones
 
-  // (batch) or null. Not plain and num_splits = 1: a sequence whose entry is 0 is left to others.
-  const int32_t* wanted;
+  // (batch) or null. Not plain and not cut: a sequence whose entry is 0 is left to others.
+  const int32_t* sequence_mask = nullptr;
 
-  // Workspace of normalised partial results, null where there are none: (pieces, heads_q, seqlen_q,
-  // head_dim) and the same without head_dim; piece s of sequence b is s · batch + b, or those of a
-  // sequence follow one another. Not plain: (kvcache_slots, 16, head_dim_v).
-  float *partial_o, *partial_lse;
+  PartialResults partial;  // null where nothing is cut
 
-  void* out;  // like q, with head_dim_v
+  void* out = nullptr;  // like q, with head_dim_v
   Strides out_strides;
-  float* lse;  // (batch, heads_q, seqlen_q) contiguous, or null
+  float* lse = nullptr;  // (batch, heads_q, seqlen_q) contiguous, or null
 };
 
 // The keys of a paged cache that count, sequence after sequence, as the forward reads varlen ones.
 struct PackedCache {
-  void *k, *v;          // (rows, heads_kv, head_dim or head_dim_v) contiguous
-  int64_t rows;         // that there is room for
-  int32_t* cu_seqlens;  // (batch + 1)
-  int32_t* seqused;     // (batch) 0 for a sequence that is not whole: no room, or a page is missing
-  int32_t* missed;      // (batch) 1 for such a sequence
+  void *k = nullptr, *v = nullptr;  // (rows, heads_kv, head_dim or head_dim_v) contiguous
+  int64_t rows = 0;                 // that there is room for
+  int32_t* cu_seqlens = nullptr;    // (batch + 1)
+  int32_t* seqused =
+      nullptr;  // (batch) 0 for a sequence that is not whole: no room, or a page missing
+  int32_t* missed = nullptr;  // (batch) 1 for such a sequence
 };
 
 }  // namespace flash_attn

@@ -266,7 +266,7 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
   const int first_row = work.first_row + self.warp_row;  // of the warp
   const int rows = work.segment_q - first_row, cols = self.params.head_dim_v;
   float* const lse = work.lse + first_row;
-  float* const partial = self.params.partial_o + (lse - self.params.partial_lse) * cols;
+  float* const partial = self.params.partial.o + (lse - self.params.partial.lse) * cols;
   softmax.finish();
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
 #pragma unroll
@@ -384,9 +384,9 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                .cols = params.head_dim,
                                .rows = varlen_k ? params.total_k : params.seqlen_k,
                                .heads = params.heads_kv,
-                               .batch = varlen_k                    ? 1
-                                        : params.kv_rows == nullptr ? params.batch
-                                                                    : params.kv_batch};
+                               .batch = varlen_k                            ? 1
+                                        : params.cache_batch_idx == nullptr ? params.batch
+                                                                            : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
   const FwdTensorMaps maps = {.q = make_tensor_map(params.q, params.q_strides, q_shape,

@@ -97,7 +97,7 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   if constexpr (Traits::kPieces) {
     range = range.piece(piece, params.num_splits);
     const int64_t sequence = int64_t{piece} * params.batch + tile.batch_idx;
-    lse = params.partial_lse + (sequence * params.heads_q + tile.head) * params.seqlen_q;
+    lse = params.partial.lse + (sequence * params.heads_q + tile.head) * params.seqlen_q;
   }
   return {
       .window = window,

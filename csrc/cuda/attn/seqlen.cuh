@@ -33,9 +33,9 @@ struct SeqlenInfo {
 
   // The entry of k and v that a sequence's keys lie in; -1: there is none.
   __device__ __forceinline__ static int kv_row(const FwdParams& params, int batch_idx) {
-    if (params.kv_rows == nullptr) return batch_idx;
-    const int row = params.kv_rows[batch_idx];
-    return row >= 0 && row < params.kv_batch ? row : -1;
+    if (params.cache_batch_idx == nullptr) return batch_idx;
+    const int row = params.cache_batch_idx[batch_idx];
+    return row >= 0 && row < params.cache_rows ? row : -1;
   }
 
   // Offset in elements of row `row` of the tensor whose rows start at `begin`.

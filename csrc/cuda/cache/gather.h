@@ -7,7 +7,7 @@
 namespace flash_attn::cuda {
 
 // Copies the keys that any query of a paged call sees, 16 bits each. What it leaves out, run_kvcache
-// serves as `wanted`.
+// serves by sequence_mask.
 void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
                       const DeviceInfo& device, Stream stream);
 

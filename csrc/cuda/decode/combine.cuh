@@ -66,7 +66,7 @@ struct SequenceSlots {
   int first, step, count;
 
   __device__ __forceinline__ static SequenceSlots of(const DecodeParams& params, int batch_idx) {
-    if (params.keys_per_split == 0) return {batch_idx, params.batch, params.num_splits};
+    if (params.splits.keys == 0) return {batch_idx, params.batch, params.splits.count};
     const PieceRange place = PieceLine(params).of_sequence(batch_idx);
     return {place.first, 1, place.count};
   }
@@ -85,9 +85,9 @@ __device__ __forceinline__ MergeState merge_slots(const DecodeParams& params,
       const int split = begin + i * step;
       const bool exists = split < slots.count;
       const int64_t slot = slots.first + static_cast<int64_t>(split) * slots.step;
-      const int64_t slot_row = slot * params.heads_q * params.seqlen_q + row_of_slot;
-      const float* source = params.partial_o + slot_row * params.head_dim + col;
-      lse[i] = exists ? params.partial_lse[slot_row] : -INFINITY;
+      const int64_t slot_row = RowsByToken::first_row(params, slot) + row_of_slot;
+      const float* source = params.partial.o + slot_row * params.head_dim + col;
+      lse[i] = exists ? params.partial.lse[slot_row] : -INFINITY;
       o[i] = exists ? *reinterpret_cast<const float4*>(source) : float4{};
     }
     float max_lse = state.max_lse;
@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 
   const SequenceSlots slots = SequenceSlots::of(params, batch_idx);
   // A sequence of one piece is finished. Of the grid, one block at least has to wait.
-  if (params.keys_per_split > 0 && slots.count == 1 && row > 0) return;
+  if (params.splits.keys > 0 && slots.count == 1 && row > 0) return;
   ptx::wait_for_prerequisites();
-  if (params.keys_per_split > 0 && slots.count == 1) return;
+  if (params.splits.keys > 0 && slots.count == 1) return;
   MergeState state = MergeState::empty();
   if (first_split < at_once) {
     state = merge_slots(params, slots, head * params.seqlen_q + token, col, first_split, at_once);
@@ -162,12 +162,12 @@ void launch_decode_combine(const DecodeParams& params, Stream stream) {
   // Few rows leave most SMs idle: then a block takes 128 bytes of a row. Cut by length, all blocks are
   // alike, so that the order of a sum depends on nothing but the sequence.
   constexpr int kFewRows = 64, kSliceColumns = 32;
-  const bool by_length = params.keys_per_split > 0;
+  const bool by_length = params.splits.keys > 0;
   const int slices = !by_length && rows <= kFewRows && params.head_dim % kSliceColumns == 0
                          ? params.head_dim / kSliceColumns
                          : 1;
   const int at_once =
-      by_length ? kSplitsAtOnce : (params.num_splits + kSplitsAtOnce - 1) / kSplitsAtOnce;
+      by_length ? kSplitsAtOnce : (params.splits.count + kSplitsAtOnce - 1) / kSplitsAtOnce;
   const int useful = params.head_dim / 4 / slices * at_once;
   const int threads = std::min((useful + 31) / 32 * 32, kMaxCombineThreads);
   launch_overlapping<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows), slices),

@@ -5,12 +5,10 @@
 #include <algorithm>
 
 #include "decode.h"
+#include "workspace.cuh"
 
 namespace flash_attn::cuda {
 
-// Rows of a matrix tile, the least that mma.sync takes: the query heads of one kv head times the new
-// tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the time.
-inline constexpr int kDecodeRows = 16;
 inline constexpr int kDecodeWarps = 4;
 
 struct DecodeTile {
@@ -43,19 +41,19 @@ inline int64_t decode_row_tiles(const DecodeParams& params) {
 
 // Pieces of all sequences together; by length: no more than that.
 inline int64_t decode_pieces(const DecodeParams& params) {
-  const int64_t pieces = int64_t{params.batch} * params.num_splits;
-  if (params.most_pieces == 0) return pieces;
+  const int64_t pieces = int64_t{params.batch} * params.splits.count;
+  if (params.splits.most_pieces == 0) return pieces;
   // Beside one of each sequence.
-  const int64_t more = std::max<int64_t>(pieces - params.batch, params.least_pieces);
-  return params.batch + std::min<int64_t>(more, params.most_pieces);
+  const int64_t more = std::max<int64_t>(pieces - params.batch, params.splits.least_pieces);
+  return params.batch + std::min<int64_t>(more, params.splits.most_pieces);
 }
 // Of these, how many have thread blocks of their own. least_pieces fill the device once.
 inline int64_t decode_grid_pieces(const DecodeParams& params) {
   constexpr int kWaves = 4;
   const int64_t pieces = decode_pieces(params);
-  return params.keys_per_split == 0
+  return params.splits.keys == 0
              ? pieces
-             : std::min<int64_t>(pieces, int64_t{kWaves} * params.least_pieces);
+             : std::min<int64_t>(pieces, int64_t{kWaves} * params.splits.least_pieces);
 }
 
 // Any head_dim up to kHeadDim that is a multiple of 8.

@@ -45,9 +45,10 @@ int64_t most_keys(const DecodeParams& params) {
              : std::min<int64_t>(params.capacity, int64_t{params.window_left} + params.seqlen_q);
 }
 
-// Whether there may be several pieces of a sequence: with most_pieces, shorter ones than
-// keys_per_split.
-bool is_cut(const DecodeParams& params) { return params.num_splits > 1 || params.most_pieces > 0; }
+// Whether there may be several pieces of a sequence: with most_pieces, shorter ones than asked for.
+bool is_cut(const DecodeParams& params) {
+  return params.splits.count > 1 || params.splits.most_pieces > 0;
+}
 
 // Into how many equal pieces.
 int best_num_splits(const DecodeParams& params, const DeviceInfo& device) {
@@ -90,25 +91,24 @@ bool cuts_by_length(const DecodeParams& params, int64_t places) {
 
 }  // namespace
 
-void plan_decode(DecodeParams& params, bool batch_invariant, const DeviceInfo& device) {
+Splits decode_splits(const DecodeParams& params, int num_splits, bool batch_invariant,
+                     const DeviceInfo& device) {
   // 4096 rather than 2048: half the merges, and 1 to 2 % faster on 64 ragged sequences.
   constexpr int kPieceKeys = 4096, kMostWaves = 8;
-  if (params.num_splits > 0) return;
+  if (num_splits > 0) return Splits::alike(num_splits);
   const int64_t places = int64_t{device.num_sms} * blocks_per_sm(device);
   if (!batch_invariant && !cuts_by_length(params, places)) {
-    params.num_splits = best_num_splits(params, device);
-    return;
+    return Splits::alike(best_num_splits(params, device));
   }
-  params.keys_per_split = batch_invariant ? kInvariantKeys : kPieceKeys;
-  params.num_splits = (params.capacity - 1) / params.keys_per_split + 1;
+  const int keys = batch_invariant ? kInvariantKeys : kPieceKeys;
   const int64_t blocks_per_piece = decode_row_tiles(params) / params.batch;
-  params.least_pieces = static_cast<int>(std::max<int64_t>(places / blocks_per_piece, 1));
-  params.most_pieces = batch_invariant ? 0 : kMostWaves * params.least_pieces;
+  const int least_pieces = static_cast<int>(std::max<int64_t>(places / blocks_per_piece, 1));
+  return Splits::by_length(keys, (params.capacity - 1) / keys + 1, least_pieces,
+                           batch_invariant ? 0 : kMostWaves * least_pieces);
 }
 
 int64_t decode_workspace_rows(const DecodeParams& params) {
-  const int64_t rows = static_cast<int64_t>(params.heads_q) * params.seqlen_q;
-  return is_cut(params) ? decode_pieces(params) * rows : 0;
+  return is_cut(params) ? RowsByToken::rows(params, decode_pieces(params)) : 0;
 }
 
 void run_decode(const DecodeParams& params, Stream stream) {

@@ -269,7 +269,7 @@ __device__ __forceinline__ void store_chunk(const DecodeParams& params, const De
   using Element = typename Traits::Element;
   if (!piece.whole()) {
     float4* destination = reinterpret_cast<float4*>(
-        params.partial_o + piece.row_index(params, row) * params.head_dim + col);
+        params.partial.o + piece.row_index(params, row) * params.head_dim + col);
     destination[0] = {o[0], o[1], o[2], o[3]};
     destination[1] = {o[4], o[5], o[6], o[7]};
     return;
@@ -284,7 +284,7 @@ __device__ __forceinline__ void store_chunk(const DecodeParams& params, const De
 
 __device__ __forceinline__ void store_lse(const DecodeParams& params, const DecodePiece& piece,
                                           int row, float lse) {
-  float* destination = piece.whole() ? params.lse : params.partial_lse;
+  float* destination = piece.whole() ? params.lse : params.partial.lse;
   if (destination != nullptr) destination[piece.row_index(params, row)] = lse;
 }
 
@@ -386,7 +386,7 @@ void launch_decode(const DecodeParams& params, Stream stream) {
     launch<decode_kernel<Traits, kByLength>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
                                              kSmemBytes, stream, params);
   };
-  const bool by_length = params.keys_per_split > 0;
+  const bool by_length = params.splits.keys > 0;
   if (params.block_table == nullptr) {
     by_length ? run.template operator()<false, true>() : run.template operator()<false, false>();
   } else if constexpr (kHeadDim <= kDecodePagedHeadDim) {

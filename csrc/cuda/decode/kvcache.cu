@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "decode.h"
 #include "kvcache_combine.cuh"
 #include "kvcache_config.h"
 
@@ -27,16 +28,23 @@ KvcacheGrid kvcache_grid(const DecodeParams& params, const DeviceInfo& device) {
           .smem_optin_bytes = device.smem_optin_bytes};
 }
 
-int64_t kvcache_slots(const DecodeParams& params, const KvcacheGrid& grid) {
-  if (params.num_splits == 1) return 0;
-  const int64_t numbers = params.num_splits == 0
-                              ? 2 * int64_t{grid.parts}
-                              : static_cast<int64_t>(params.batch) * params.num_splits;
-  return numbers * params.heads_kv * kvcache_row_tiles(params);
+Splits kvcache_splits(const DecodeParams& params, int num_splits, bool batch_invariant) {
+  if (num_splits > 0) return Splits::alike(num_splits);
+  if (!batch_invariant) return Splits::dealt_out();
+  // leftpad may add one.
+  return Splits::by_length(kInvariantKeys, params.capacity / kInvariantKeys + 2);
+}
+
+int64_t kvcache_workspace_rows(const DecodeParams& params, const KvcacheGrid& grid) {
+  if (params.splits.count == 1) return 0;
+  const int64_t pieces = params.splits.count == 0
+                             ? 2 * int64_t{grid.parts}
+                             : static_cast<int64_t>(params.batch) * params.splits.count;
+  return RowsByTile::rows(pieces, params.heads_kv, kvcache_row_tiles(params));
 }
 
 void run_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
-  if (params.num_splits == 1) return;
+  if (params.splits.count == 1) return;
   with_kvcache_class(params.cache_dtype, kvcache_head_dim(params),
                      [&]<DType kCacheDType, int kHeadDim> {
                        constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);

@@ -40,9 +40,9 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
                                             const KvcacheSoftmax& softmax,
                                             const DecodeParams& params, const KvcachePiece& piece,
                                             int warp, int lane) {
-  const int first_row = blockIdx.x * kKvcacheRows;
+  const int first_row = blockIdx.x * kDecodeRows;
   const bool whole = piece.number < 0, stores_lse = warp == 0 && lane % 4 == 0;
-  const int64_t slot = kvcache_slot(piece.number, blockIdx.y, blockIdx.x, gridDim.y, gridDim.x);
+  const int64_t slot = RowsByTile::slot(piece.number, blockIdx.y, blockIdx.x, gridDim.y, gridDim.x);
   const float descale = params.v_descale == nullptr
                             ? 1.f
                             : params.v_descale[piece.batch_idx * params.v_descale_batch_stride +
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
     const float sum = softmax.row_sum[half];
     const float lse = sum == 0.f ? -INFINITY : (softmax.row_max[half] + ptx::log2(sum)) * kLn2;
     float factor = sum == 0.f ? 0.f : descale / sum;
-    float* partial = params.partial_o + (slot * kKvcacheRows + row) * params.head_dim_v;
+    float* partial = params.partial.o + (slot * kDecodeRows + row) * params.head_dim_v;
     uint16_t* out = nullptr;
     if (whole) {
       const KvcacheRow at(params, blockIdx.y, first_row + row);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
       factor *= output.finish_lse(params, at, lse, stores_lse);
       out = output.out;
     } else if (stores_lse) {
-      params.partial_lse[slot * kKvcacheRows + row] = lse;
+      params.partial.lse[slot * kDecodeRows + row] = lse;
     }
 #pragma unroll
     for (int i = 0; i < O.kRowElements; i += 2) {

@@ -15,9 +15,10 @@ struct KvcacheGrid {
 };
 KvcacheGrid kvcache_grid(const DecodeParams& params, const DeviceInfo& device);
 
-inline constexpr int kKvcacheSlotRows = 16;
-// Slots, of kKvcacheSlotRows rows, that partial_o and partial_lse hold.
-int64_t kvcache_slots(const DecodeParams& params, const KvcacheGrid& grid);
+// num_splits as the caller says, 0: as is best. batch_invariant: by what the sequence alone decides.
+Splits kvcache_splits(const DecodeParams& params, int num_splits, bool batch_invariant);
+// Of PartialResults; 0: none.
+int64_t kvcache_workspace_rows(const DecodeParams& params, const KvcacheGrid& grid);
 
 // Any head_dim and head_dim_v up to 256 that are multiples of 8 (8-bit caches: of 16).
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);

@@ -26,7 +26,7 @@ struct SequencePieces {
   int first = 0, base = 0, step = 0;
 };
 
-// num_splits = 0. Block z looks at sequence z, or where there are fewer cuts than sequences at the
+// Dealt out. Block z looks at sequence z, or where there are fewer cuts than sequences at the
 // cut behind part z: the first cut inside a sequence is the one that merges it.
 template <int kKeys>
 __device__ __forceinline__ SequencePieces pieces_of_parts(const DecodeParams& params,
@@ -56,7 +56,7 @@ __device__ __forceinline__ SequencePieces pieces_of_splits(const DecodeParams& p
   const int batch_idx = blockIdx.z;
   const int tiles = SequenceKeys(params, batch_idx).template tiles<kKeys>();
   const int count = KvcacheSplits::of<kKeys>(params, tiles).count;
-  const int first = batch_idx * params.num_splits;
+  const int first = batch_idx * params.splits.count;
   return {.batch_idx = batch_idx,
           .count = count == 1 ? 0 : count,
           .first = first,
@@ -100,23 +100,23 @@ template <int kVectors>
 __device__ __forceinline__ PieceMerge<kVectors> merge_pieces(const DecodeParams& params,
                                                              const SequencePieces& pieces, int warp,
                                                              int warps, int lane) {
-  const unsigned row_tiles = (gridDim.x + kKvcacheRows - 1) / kKvcacheRows;
+  const unsigned row_tiles = (gridDim.x + kDecodeRows - 1) / kDecodeRows;
   const auto row_of_piece = [&](int piece) {
     const int number = piece == 0 ? pieces.first : pieces.base + piece * pieces.step;
     const int64_t slot =
-        kvcache_slot(number, blockIdx.y, blockIdx.x / kKvcacheRows, gridDim.y, row_tiles);
-    return slot * kKvcacheRows + blockIdx.x % kKvcacheRows;
+        RowsByTile::slot(number, blockIdx.y, blockIdx.x / kDecodeRows, gridDim.y, row_tiles);
+    return slot * kDecodeRows + blockIdx.x % kDecodeRows;
   };
   PieceMerge<kVectors> state;
 #pragma unroll 1
   for (int begin = warp * kPiecesAtOnce; begin < pieces.count; begin += warps * kPiecesAtOnce) {
     const int own = begin + lane;
     const bool has_own = lane < kPiecesAtOnce && own < pieces.count;
-    const float lse = has_own ? params.partial_lse[row_of_piece(own)] : -INFINITY;
+    const float lse = has_own ? params.partial.lse[row_of_piece(own)] : -INFINITY;
     float4 o[kPiecesAtOnce][kVectors];
 #pragma unroll
     for (int i = 0; i < kPiecesAtOnce; ++i) {
-      const float* row = params.partial_o + row_of_piece(begin + i) * params.head_dim_v;
+      const float* row = params.partial.o + row_of_piece(begin + i) * params.head_dim_v;
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
         const int col = vector * 128 + lane * 4;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   extern __shared__ __align__(16) char smem_bytes[];
   State* states = reinterpret_cast<State*>(smem_bytes);  // of the warps but the first
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const SequencePieces pieces = params.num_splits > 0
+  const SequencePieces pieces = params.splits.count > 0
                                     ? pieces_of_splits<kKeys>(params)
                                     : pieces_of_parts<kKeys>(params, parts, by_cut);
   if (pieces.count == 0) return;
@@ -192,13 +192,13 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
 
 template <int kKeys, int kVectors>
 void launch_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
-  const bool by_cut = params.num_splits == 0 && grid.parts - 1 < params.batch;
+  const bool by_cut = params.splits.count == 0 && grid.parts - 1 < params.batch;
   const int sequences = by_cut ? grid.parts - 1 : params.batch;
   if (sequences == 0) return;
   // The lengths are not known here: as many pieces as if all were alike.
-  const int pieces = params.num_splits > 0 ? params.num_splits
-                     : params.batch == 1   ? grid.parts
-                                           : grid.parts / params.batch + 2;
+  const int pieces = params.splits.count > 0 ? params.splits.count
+                     : params.batch == 1     ? grid.parts
+                                             : grid.parts / params.batch + 2;
   const int warps = std::clamp((pieces + kPiecesAtOnce - 1) / kPiecesAtOnce, 1, kCombineWarps);
   const int smem_bytes = (warps - 1) * 32 * static_cast<int>(sizeof(PieceMerge<kVectors>));
   launch_overlapping<kvcache_combine_kernel<kKeys, kVectors>>(

@@ -6,12 +6,10 @@
 
 #include "../device.h"
 #include "kvcache.h"
+#include "workspace.cuh"
 
 namespace flash_attn::cuda {
 
-// Rows of a matrix tile, the least that mma.sync takes: the query heads of one kv head times the new
-// tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the time.
-inline constexpr int kKvcacheRows = kKvcacheSlotRows;
 inline constexpr int kKvcacheWarps = 4;       // that compute
 inline constexpr int kKvcacheMaxStages = 16;  // tiles of K and V in shared memory
 
@@ -57,7 +55,7 @@ __host__ __device__ inline int kvcache_group_rows(const DecodeParams& params) {
   return params.seqlen_q * params.group;
 }
 __host__ __device__ inline int kvcache_row_tiles(const DecodeParams& params) {
-  return (kvcache_group_rows(params) + kKvcacheRows - 1) / kKvcacheRows;
+  return (kvcache_group_rows(params) + kDecodeRows - 1) / kDecodeRows;
 }
 
 template <DType kCacheDType, int kHeadDim>

@@ -20,13 +20,13 @@ __device__ __forceinline__ float fp16_scale(float largest) {
 // ldmatrix, each four neighbours k as two pairs, k / 2 of 16 columns and 8 further on. Threads:
 // kKvcacheWarps warps, eight lanes a row.
 template <typename Element, bool kTo8Bit, int kHeadDim>
-__device__ __forceinline__ void load_queries(SmemTile<Element, kKvcacheRows, kHeadDim>& tile,
-                                             float (&row_scale)[kKvcacheRows],
+__device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHeadDim>& tile,
+                                             float (&row_scale)[kDecodeRows],
                                              const DecodeParams& params,
                                              const KvcachePiece& piece) {
-  constexpr int kLanes = 32 * kKvcacheWarps / kKvcacheRows, kChunks = kHeadDim / kChunk / kLanes;
+  constexpr int kLanes = 32 * kKvcacheWarps / kDecodeRows, kChunks = kHeadDim / kChunk / kLanes;
   const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int first_row = blockIdx.x * kKvcacheRows, kv_head = blockIdx.y;
+  const int first_row = blockIdx.x * kDecodeRows, kv_head = blockIdx.y;
   const bool exists = first_row + row < kvcache_group_rows(params);
   const KvcacheRow at(params, kv_head, first_row + row);
   const int64_t offset = piece.batch_idx * params.q_strides.batch +

@@ -12,7 +12,7 @@
 // finished there; the others are merged by kvcache_combine.cuh. A block leaves at most two pieces of
 // sequences: one that began before its part, and one that goes on behind.
 //
-// With num_splits > 0 each sequence is cut alike, by its own length alone, and the parts take the
+// Cut alike or by length, each sequence is cut by its own length alone, and the parts take the
 // pieces in turns: no bit of a sequence's result depends on the other sequences.
 //
 // A launch finds the instruction cache cold, and a call is short (7 us went into an earlier form of
@@ -115,12 +115,6 @@ __device__ __forceinline__ int kvcache_share(int total_tiles, unsigned parts) {
   return max(static_cast<int>((total_tiles + parts - 1) / parts), kLeastTiles);
 }
 
-// The workspace slot of a piece; `number`: see KvcachePiece.
-__device__ __forceinline__ int64_t kvcache_slot(unsigned number, unsigned head, unsigned row_tile,
-                                                unsigned heads, unsigned row_tiles) {
-  return (static_cast<int64_t>(number) * heads + head) * row_tiles + row_tile;
-}
-
 // What a thread block works on between two merges.
 struct KvcachePiece {
   int batch_idx;
@@ -131,15 +125,15 @@ struct KvcachePiece {
   int number;
 };
 
-// num_splits > 0: the pieces of one sequence.
+// Not dealt out: the pieces of one sequence.
 struct KvcacheSplits {
   int tiles_each, count;
 
   template <int kKeys>
   __device__ __forceinline__ static KvcacheSplits of(const DecodeParams& params, int tiles) {
-    const int each = params.keys_per_split > 0
-                         ? params.keys_per_split / kKeys
-                         : (tiles + params.num_splits - 1) / params.num_splits;
+    const int each = params.splits.keys > 0
+                         ? params.splits.keys / kKeys
+                         : (tiles + params.splits.count - 1) / params.splits.count;
     return {each, (tiles + each - 1) / each};
   }
 };
@@ -150,9 +144,9 @@ class KvcacheSchedule {
  public:
   __device__ __forceinline__ explicit KvcacheSchedule(const DecodeParams& params)
       : params_(params), cursor_(params) {
-    if (params.num_splits > 0) {
+    if (params.splits.count > 0) {
       at_ = blockIdx.z;
-      end_ = params.batch * params.num_splits;
+      end_ = params.batch * params.splits.count;
       return;
     }
     const int total = cursor_.total_tiles();
@@ -164,7 +158,7 @@ class KvcacheSchedule {
 
   // False: no more.
   __device__ __forceinline__ bool next(KvcachePiece& piece) {
-    if (params_.num_splits > 0) return next_split(piece);
+    if (params_.splits.count > 0) return next_split(piece);
     if (at_ >= end_) return false;
     if (at_ == cursor_.begin() + cursor_.tiles()) cursor_.advance();
     const int begin = at_ - cursor_.begin(), tiles = cursor_.tiles();
@@ -179,8 +173,8 @@ class KvcacheSchedule {
   __device__ __forceinline__ bool next_split(KvcachePiece& piece) {
 #pragma unroll 1
     for (; at_ < end_; at_ += gridDim.z) {
-      const int batch_idx = at_ / params_.num_splits, split = at_ % params_.num_splits;
-      if (params_.wanted != nullptr && params_.wanted[batch_idx] == 0) continue;
+      const int batch_idx = at_ / params_.splits.count, split = at_ % params_.splits.count;
+      if (params_.sequence_mask != nullptr && params_.sequence_mask[batch_idx] == 0) continue;
       const SequenceKeys keys(params_, batch_idx);
       const int tiles = keys.template tiles<kKeys>();
       const KvcacheSplits splits = KvcacheSplits::of<kKeys>(params_, tiles);
@@ -205,7 +199,7 @@ class KvcacheSchedule {
 
   const DecodeParams& params_;
   SequenceCursor<kKeys> cursor_;
-  int at_, end_;  // on the line of tiles; num_splits > 0: of all splits
+  int at_, end_;  // on the line of tiles; else of all pieces
 };
 
 // Row r of a kv head: token r / group, query head kv_head · group + r % group.

@@ -19,24 +19,26 @@ struct KvcacheRows {
   int diagonal[2];
 
   __device__ __forceinline__ KvcacheRows(const DecodeParams& params, const KvcachePiece& piece,
-                                         const float (&q_scale)[kKvcacheRows], int lane) {
+                                         const float (&q_scale)[kDecodeRows], int lane) {
     const int len_k = kvcache_len_k(params, piece.batch_idx);
     const int last_row = kvcache_group_rows(params) - 1;
-    const float unit = params.softcap > 0.f ? 1.f / params.softcap : kLog2E;
+    const float unit = params.score.softcap > 0.f ? 1.f / params.score.softcap : kLog2E;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = fragment_row(half, lane);
       const KvcacheRow at(params, blockIdx.y,
-                          min(static_cast<int>(blockIdx.x * kKvcacheRows) + row, last_row));
+                          min(static_cast<int>(blockIdx.x * kDecodeRows) + row, last_row));
       const SequenceKeys seen(params, piece.batch_idx, len_k, at.token, at.token);
       first_key[half] = seen.first;
       end_key[half] = seen.end;
       diagonal[half] = at.token + len_k - params.seqlen_q;
       scale[half] = params.softmax_scale * unit * q_scale[row];
       slope[half] =
-          params.alibi_slopes == nullptr
+          params.score.alibi_slopes == nullptr
               ? 0.f
-              : kLog2E * params.alibi_slopes[piece.batch_idx * params.alibi_batch_stride + at.head];
+              : kLog2E *
+                    params.score
+                        .alibi_slopes[piece.batch_idx * params.score.alibi_batch_stride + at.head];
     }
   }
 };
@@ -51,16 +53,16 @@ __device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& par
 #pragma unroll
     for (int i = 0; i < S.kRowElements; ++i) S.at(half, i) *= rows.scale[half];
   }
-  if (params.softcap > 0.f) {
+  if (params.score.softcap > 0.f) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < S.kRowElements; ++i) {
-        S.at(half, i) = params.softcap * kLog2E * accurate_tanh(S.at(half, i));
+        S.at(half, i) = params.score.softcap * kLog2E * accurate_tanh(S.at(half, i));
       }
     }
   }
-  if (params.alibi_slopes != nullptr) {
+  if (params.score.alibi_slopes != nullptr) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll

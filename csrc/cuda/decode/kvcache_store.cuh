@@ -25,8 +25,8 @@ struct OutputRow {
   __device__ __forceinline__ float finish_lse(const DecodeParams& params, const KvcacheRow& at,
                                               float lse, bool stores) const {
     float factor = 1.f;
-    if (params.learnable_sink != nullptr) {
-      const float sink = params.learnable_sink[at.head];
+    if (params.score.learnable_sink != nullptr) {
+      const float sink = params.score.learnable_sink[at.head];
       const float reference = merge_reference(fmaxf(lse, sink));
       const float joined =
           merge_finish(reference, merge_weight(lse, reference) + merge_weight(sink, reference));

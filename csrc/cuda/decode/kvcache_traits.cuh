@@ -28,8 +28,8 @@ struct KvcacheTraits {
   static constexpr int kMostBlocks = kHeadDim <= 128 ? 2 : 1;
   static constexpr int kLeastBlocks = k8Bit ? 1 : kMostBlocks;
   using KvTile = SmemTile<Element, kKeys, kUnits>;
-  using QTile = SmemTile<Element, kKvcacheRows, kHeadDim>;
-  using PTile = SmemTile<Element, kKvcacheRows, kKeys>;
+  using QTile = SmemTile<Element, kDecodeRows, kHeadDim>;
+  using PTile = SmemTile<Element, kDecodeRows, kKeys>;
   using Scores = Accumulator<1, kWarpKeys>;
   using Output = Accumulator<1, 16 * kColumnBlocks>;
 };
@@ -39,8 +39,8 @@ template <typename Traits>
 struct KvcacheStorage {
   typename Traits::QTile q;
   typename Traits::PTile p;
-  float q_scale[kKvcacheRows];
-  float row_max[kKvcacheWarps][kKvcacheRows], row_sum[kKvcacheWarps][kKvcacheRows];
+  float q_scale[kDecodeRows];
+  float row_max[kKvcacheWarps][kDecodeRows], row_sum[kKvcacheWarps][kDecodeRows];
   // One bit a key of a K tile that exists, one word a warp. Set by the producers.
   uint32_t valid[kKvcacheMaxStages][kKvcacheWarps];
   uint64_t full[kKvcacheMaxStages], empty[kKvcacheMaxStages];

@@ -1,6 +1,6 @@
 // Which keys a thread block of decode.cuh takes.
 //
-// Either every sequence is cut into num_splits pieces, a thread block each; or into as many as its
+// Either every sequence is cut into as many pieces, a thread block each; or into as many as its
 // length asks for. These lie on a line, sequence after sequence, the same for each kv head and row
 // tile:
 //
@@ -33,16 +33,16 @@ class PieceLine {
   static constexpr int kTileKeys = 256;
 
   __device__ __forceinline__ explicit PieceLine(const DecodeParams& params)
-      : params_(params), lane_(threadIdx.x % 32), piece_tiles_(params.keys_per_split / kTileKeys) {
-    if (params.most_pieces == 0) return;
+      : params_(params), lane_(threadIdx.x % 32), piece_tiles_(params.splits.keys / kTileKeys) {
+    if (params.splits.most_pieces == 0) return;
     int total = 0;
 #pragma unroll 4
     for (int batch_idx = lane_; batch_idx < params.batch; batch_idx += 32) {
       total += tiles(batch_idx);
     }
     total = __reduce_add_sync(~0u, total);
-    const int largest = (total + params.least_pieces - 1) / params.least_pieces;
-    const int smallest = (total + params.most_pieces - 1) / params.most_pieces;
+    const int largest = (total + params.splits.least_pieces - 1) / params.splits.least_pieces;
+    const int smallest = (total + params.splits.most_pieces - 1) / params.splits.most_pieces;
     piece_tiles_ = max(min(piece_tiles_, largest), smallest);
     end_ = params.batch + total / piece_tiles_;
   }
@@ -135,12 +135,12 @@ struct DecodePiece : DecodeBlock {
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ static DecodePiece of_split(const DecodeParams& params,
                                                          const DecodeBlock& block) {
-    const int split = block.number % params.num_splits;
-    DecodePiece piece(params, block, block.number / params.num_splits);
-    piece.slot = params.num_splits == 1 ? -1 : split * params.batch + piece.batch_idx;
+    const int split = block.number % params.splits.count;
+    DecodePiece piece(params, block, block.number / params.splits.count);
+    piece.slot = params.splits.count == 1 ? -1 : split * params.batch + piece.batch_idx;
     piece.template clip<kKeys, kPaged>(params, 0, params.capacity);
     const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;
-    const int share = tiles / params.num_splits, rest = tiles % params.num_splits;
+    const int share = tiles / params.splits.count, rest = tiles % params.splits.count;
     const int first_tile = split * share + min(split, rest);
     const int end_tile = first_tile + share + (split < rest ? 1 : 0);
     piece.end_key = min(piece.first_key + end_tile * kKeys, piece.end_key);
@@ -170,10 +170,10 @@ struct DecodePiece : DecodeBlock {
   __device__ __forceinline__ int head(int row) const {
     return kv_head * group + (first_row + row) % group;
   }
-  // Of a row in lse (whole), partial_lse and, times head_dim, partial_o.
+  // Of a row in lse (whole), partial.lse and, times head_dim, partial.o.
   __device__ __forceinline__ int64_t row_index(const DecodeParams& params, int row) const {
     const int64_t sequence = whole() ? batch_idx : slot;
-    return (sequence * params.heads_q + head(row)) * params.seqlen_q + token(row);
+    return RowsByToken::row(params, sequence, head(row), token(row));
   }
 
  private:
