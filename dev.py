@@ -4,9 +4,9 @@
     python3 dev.py demo | test | lint | build
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
-where the machine has none (no GPU is needed to compile). Run again, it reuses what is there: pip is
-skipped while the requirements stand, and the build is incremental. FLASH_ATTN_CUDA=0 builds for the
-CPU only; FLASH_ATTN_CUDA_ARCHS=90-real for one GPU.
+where the machine has none (no GPU is needed to compile); for lint the formatters alone. Run again,
+it reuses what is there: pip is skipped while the requirements stand, and the build is incremental.
+FLASH_ATTN_CUDA=0 builds for the CPU only; FLASH_ATTN_CUDA_ARCHS=90-real for one GPU.
 """
 
 import argparse
@@ -65,22 +65,27 @@ def pip_install(what: str, *requirements: str) -> None:
     stamp.touch()
 
 
-def set_up() -> None:
-    """.venv with torch, the build's tools and, where it makes sense, nvcc."""
+def make_environment() -> None:
+    """.venv, empty if it is new."""
+    if PYTHON.exists():
+        return
+    say("Creating .venv")
+    try:
+        run(sys.executable, "-m", "venv", VENV, stderr=subprocess.DEVNULL)
+    except SystemExit:
+        sys.exit(
+            "flash_attn: this Python has no module venv: install it "
+            "(Debian, Ubuntu: apt-get install python3-venv)"
+        )
+
+
+def install_build() -> None:
+    """Torch, the build's tools and, where it makes sense, nvcc."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         sys.exit(
             "flash_attn: a C++20 compiler is needed: install g++ "
             "(Debian, Ubuntu: apt-get install g++)"
         )
-    if not PYTHON.exists():
-        say("Creating .venv")
-        try:
-            run(sys.executable, "-m", "venv", VENV, stderr=subprocess.DEVNULL)
-        except SystemExit:
-            sys.exit(
-                "flash_attn: this Python has no module venv: install it "
-                "(Debian, Ubuntu: apt-get install python3-venv)"
-            )
     pip_install("torch (the largest part: about 5 GB with CUDA's libraries)", "torch>=2.11")
     pip_install("build and test tools", *BUILD_TOOLS, *TEST_TOOLS)
     wants_cuda = os.environ.get("FLASH_ATTN_CUDA") != "0"
@@ -141,8 +146,9 @@ def main() -> None:
     )
     parser.add_argument("job", choices=["demo", "test", "lint", "build"])
     arguments, extra = parser.parse_known_args()
-    set_up()
+    make_environment()
     if arguments.job != "lint":
+        install_build()
         build()
     jobs = {"demo": demo, "test": test, "lint": lint, "build": lambda extra: None}
     jobs[arguments.job](extra)
