@@ -15,7 +15,7 @@ Tensor empty(std::vector<SymInt> sizes, const Tensor& like, at::ScalarType dtype
   return at::empty_symint(sizes, like.options().dtype(dtype));
 }
 
-Tensor empty_like(const Tensor& tensor) {
+Tensor same_form(const Tensor& tensor) {
   return empty(tensor.sym_sizes().vec(), tensor, tensor.scalar_type());
 }
 
@@ -45,7 +45,7 @@ FwdResult fwd_meta(const FwdArgs& args) {
 BwdResult bwd_meta(const BwdArgs& args) {
   check(args);
   const auto wanted = [&](int which, const OptTensor& input) {
-    return args.grad_mask[which] && input ? empty_like(*input)
+    return args.grad_mask[which] && input ? same_form(*input)
                                           : empty({0}, args.attn.q, args.attn.q.scalar_type());
   };
   return {wanted(0, args.attn.q), wanted(1, args.attn.k), wanted(2, args.attn.v),
