@@ -9,8 +9,11 @@ import random
 import pytest
 import torch
 from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
     ATTENTION_TARGETS,
     BITWISE_TARGETS,
+    DECODE_CUDA,
     SM80,
     SM90,
     Case,
@@ -22,6 +25,8 @@ from cases import (
 )
 from einops import rearrange, repeat
 from numerics import UNIT_ROUNDOFF, assert_close
+
+import flash_attn
 
 BASE = Case(batch=3, seqlen_q=130, seqlen_k=200, dtype="bf16", causal=True, d=64)
 VARIANTS = [
@@ -276,3 +281,17 @@ def test_alignment_moves_causal_window_and_alibi(target: Target, term: str, seed
     other = run(Problem(case.with_(top_left=True), seed, target.device), target.backend)
     for name in ("out", "dq", "dk", "dv"):
         assert not torch.equal(one[name], other[name]), name
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM90, DECODE_CUDA)
+@pytest.mark.parametrize("softcap", [1e30, 1e38, 1e300])
+def test_a_softcap_far_above_all_scores_changes_nothing(softcap: float, target: Target) -> None:
+    """Beyond the range of fp32, too."""
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    q, k, v = torch.randn(3, 2, 40, 2, 64, device=target.device, dtype=dtype)
+    call = flash_attn.flash_decode_func if target == DECODE_CUDA else flash_attn.flash_attn_func
+    with flash_attn.use_backend(target.backend):
+        expected, out = call(q, k, v), call(q, k, v, softcap=softcap)
+    # Another kernel than the one without a softcap, or other instructions of it.
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(out, expected, **close)

@@ -10,7 +10,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import ATEN_CPU, ATEN_CUDA, SM80, SM90, Case, Problem, Target, each_target, run, use
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    DECODE_CUDA,
+    SM80,
+    SM90,
+    Case,
+    Problem,
+    Target,
+    each_target,
+    run,
+    use,
+)
 from numerics import assert_close, assert_lse_close
 
 import flash_attn
@@ -230,3 +242,20 @@ def test_many_batches_heads_and_tiles(target: Target, seed: int) -> None:
         out = flash_attn.flash_attn_func(tall, tall[:, :9], tall[:, :9])
         end = flash_attn.flash_attn_func(tall[:, -6:], tall[:, :9], tall[:, :9])
     torch.testing.assert_close(out[:, -6:], end, rtol=1e-2, atol=1e-3)
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.slow
+def test_pieces_of_many_sequences(target: Target, seed: int) -> None:
+    """More sequences than a grid's z dimension has blocks, each in pieces: the last ones have the
+    bits of a call of their own."""
+    batch = 2**16 + 5
+    options = dict(device="cuda", dtype=torch.float16)
+    q = torch.randn(batch, 1, 2, 32, **options)
+    k, v = torch.randn(2, batch, 300, 1, 32, **options)
+    lengths = torch.randint(1, 301, (batch,), device="cuda", dtype=torch.int32)
+    call = dict(softcap=2.0, num_splits=2)
+    with use(target):
+        out = flash_attn.flash_decode_func(q, k, v, lengths, **call)
+        end = [x[-9:] for x in (q, k, v, lengths)]
+        assert torch.equal(out[-9:], flash_attn.flash_decode_func(*end, **call))

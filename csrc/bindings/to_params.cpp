@@ -38,6 +38,12 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   return call;
 }
 
+// Beyond 1e30 nothing is capped, and quotients and products would leave the range of fp32.
+double finite_softcap(double softcap) {
+  constexpr double kMaxSoftcap = 1e30;
+  return std::min(softcap, kMaxSoftcap);
+}
+
 void warn_once(const std::string& reasons) {
   static std::mutex mutex;
   static std::set<std::string> seen;
@@ -107,7 +113,7 @@ aten::Args to_aten(const AttnArgs& args) {
           .window_left = value(args.window_left),
           .window_right = args.causal ? 0 : value(args.window_right),
           .top_left = args.top_left,
-          .softcap = args.softcap};
+          .softcap = finite_softcap(args.softcap)};
 }
 
 aten::DecodeArgs to_aten(const DecodeArgs& args) {
@@ -125,7 +131,7 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
           .softmax_scale = resolved_scale(args.softmax_scale, args.q.size(-1)),
           .window_left = value(args.window_left),
           .window_right = args.causal ? 0 : value(args.window_right),
-          .softcap = args.softcap,
+          .softcap = finite_softcap(args.softcap),
           .num_splits = args.num_splits,
           .batch_invariant = args.batch_invariant};
 }
@@ -202,9 +208,7 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
 
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
                          const OptTensor& learnable_sink, int heads_q) {
-  // Beyond 1e30 nothing is capped, and the kernels' quotients would leave the range of fp32.
-  constexpr double kMaxSoftcap = 1e30;
-  return {.softcap = static_cast<float>(std::min(softcap, kMaxSoftcap)),
+  return {.softcap = static_cast<float>(finite_softcap(softcap)),
           .alibi_slopes = alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
           .alibi_batch_stride = alibi_slopes && alibi_slopes->dim() == 2 ? heads_q : 0,
           .learnable_sink = learnable_sink ? learnable_sink->const_data_ptr<float>() : nullptr};

@@ -190,8 +190,24 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   }
 }
 
+// The call of some neighbouring sequences alone, as far as the merge sees of it. Cut alike or by
+// length, where a sequence's pieces lie follows from its index.
+inline DecodeParams of_sequences(DecodeParams params, int first, int count) {
+  params.batch = count;
+  if (params.cache_seqlens != nullptr) params.cache_seqlens += first;
+  if (params.leftpad_k != nullptr) params.leftpad_k += first;
+  params.out = static_cast<uint16_t*>(params.out) + first * params.out_strides.batch;
+  if (params.lse != nullptr) params.lse += int64_t{first} * params.heads_q * params.seqlen_q;
+  const int64_t rows = RowsByTile::rows(int64_t{first} * params.splits.count, params.heads_kv,
+                                        kvcache_row_tiles(params));
+  params.partial.o += rows * params.head_dim_v;
+  params.partial.lse += rows;
+  return params;
+}
+
 template <int kKeys, int kVectors>
 void launch_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
+  constexpr int kMaxGridZ = 65535;
   const bool by_cut = params.splits.count == 0 && grid.parts - 1 < params.batch;
   const int sequences = by_cut ? grid.parts - 1 : params.batch;
   if (sequences == 0) return;
@@ -201,9 +217,16 @@ void launch_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid,
                                              : grid.parts / params.batch + 2;
   const int warps = std::clamp((pieces + kPiecesAtOnce - 1) / kPiecesAtOnce, 1, kCombineWarps);
   const int smem_bytes = (warps - 1) * 32 * static_cast<int>(sizeof(PieceMerge<kVectors>));
-  launch_overlapping<kvcache_combine_kernel<kKeys, kVectors>>(
-      dim3(kvcache_group_rows(params), params.heads_kv, sequences), 32 * warps, smem_bytes, true,
-      stream, params, static_cast<unsigned>(grid.parts), by_cut);
+  const auto launch_sequences = [&](const DecodeParams& some, int count, bool overlap) {
+    launch_overlapping<kvcache_combine_kernel<kKeys, kVectors>>(
+        dim3(kvcache_group_rows(params), params.heads_kv, count), 32 * warps, smem_bytes, overlap,
+        stream, some, static_cast<unsigned>(grid.parts), by_cut);
+  };
+  if (sequences <= kMaxGridZ) return launch_sequences(params, sequences, true);
+  for (int first = 0; first < sequences; first += kMaxGridZ) {
+    const int count = std::min(sequences - first, kMaxGridZ);
+    launch_sequences(of_sequences(params, first, count), count, false);
+  }
 }
 
 }  // namespace flash_attn::cuda
