@@ -127,13 +127,16 @@ def kvcache(
 def rng_state(like: Tensor, /) -> Tensor:
     """int64 (2): a fresh seed and offset from torch's generator of like's device."""
 
-def explain_fwd(*fwd_arguments: object) -> tuple[str, dict[str, list[str]]]:
+# The backend, every other one with its reasons why not, and of each that can, how.
+Explanation = tuple[str, dict[str, list[str]], dict[str, str]]
+
+def explain_fwd(*fwd_arguments: object) -> Explanation:
     """The backend that serves fwd of these arguments, and every other's reasons why not."""
 
-def explain_bwd(*fwd_arguments: object) -> tuple[str, dict[str, list[str]]]:
+def explain_bwd(*fwd_arguments: object) -> Explanation:
     """The same for the backward that would follow fwd of these arguments."""
 
-def explain_decode(*decode_arguments: object) -> tuple[str, dict[str, list[str]]]:
+def explain_decode(*decode_arguments: object) -> Explanation:
     """The backend that serves decode of these arguments, and every other's reasons why not."""
 
 def backend_names() -> list[str]:

@@ -57,16 +57,19 @@ class Support:
     backend: the one that serves the call; None where use_backend insists on one that cannot.
     reasons: for each other backend every reason why it cannot; empty: it could, but a better one
     can too.
+    plan: how that backend serves it: which of its kernels, and how decode cuts the keys.
     """
 
     backend: str | None
     reasons: dict[str, list[str]] = field(default_factory=dict)
+    plan: str | None = None
 
     def __bool__(self) -> bool:
         return self.backend is not None
 
     def __str__(self) -> str:
-        lines = [f"served by: {self.backend or 'none'}"]
+        plan = f" ({self.plan})" if self.plan else ""
+        lines = [f"served by: {self.backend or 'none'}{plan}"]
         for name, reasons in self.reasons.items():
             lines.append(
                 f"{name}: {'; '.join(reasons) or 'can serve it, but is not the first choice'}"
@@ -123,7 +126,7 @@ def can_use(
     if op in ("fwd", "bwd"):
         dropout = dropout_p > 0.0
         explain = C.explain_fwd if op == "fwd" else C.explain_bwd
-        chosen, reasons = explain(
+        chosen, reasons, plans = explain(
             *_call.fwd_arguments(
                 q,
                 k,
@@ -172,14 +175,16 @@ def can_use(
             num_splits=num_splits,
             batch_invariant=batch_invariant,
         )
-        chosen, reasons = C.explain_decode(*arguments[:-1], None)
+        chosen, reasons, plans = C.explain_decode(*arguments[:-1], None)
     else:
         raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {op!r}')
     forced = _call.forced_backend()
     if forced is None or forced == chosen:
-        return Support(chosen, reasons)
+        return Support(chosen, reasons, plans.get(chosen))
     if reasons[forced]:
         return Support(None, reasons)
     return Support(
-        forced, {name: why for name, why in reasons.items() if name != forced} | {chosen: []}
+        forced,
+        {name: why for name, why in reasons.items() if name != forced} | {chosen: []},
+        plans.get(forced),
     )

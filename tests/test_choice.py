@@ -32,10 +32,15 @@ def library() -> ctypes.CDLL:
 
 def choose(archs, gpu, op, cache="fp16", tokens=1, softcap=False, dropout=False) -> list[str]:
     """The backend, and the reasons of the fastest one that was possible."""
+    served, reasons = explain(archs, gpu, op, cache, tokens, softcap, dropout).split(": ", 1)
+    return [served.split("; ")[0], reasons]
+
+
+def explain(archs, gpu, op, cache="fp16", tokens=1, softcap=False, dropout=False) -> str:
     answer = library().flash_attn_choose(
         archs.encode(), gpu, OPS[op], cache.encode(), tokens, softcap, dropout
     )
-    return answer.decode().split(": ", 1)
+    return answer.decode()
 
 
 @pytest.mark.parametrize(
@@ -114,3 +119,20 @@ def test_many_new_tokens_against_a_cache() -> None:
     assert choose(DEFAULT, A100, "decode", tokens=1024)[0] == "sm80"
     assert choose(DEFAULT, H100, "decode", tokens=1024, softcap=True)[0] == "cuda"
     assert choose("80-real,80-virtual", H100, "decode", "int8", tokens=1024)[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        (dict(op="fwd"), "sm90; fwd:"),
+        (dict(op="bwd"), "sm80; bwd:"),
+        (dict(op="decode", tokens=9), "cuda; decode:"),
+        (dict(op="decode", tokens=20), "cuda; decode, each sequence in 2 pieces:"),
+        (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),
+        (dict(op="decode", cache="int8"), "cuda; kvcache, the keys of all sequences dealt out"),
+        (dict(op="decode", tokens=1024), "sm90; fwd:"),
+        (dict(op="fwd", dropout=True), "aten; ATen operations:"),
+    ],
+)
+def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:
+    assert explain(DEFAULT, H100, **options).startswith(plan)

@@ -141,8 +141,9 @@ FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
 FLASH_ATTN_API DecodeResult call_kvcache(KvcacheArgs args);
 FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
 
-// The backend that serves a call, and every other one with its reasons why not.
-using Explanation = std::tuple<std::string, std::map<std::string, std::vector<std::string>>>;
+// The backend that serves a call; every other one with its reasons why not; of each that can, how.
+using Explanation = std::tuple<std::string, std::map<std::string, std::vector<std::string>>,
+                               std::map<std::string, std::string>>;
 FLASH_ATTN_API Explanation explain_fwd(const FwdArgs& args);
 FLASH_ATTN_API Explanation explain_bwd(const FwdArgs& args);  // of the backward that would follow
 FLASH_ATTN_API Explanation explain_decode(const DecodeArgs& args);

@@ -7,15 +7,17 @@ namespace flash_attn {
 namespace {
 
 Explanation explain(const CallShape& call, OptName forced) {
-  const Backend chosen = forced ? backend_from_name(families(), *forced)
-                                : choose_backend(families(), call, std::nullopt);
+  const Plan plan = plan_call(families(), call, std::nullopt);
+  const Backend chosen = forced ? backend_from_name(families(), *forced) : plan.backend;
+  std::map<std::string, std::string> plans;
   std::map<std::string, std::vector<std::string>> refusals;
   for (const KernelFamily& family : families()) {
-    if (family.backend != chosen) {
-      refusals[std::string(name(family.backend))] = why_not(family, call);
-    }
+    const std::string backend(name(family.backend));
+    auto reasons = why_not(family, call);
+    if (reasons.empty()) plans[backend] = describe(plan_call(families(), call, backend));
+    if (family.backend != chosen) refusals[backend] = std::move(reasons);
   }
-  return {std::string(name(chosen)), refusals};
+  return {std::string(name(chosen)), refusals, plans};
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "../cuda/capability.h"
+#include "../cuda/decode/capability.h"
 #include "../sm80/capability.h"
 #include "../sm90/capability.h"
 
@@ -15,12 +15,14 @@ const KernelFamily kAtenFamily = {
     .why_not_op = [](Op) -> std::string_view { return ""; },
     .refuse_here = [](Reasons&, const CallShape&) {},
     .refuse_call = [](Reasons&, const CallShape&) {},
-    .cost = [](const CallShape&) { return std::numeric_limits<double>::infinity(); }};
+    .cost = [](const CallShape&) { return std::numeric_limits<double>::infinity(); },
+    .plan = [](const CallShape&) { return Plan{}; }};
 
 }  // namespace
 
 Families families() {
-  static const KernelFamily all[] = {sm90::kFamily, sm80::kFamily, cuda::kFamily, kAtenFamily};
+  static const KernelFamily all[] = {sm90::kFamily, sm80::kFamily, cuda::kDecodeFamily,
+                                     kAtenFamily};
   return all;
 }
 

@@ -7,12 +7,12 @@
 #include "../sm80/fwd.h"
 #include "../sm90/fwd.h"
 #include "checks.h"
-#include "to_params.h"
+#include "fwd.h"
 
 namespace flash_attn {
 namespace {
 
-FwdResult run(Backend backend, AttnArgs attn) {
+FwdResult run(const Plan& plan, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -35,7 +35,7 @@ FwdResult run(Backend backend, AttnArgs attn) {
                                ? OptTensor(attn.learnable_sink->to(at::kFloat).contiguous())
                                : OptTensor();
     params.score = score_params(attn.softcap, slopes, sink, params.heads_q);
-    launch_fwd(backend, params, out, lse);
+    launch_fwd(plan, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::empty({0}, q.options())};
@@ -43,29 +43,31 @@ FwdResult run(Backend backend, AttnArgs attn) {
 
 }  // namespace
 
-void launch_fwd(Backend backend, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
+void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
   params.out = out.data_ptr();
   params.out_strides = strides_of(out);
   params.lse = lse.data_ptr<float>();
   params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
   params.lse_head_stride = lse.stride(-2);
-  if (backend == Backend::kSm80) return sm80::run_fwd(params, device_info_of(out), stream_of(out));
+  if (plan.backend == Backend::kSm80) {
+    return sm80::run_fwd(params, *plan.device, stream_of(out));
+  }
   const at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
   params.tile_counter = tile_counter.data_ptr<int32_t>();
-  sm90::run_fwd(params, device_info_of(out), stream_of(out));
+  sm90::run_fwd(params, *plan.device, stream_of(out));
 }
 
 FwdResult fwd(const FwdArgs& args) {
   check(args.attn);
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
-  const Backend backend = select_backend(call_shape(args), args.backend);
+  const Plan plan = make_plan(call_shape(args), args.backend);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
-  if (backend == Backend::kAten || only_sink) {
+  if (plan.backend == Backend::kAten || only_sink) {
     return aten::fwd(to_aten(args.attn), args.return_probs);
   }
-  return run(backend, args.attn);
+  return run(plan, args.attn);
 }
 
 }  // namespace flash_attn

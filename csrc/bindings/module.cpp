@@ -8,11 +8,6 @@
 namespace flash_attn {
 namespace {
 
-FwdResult fwd_op(const FwdArgs& args) { return call_fwd(args); }
-BwdResult bwd_op(const BwdArgs& args) { return call_bwd(args); }
-DecodeResult decode_op(const DecodeArgs& args) { return call_decode(args); }
-DecodeResult kvcache_op(const KvcacheArgs& args) { return call_kvcache(args); }
-
 // The names that use_backend asked for, the outermost first: a context variable, so that each thread
 // and each async context has its own. A property of C++, as torch.compile reads and sets those in
 // its traces, and guards on them in the thread that runs, while it cannot trace a context variable.
@@ -38,10 +33,10 @@ PYBIND11_MODULE(_C, module) {
   using ExplainFwd = Unpacked<Explanation, FwdArgs>;
   using ExplainDecode = Unpacked<Explanation, DecodeArgs>;
 
-  module.def("fwd", wrap_pybind_function_no_gil(&Fwd::from_list<&fwd_op>));
-  module.def("bwd", wrap_pybind_function_no_gil(&Bwd::from_list<&bwd_op>));
-  module.def("decode", wrap_pybind_function_no_gil(&Decode::from_list<&decode_op>));
-  module.def("kvcache", wrap_pybind_function_no_gil(&Kvcache::from_list<&kvcache_op>));
+  module.def("fwd", wrap_pybind_function_no_gil(&Fwd::from_list<&call_fwd>));
+  module.def("bwd", wrap_pybind_function_no_gil(&Bwd::from_list<&call_bwd>));
+  module.def("decode", wrap_pybind_function_no_gil(&Decode::from_list<&call_decode>));
+  module.def("kvcache", wrap_pybind_function_no_gil(&Kvcache::from_list<&call_kvcache>));
   module.def("rng_state", wrap_pybind_function_no_gil(&call_rng_state));
   module.def("explain_fwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_fwd>));
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));

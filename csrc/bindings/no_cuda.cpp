@@ -22,13 +22,8 @@ const cuda::DeviceInfo& cuda::device_info(int) {
   static constexpr DeviceInfo kNone = {};
   return kNone;
 }
-Splits cuda::decode_splits(const DecodeParams&, int, bool, const DeviceInfo&) { not_built(); }
-int64_t cuda::decode_workspace_rows(const DecodeParams&) { not_built(); }
 void cuda::run_decode(const DecodeParams&, Stream) { not_built(); }
 void cuda::run_decode_combine(const DecodeParams&, Stream) { not_built(); }
-cuda::KvcacheGrid cuda::kvcache_grid(const DecodeParams&, const DeviceInfo&) { not_built(); }
-Splits cuda::kvcache_splits(const DecodeParams&, int, bool) { not_built(); }
-int64_t cuda::kvcache_workspace_rows(const DecodeParams&, const KvcacheGrid&) { not_built(); }
 void cuda::run_kvcache(const DecodeParams&, const KvcacheGrid&, Stream) { not_built(); }
 void cuda::run_append(const AppendParams&, Stream) { not_built(); }
 void cuda::run_rotate_queries(const DecodeParams&, void*, Stream) { not_built(); }

@@ -75,22 +75,22 @@ CallShape call_shape(const DecodeArgs& args) {
   call.heads_kv = value(args.k_cache.sym_size(2));
   call.capacity = capacity_of(args);
   call.num_splits = args.num_splits;
+  call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
   call.batch_invariant = args.batch_invariant;
   return call;
 }
 
-Backend select_backend(const CallShape& call, OptName forced) {
-  Backend backend = Backend::kAten;
+Plan make_plan(const CallShape& call, OptName forced) {
   try {
-    backend = choose_backend(families(), call, forced);
+    const Plan plan = plan_call(families(), call, forced);
+    if (plan.backend == Backend::kAten && call.device != nullptr && !forced) {
+      warn_once(join(why_not_faster(families(), call), "; "));
+    }
+    return plan;
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK(false, error.what());
   }
-  if (backend == Backend::kAten && call.device != nullptr && !forced) {
-    warn_once(join(why_not_faster(families(), call), "; "));
-  }
-  return backend;
 }
 
 aten::Args to_aten(const AttnArgs& args) {
@@ -136,26 +136,28 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
           .batch_invariant = args.batch_invariant};
 }
 
-at::Tensor readable(const at::Tensor& tensor) {
-  if (const int64_t missing = -tensor.size(-1) & 7; missing != 0)
-    return at::constant_pad_nd(tensor, {0, missing});
+bool is_readable(const at::Tensor& tensor) {
   const int64_t align = kAlignBytes / tensor.element_size();
-  bool in_place = tensor.stride(-1) == 1 &&
+  bool in_place = tensor.size(-1) % 8 == 0 && tensor.stride(-1) == 1 &&
                   reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes == 0;
   for (int64_t d = 0; in_place && d + 1 < tensor.dim(); ++d) {
     in_place = tensor.size(d) <= 1 || tensor.stride(d) % align == 0;
   }
-  return in_place ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+  return in_place;
+}
+
+at::Tensor readable(const at::Tensor& tensor) {
+  if (is_readable(tensor)) return tensor;
+  if (const int64_t missing = -tensor.size(-1) & 7; missing != 0)
+    return at::constant_pad_nd(tensor, {0, missing});
+  return tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 OptTensor contiguous(const OptTensor& tensor) {
   return tensor ? OptTensor(tensor->contiguous()) : tensor;
 }
 
-int64_t capacity_of(const DecodeArgs& args) {
-  const int64_t page_size = value(args.k_cache.sym_size(1));
-  return args.block_table ? value(args.block_table->sym_size(1)) * page_size : page_size;
-}
+int64_t capacity_of(const DecodeArgs& args) { return value(cache_capacity(args)); }
 
 Strides strides_of(const at::Tensor& tensor) {
   const auto stride = [&](int64_t d) { return tensor.size(d) == 1 ? 0 : tensor.stride(d); };

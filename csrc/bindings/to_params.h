@@ -17,8 +17,11 @@ CallShape call_shape(const BwdArgs& args);
 CallShape backward_shape(const FwdArgs& args);  // of the backward that would follow
 CallShape call_shape(const DecodeArgs& args);
 
-// core's choice; a call on a GPU that falls to aten warns once for each set of reasons.
-Backend select_backend(const CallShape& call, OptName forced);
+// How the call is served; one on a GPU that falls to aten warns once for each set of reasons.
+Plan make_plan(const CallShape& call, OptName forced);
+inline Backend select_backend(const CallShape& call, OptName forced) {
+  return make_plan(call, forced).backend;
+}
 
 aten::Args to_aten(const AttnArgs& args);
 aten::DecodeArgs to_aten(const DecodeArgs& args);
@@ -26,6 +29,7 @@ aten::DecodeArgs to_aten(const DecodeArgs& args);
 // The tensor itself where a kernel can read it (last dimension contiguous; base and strides
 // multiples of 16 bytes); else one copy, its head_dim padded with zeros to a multiple of 8.
 at::Tensor readable(const at::Tensor& tensor);
+bool is_readable(const at::Tensor& tensor);  // as it lies
 OptTensor contiguous(const OptTensor& tensor);
 
 // Keys of one sequence that the cache has room for.
@@ -41,10 +45,6 @@ void fill_params(AttnParams& params, const AttnArgs& args);
 // alibi_slopes and learnable_sink: contiguous, fp32.
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
                          const OptTensor& learnable_sink, int heads_q);
-
-// Runs the forward kernel of sm90 or sm80 on params that lack only its results and workspace. out
-// and lse: new tensors, laid out as FwdParams says.
-void launch_fwd(Backend backend, FwdParams& params, const at::Tensor& out, const at::Tensor& lse);
 
 DType dtype_of(const at::Tensor& tensor);
 // causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence

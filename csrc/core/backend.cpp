@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace flash_attn {
@@ -63,22 +64,24 @@ std::vector<std::string> why_not(const KernelFamily& family, const CallShape& ca
   return std::move(reasons).take();
 }
 
-Backend choose_backend(Families families, const CallShape& call,
-                       std::optional<std::string_view> forced) {
+Plan plan_call(Families families, const CallShape& call, std::optional<std::string_view> forced) {
+  const KernelFamily* chosen = nullptr;
   if (forced) {
     const Backend backend = backend_from_name(families, *forced);
-    for (const KernelFamily& family : families) {
-      if (family.backend != backend) continue;
-      if (const auto reasons = why_not(family, call); !reasons.empty()) {
-        throw std::invalid_argument("flash_attn: backend: " + std::string(*forced) +
-                                    " cannot serve this call: " + join(reasons, "; "));
-      }
+    chosen = &*std::find_if(families.begin(), families.end(),
+                            [&](const KernelFamily& family) { return family.backend == backend; });
+    if (const auto reasons = why_not(*chosen, call); !reasons.empty()) {
+      throw std::invalid_argument("flash_attn: backend: " + std::string(*forced) +
+                                  " cannot serve this call: " + join(reasons, "; "));
     }
-    return backend;
+  } else {
+    chosen = cheapest(families, call,
+                      [&](const KernelFamily& family) { return can_serve(family, call); });
   }
-  const KernelFamily* best =
-      cheapest(families, call, [&](const KernelFamily& family) { return can_serve(family, call); });
-  return best == nullptr ? families.back().backend : best->backend;
+  Plan plan = chosen->plan(call);
+  plan.backend = chosen->backend;
+  plan.device = call.device;
+  return plan;
 }
 
 std::vector<std::string> why_not_faster(Families families, const CallShape& call) {
@@ -91,6 +94,21 @@ std::vector<std::string> why_not_faster(Families families, const CallShape& call
     if (family->why_not_op(call.op).empty()) return why_not(*family, call);
   }
   return {};
+}
+
+std::string describe(const Plan& plan) {
+  if (plan.backend == Backend::kAten) return "ATen operations";
+  constexpr std::string_view kNames[] = {"fwd", "bwd", "decode", "kvcache"};
+  std::string text(kNames[static_cast<int>(plan.kernel)]);
+  const Splits& splits = plan.splits;
+  if (splits.keys > 0) {
+    text += ", each sequence in pieces of about " + std::to_string(splits.keys) + " keys";
+  } else if (splits.count == 0) {
+    text += ", the keys of all sequences dealt out evenly";
+  } else if (splits.count > 1) {
+    text += ", each sequence in " + std::to_string(splits.count) + " pieces";
+  }
+  return text;
 }
 
 std::string join(const std::vector<std::string>& parts, std::string_view separator) {

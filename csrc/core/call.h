@@ -28,7 +28,9 @@ struct CallShape {
   int64_t batch = 0, tokens = 0, heads_q = 0, heads_kv = 0;
   int64_t capacity = 0;  // keys of a sequence that the cache has room for
   int64_t num_splits = 0;
+  int64_t window_left = -1;
   bool paged = false, batch_invariant = false;
+  bool appends = false;  // tokens to the cache, before
 
   // The architecture of the portable code that the device runs; 0: this build has none for it.
   int portable_code() const {

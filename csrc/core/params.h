@@ -65,7 +65,7 @@ struct ScoreParams {
 };
 
 // Workspace: the normalised results of pieces of the keys, to be merged. Which row is whose:
-// cuda/decode/workspace.cuh.
+// cuda/decode/workspace.h.
 struct PartialResults {
   float* o = nullptr;    // (rows, head_dim_v)
   float* lse = nullptr;  // (rows)

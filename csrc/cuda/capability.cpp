@@ -6,48 +6,16 @@
 namespace flash_attn::cuda {
 namespace {
 
-constexpr int64_t kDecodeRows = 16;
-// Of a paged call, decode's own reads, by page numbers.
-constexpr double kPagesSlowDecode = 1.2;
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Rows of q that read one kv head of a sequence.
-int64_t group_rows(const CallShape& call) { return call.tokens * (call.heads_q / call.heads_kv); }
 
 // 100 -> "10.0"
 std::string version(int architecture) {
   return std::to_string(architecture / 10) + "." + std::to_string(architecture % 10);
 }
 
-std::string_view why_not_op(Op op) {
-  return op == Op::kDecode ? "" : "it serves flash_decode_func and flash_attn_with_kvcache only";
-}
-
-void refuse_here(Reasons& reasons, const CallShape& call) {
-  if (call.op != Op::kDecode) return;
-  refuse_without_gpu(reasons, call);
-  refuse_without_code(reasons, call);
-}
-
-void refuse_call(Reasons& reasons, const CallShape& call) {
-  if (call.op != Op::kDecode) return;
-  refuse_tensors(reasons, call);
-  refuse_cache(reasons, call);
-}
-
-double cost(const CallShape& call) {
-  const int64_t blocks = call.batch * call.heads_kv * ceil_div(group_rows(call), kDecodeRows);
-  return static_cast<double>(blocks) * (call.paged ? kPagesSlowDecode : 1.0);
-}
-
 }  // namespace
 
-const KernelFamily kFamily = {.backend = Backend::kCuda,
-                              .why_not_op = why_not_op,
-                              .refuse_here = refuse_here,
-                              .refuse_call = refuse_call,
-                              .cost = cost};
+int64_t group_rows(const CallShape& call) { return call.tokens * (call.heads_q / call.heads_kv); }
 
 void refuse_without_gpu(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.compiled->none(), "this build of flash_attn has no CUDA kernels");

@@ -5,8 +5,8 @@
 
 namespace flash_attn::cuda {
 
-// Split-KV decode, for every form of cache.
-extern const KernelFamily kFamily;
+// Rows of q that read one kv head of a sequence.
+int64_t group_rows(const CallShape& call);
 
 // What every CUDA kernel asks for: a build with CUDA, tensors on a GPU.
 void refuse_without_gpu(Reasons& reasons, const CallShape& call);

@@ -1,6 +1,7 @@
 #include "capability.h"
 
 #include "../cuda/capability.h"
+#include "../cuda/decode/plan.h"
 
 namespace flash_attn::sm80 {
 namespace {
@@ -28,12 +29,18 @@ double cost(const CallShape& call) {
   return call.op == Op::kDecode ? cuda::forward_cost(call, kTileCost, 1) : 0;
 }
 
+Plan plan(const CallShape& call) {
+  if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, 1);
+  return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd};
+}
+
 }  // namespace
 
 const KernelFamily kFamily = {.backend = Backend::kSm80,
                               .why_not_op = why_not_op,
                               .refuse_here = refuse_here,
                               .refuse_call = refuse_call,
-                              .cost = cost};
+                              .cost = cost,
+                              .plan = plan};
 
 }  // namespace flash_attn::sm80

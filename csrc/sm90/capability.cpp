@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../cuda/capability.h"
+#include "../cuda/decode/plan.h"
 #include "config.h"
 
 namespace flash_attn::sm90 {
@@ -33,6 +34,16 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
 }
 
+// Of a decode call: pieces that each tile's keys are cut into, as there are fewer tiles than
+// multiprocessors; 1: not cut.
+int decode_splits(const CallShape& call) {
+  constexpr int64_t kMaxSplits = 16;
+  const bool cut = call.head_dim == call.head_dim_v && call.head_dim <= kPiecesHeadDim;
+  if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
+  const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
+  return static_cast<int>(std::clamp<int64_t>(call.device->num_sms / tiles, 1, kMaxSplits));
+}
+
 double cost(const CallShape& call) {
   // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as those of
   // wider tiles, decode's reads half as long.
@@ -44,20 +55,18 @@ double cost(const CallShape& call) {
   return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);
 }
 
+Plan plan(const CallShape& call) {
+  if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, decode_splits(call));
+  return {.kernel = Kernel::kFwd};
+}
+
 }  // namespace
 
 const KernelFamily kFamily = {.backend = Backend::kSm90,
                               .why_not_op = why_not_op,
                               .refuse_here = refuse_here,
                               .refuse_call = refuse_call,
-                              .cost = cost};
-
-int decode_splits(const CallShape& call) {
-  constexpr int64_t kMaxSplits = 16;
-  const bool cut = call.head_dim == call.head_dim_v && call.head_dim <= kPiecesHeadDim;
-  if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
-  const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
-  return static_cast<int>(std::clamp<int64_t>(call.device->num_sms / tiles, 1, kMaxSplits));
-}
+                              .cost = cost,
+                              .plan = plan};
 
 }  // namespace flash_attn::sm90

@@ -21,15 +21,16 @@ FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capabil
   return flash_attn::Architectures(archs).code_for(compute_capability);
 }
 
-// "backend: reasons of the fastest one that was possible" for a call on a GPU with 132
-// multiprocessors, by a build for `archs`. op: of Op.
+// "backend; plan: reasons of the fastest backend that was possible" for a call on a GPU with
+// 132 multiprocessors of 227 KiB, by a build for `archs`. op: of Op.
 FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability, int op,
                                                 const char* cache_dtype, int tokens, bool softcap,
                                                 bool dropout) {
   using namespace flash_attn;
   static thread_local std::string answer;
   const Architectures compiled(archs);
-  const DeviceInfo device = {.compute_capability = compute_capability, .num_sms = 132};
+  const DeviceInfo device = {
+      .compute_capability = compute_capability, .num_sms = 132, .smem_optin_bytes = 227 * 1024};
   const CallShape call = {.op = static_cast<Op>(op),
                           .device = &device,
                           .compiled = &compiled,
@@ -43,7 +44,8 @@ FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_c
                           .heads_q = 32,
                           .heads_kv = 8,
                           .capacity = 8192};
-  answer = std::string(name(choose_backend(families(), call, std::nullopt))) + ": " +
+  const Plan plan = plan_call(families(), call, std::nullopt);
+  answer = std::string(name(plan.backend)) + "; " + describe(plan) + ": " +
            join(why_not_faster(families(), call), "; ");
   return answer.c_str();
 }

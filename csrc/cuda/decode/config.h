@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "decode.h"
-#include "workspace.cuh"
+#include "workspace.h"
 
 namespace flash_attn::cuda {
 
@@ -39,18 +39,21 @@ inline int64_t decode_row_tiles(const DecodeParams& params) {
   return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv * params.batch;
 }
 
+// Whether there may be several pieces of a sequence: with most_pieces, shorter ones than asked for.
+inline bool is_cut(const Splits& splits) { return splits.count > 1 || splits.most_pieces > 0; }
+
 // Pieces of all sequences together; by length: no more than that.
-inline int64_t decode_pieces(const DecodeParams& params) {
-  const int64_t pieces = int64_t{params.batch} * params.splits.count;
-  if (params.splits.most_pieces == 0) return pieces;
+inline int64_t decode_pieces(int batch, const Splits& splits) {
+  const int64_t pieces = int64_t{batch} * splits.count;
+  if (splits.most_pieces == 0) return pieces;
   // Beside one of each sequence.
-  const int64_t more = std::max<int64_t>(pieces - params.batch, params.splits.least_pieces);
-  return params.batch + std::min<int64_t>(more, params.splits.most_pieces);
+  const int64_t more = std::max<int64_t>(pieces - batch, splits.least_pieces);
+  return batch + std::min<int64_t>(more, splits.most_pieces);
 }
 // Of these, how many have thread blocks of their own. least_pieces fill the device once.
 inline int64_t decode_grid_pieces(const DecodeParams& params) {
   constexpr int kWaves = 4;
-  const int64_t pieces = decode_pieces(params);
+  const int64_t pieces = decode_pieces(params.batch, params.splits);
   return params.splits.keys == 0
              ? pieces
              : std::min<int64_t>(pieces, int64_t{kWaves} * params.splits.least_pieces);

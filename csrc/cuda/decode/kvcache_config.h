@@ -4,9 +4,8 @@
 
 #include <stdexcept>
 
-#include "../device.h"
 #include "kvcache.h"
-#include "workspace.cuh"
+#include "workspace.h"
 
 namespace flash_attn::cuda {
 
@@ -51,10 +50,10 @@ auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
 }
 
 // Rows of one kv head in one sequence, and the tiles that they fill.
-__host__ __device__ inline int kvcache_group_rows(const DecodeParams& params) {
+FLASH_ATTN_HOST_DEVICE inline int kvcache_group_rows(const DecodeParams& params) {
   return params.seqlen_q * params.group;
 }
-__host__ __device__ inline int kvcache_row_tiles(const DecodeParams& params) {
+FLASH_ATTN_HOST_DEVICE inline int kvcache_row_tiles(const DecodeParams& params) {
   return (kvcache_group_rows(params) + kDecodeRows - 1) / kDecodeRows;
 }
 

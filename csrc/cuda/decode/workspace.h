@@ -1,6 +1,7 @@
 // Where the rows of PartialResults lie, in the two layouts that there are.
 #pragma once
 
+#include "../../core/host_device.h"
 #include "../../core/params.h"
 
 namespace flash_attn::cuda {
@@ -12,15 +13,12 @@ inline constexpr int kDecodeRows = 16;
 // As in lse: (slots, heads_q, seqlen_q). Piece s of sequence b has slot s · batch + b; cut by length,
 // the pieces of a sequence follow one another.
 struct RowsByToken {
-  static int64_t rows(const DecodeParams& params, int64_t slots) {
-    return slots * (static_cast<int64_t>(params.heads_q) * params.seqlen_q);
-  }
-  __host__ __device__ static int64_t row(const DecodeParams& params, int64_t slot, int head,
-                                         int token) {
+  FLASH_ATTN_HOST_DEVICE static int64_t row(const DecodeParams& params, int64_t slot, int head,
+                                            int token) {
     return (slot * params.heads_q + head) * params.seqlen_q + token;
   }
   // The slot's first row, of head 0 and token 0.
-  __host__ __device__ static int64_t first_row(const DecodeParams& params, int64_t slot) {
+  FLASH_ATTN_HOST_DEVICE static int64_t first_row(const DecodeParams& params, int64_t slot) {
     return slot * params.heads_q * params.seqlen_q;
   }
 };
@@ -31,8 +29,8 @@ struct RowsByTile {
     return pieces * heads_kv * row_tiles * kDecodeRows;
   }
   // Times kDecodeRows: the first row of a tile.
-  __host__ __device__ static int64_t slot(unsigned piece, unsigned kv_head, unsigned row_tile,
-                                          unsigned heads_kv, unsigned row_tiles) {
+  FLASH_ATTN_HOST_DEVICE static int64_t slot(unsigned piece, unsigned kv_head, unsigned row_tile,
+                                             unsigned heads_kv, unsigned row_tiles) {
     return (static_cast<int64_t>(piece) * heads_kv + kv_head) * row_tiles + row_tile;
   }
 };

@@ -1,0 +1,30 @@
+// What is decided of a call before anything is allocated or launched.
+#pragma once
+
+#include "call.h"
+
+namespace flash_attn {
+
+enum class Backend : uint8_t { kSm90, kSm80, kCuda, kAten };
+
+// How a call of cuda/decode/kvcache.cuh is spread over the device.
+struct KvcacheGrid {
+  int parts = 0;  // that all keys are cut into, for each kv head
+  int blocks_per_sm = 0;
+  int smem_bytes = 0;        // that a block may use
+  int smem_optin_bytes = 0;  // of DeviceInfo
+};
+
+// By the name of its file.
+enum class Kernel : uint8_t { kFwd, kBwd, kDecode, kKvcache };
+
+struct Plan {
+  Backend backend = Backend::kAten;
+  Kernel kernel = Kernel::kFwd;
+  Splits splits = Splits::alike(1);    // of decode, and of the forward against a cache
+  int64_t workspace_rows = 0;          // of PartialResults
+  KvcacheGrid grid;                    // of kvcache
+  const DeviceInfo* device = nullptr;  // null: not on CUDA
+};
+
+}  // namespace flash_attn

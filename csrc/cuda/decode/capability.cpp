@@ -1,0 +1,42 @@
+#include "capability.h"
+
+#include "../capability.h"
+#include "plan.h"
+#include "workspace.h"
+
+namespace flash_attn::cuda {
+namespace {
+
+std::string_view why_not_op(Op op) {
+  return op == Op::kDecode ? "" : "it serves flash_decode_func and flash_attn_with_kvcache only";
+}
+
+void refuse_here(Reasons& reasons, const CallShape& call) {
+  if (call.op != Op::kDecode) return;
+  refuse_without_gpu(reasons, call);
+  refuse_without_code(reasons, call);
+}
+
+void refuse_call(Reasons& reasons, const CallShape& call) {
+  if (call.op != Op::kDecode) return;
+  refuse_tensors(reasons, call);
+  refuse_cache(reasons, call);
+}
+
+double cost(const CallShape& call) {
+  constexpr double kPagesSlowDecode = 1.2;  // whose reads go by page numbers
+  const int64_t row_tiles = (group_rows(call) + kDecodeRows - 1) / kDecodeRows;
+  const int64_t blocks = call.batch * call.heads_kv * row_tiles;
+  return static_cast<double>(blocks) * (call.paged ? kPagesSlowDecode : 1.0);
+}
+
+}  // namespace
+
+const KernelFamily kDecodeFamily = {.backend = Backend::kCuda,
+                                    .why_not_op = why_not_op,
+                                    .refuse_here = refuse_here,
+                                    .refuse_call = refuse_call,
+                                    .cost = cost,
+                                    .plan = plan_decode};
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,185 @@
+#include "plan.h"
+
+#include <algorithm>
+
+#include "../dispatch.h"
+#include "config.h"
+#include "kvcache_config.h"
+#include "workspace.h"
+
+namespace flash_attn::cuda {
+namespace {
+
+// Keys of a piece where a result may not depend on the batch.
+constexpr int kInvariantKeys = 2048;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of the rows that read one kv head of one sequence.
+int64_t row_tiles(const CallShape& call) {
+  return ceil_div(call.tokens * call.heads_q / call.heads_kv, kDecodeRows);
+}
+
+// Estimated time of a call, in units of the time that the whole device needs to read one tile of
+// keys for each SM. The constants are from sweeps over 1 to 256 pieces of 12 shapes on an H200; the
+// pieces they choose were within 2 % of the best of each sweep.
+struct DecodeCost {
+  int64_t row_tiles;
+  int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
+  int num_sms, blocks_per_sm;
+  // Of the SMs, with one block each: fewer do not read faster each. Half of them saturate the memory,
+  // all of them where page numbers are looked up.
+  double least_share;
+
+  double of(int splits) const {
+    constexpr double kBlockOverhead = 0.25;  // start and end of a block
+    constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
+    const int64_t blocks = row_tiles * splits, slots = int64_t{num_sms} * blocks_per_sm;
+    const double block = (tiles + splits - 1) / splits + kBlockOverhead;
+    const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / slots);
+    const double share = static_cast<double>(blocks % slots) / num_sms;
+    const double last_wave = share == 0 ? 0 : block * std::max(least_share, share);
+    return full_waves + last_wave + (splits > 1 ? kCombine + kCombinePerSplit * splits : 0);
+  }
+};
+
+constexpr int kTwoBlocksBytes = (2 * 97 - 1) * 1024;  // 1 KiB a block is the system's
+int decode_blocks_per_sm(const DeviceInfo& device) {
+  return device.smem_optin_bytes >= kTwoBlocksBytes ? 2 : 1;
+}
+
+// The lengths are on the device; the host knows what bounds them. Windows count from the end.
+int64_t most_keys(const CallShape& call) {
+  return call.window_left < 0 ? call.capacity
+                              : std::min(call.capacity, call.window_left + call.tokens);
+}
+
+// Row tiles of the whole call, each of which reads the keys of its sequence and kv head once.
+int64_t all_row_tiles(const CallShape& call) {
+  return row_tiles(call) * call.heads_kv * call.batch;
+}
+
+// Into how many equal pieces.
+int best_num_splits(const CallShape& call) {
+  constexpr int kMaxSplits = 256, kAlwaysTried = 4;
+  const int tile_keys = with_head_dim_class(static_cast<int>(call.head_dim), [&]<int kHeadDim> {
+    return kDecodeTile<kHeadDim>.keys * kDecodeWarps;
+  });
+  const DecodeCost cost{
+      .row_tiles = all_row_tiles(call),
+      .tiles = static_cast<int>(ceil_div(most_keys(call), tile_keys)),
+      .num_sms = call.device->num_sms,
+      .blocks_per_sm = decode_blocks_per_sm(*call.device),
+      .least_share = call.paged ? 0.97 : 0.49,
+  };
+  int best = 1;
+  double best_cost = cost.of(1);
+  const int64_t one_wave = int64_t{cost.num_sms} * cost.blocks_per_sm / cost.row_tiles;
+  const int64_t most =
+      std::min<int64_t>({cost.tiles, kMaxSplits, std::max<int64_t>(one_wave, kAlwaysTried)});
+  for (int splits = 2; splits <= most; ++splits) {
+    const double splits_cost = cost.of(splits);
+    if (splits_cost < best_cost) {
+      best = splits;
+      best_cost = splits_cost;
+    }
+  }
+  return best;
+}
+
+// Equal pieces have the least to merge, but one long sequence holds up all. Pages are the mark of
+// lengths that differ, and long calls are where it tells.
+bool cuts_by_length(const CallShape& call, int64_t places) {
+  constexpr int64_t kLongBytes = int64_t{256} << 20;
+  constexpr int kShortKeys = 2048;
+  const int64_t keys = most_keys(call);
+  // Whole sequences, enough of them, that blocks which come and go even out.
+  const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * places;
+  return call.paged && call.batch > 1 && !even &&
+         4 * call.batch * keys * call.heads_kv * call.head_dim > kLongBytes;
+}
+
+Splits decode_splits(const CallShape& call) {
+  // 4096 rather than 2048: half the merges, and 1 to 2 % faster on 64 ragged sequences.
+  constexpr int kPieceKeys = 4096, kMostWaves = 8;
+  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
+  const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  if (!call.batch_invariant && !cuts_by_length(call, places)) {
+    return Splits::alike(best_num_splits(call));
+  }
+  const int keys = call.batch_invariant ? kInvariantKeys : kPieceKeys;
+  const int64_t blocks_per_piece = row_tiles(call) * call.heads_kv;
+  const int least_pieces = static_cast<int>(std::max<int64_t>(places / blocks_per_piece, 1));
+  return Splits::by_length(keys, static_cast<int>((call.capacity - 1) / keys + 1), least_pieces,
+                           call.batch_invariant ? 0 : kMostWaves * least_pieces);
+}
+
+Splits kvcache_splits(const CallShape& call) {
+  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
+  if (!call.batch_invariant) return Splits::dealt_out();
+  // leftpad may add one.
+  return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
+}
+
+KvcacheGrid kvcache_grid(const CallShape& call) {
+  // 16 bits: one block an SM reads as fast as two and leaves half as many pieces; two fill the device
+  // better where there are many heads. 8 bits: four warps that compute wait for one another more than
+  // for memory, so two blocks, unless the call is short. 1 KiB a block is the system's, and the blocks
+  // that merge want to be there early.
+  constexpr int kSystemBytes = 1024, kCombineBytes = 16 * 1024, kTwoBlocksBytes = 160 * 1024;
+  constexpr int64_t kLongElements = int64_t{64} << 20;
+  const DeviceInfo& device = *call.device;
+  const int items = static_cast<int>(call.heads_kv * row_tiles(call));
+  const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
+  const int64_t elements = call.batch * call.capacity * call.heads_kv * head_dim;
+  const bool profits =
+      is_8bit(call.cache_dtype) ? elements > kLongElements : items > device.num_sms / 5;
+  const bool two = profits && head_dim <= 128 && device.smem_optin_bytes >= kTwoBlocksBytes;
+  const int smem_bytes = device.smem_optin_bytes - kCombineBytes;
+  return {.parts = std::max(device.num_sms * (two ? 2 : 1) / items, 1),
+          .blocks_per_sm = two ? 2 : 1,
+          .smem_bytes = two ? smem_bytes / 2 - kSystemBytes : smem_bytes,
+          .smem_optin_bytes = device.smem_optin_bytes};
+}
+
+// What DecodeParams calls plain: the faster kernel serves it.
+bool is_plain(const CallShape& call) {
+  return !call.appends && !call.softcap && !call.alibi && !call.sink &&
+         !(call.batch_invariant && call.num_splits > 0) && call.cache_dtype == call.dtype &&
+         call.head_dim == call.head_dim_v && (!call.paged || call.head_dim <= kDecodePagedHeadDim);
+}
+
+bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }
+
+}  // namespace
+
+Plan plan_decode(const CallShape& call) {
+  const auto batch = static_cast<int>(call.batch);
+  const int64_t sequence_rows = call.heads_q * call.tokens;
+  Plan plan = {.kernel = is_plain(call) ? Kernel::kDecode : Kernel::kKvcache};
+  if (is_empty(call)) return plan;
+  if (plan.kernel == Kernel::kDecode) {
+    plan.splits = decode_splits(call);
+    if (is_cut(plan.splits))
+      plan.workspace_rows = decode_pieces(batch, plan.splits) * sequence_rows;
+    return plan;
+  }
+  plan.splits = kvcache_splits(call);
+  plan.grid = kvcache_grid(call);
+  if (plan.splits.count == 1) return plan;
+  const int64_t pieces =
+      plan.splits.count == 0 ? 2 * int64_t{plan.grid.parts} : call.batch * plan.splits.count;
+  plan.workspace_rows =
+      RowsByTile::rows(pieces, static_cast<int>(call.heads_kv), static_cast<int>(row_tiles(call)));
+  return plan;
+}
+
+Plan plan_forward_on_cache(const CallShape& call, int pieces) {
+  Plan plan = {.kernel = Kernel::kFwd, .splits = Splits::alike(pieces)};
+  if (is_empty(call)) return plan;
+  if (pieces > 1) plan.workspace_rows = call.batch * pieces * call.heads_q * call.tokens;
+  if (call.paged) plan.grid = kvcache_grid(call);
+  return plan;
+}
+
+}  // namespace flash_attn::cuda

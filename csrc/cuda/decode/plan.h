@@ -1,0 +1,13 @@
+// How decode's kernels serve a call: which of the two, how the keys are cut, the room for pieces.
+#pragma once
+
+#include "../../core/plan.h"
+
+namespace flash_attn::cuda {
+
+Plan plan_decode(const CallShape& call);
+
+// Of a forward kernel against a cache, its keys in so many pieces: what decode's kernels do for it.
+Plan plan_forward_on_cache(const CallShape& call, int pieces);
+
+}  // namespace flash_attn::cuda
