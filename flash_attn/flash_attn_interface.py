@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 # Other packages reach the next two imports through this module.
-import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
+from flash_attn import _positional as flash_attn_gpu  # noqa: F401
 from flash_attn._call import as_int, fwd, fwd_arguments
 from flash_attn._upstream import (  # noqa: F401
     _flash_attn_backward,

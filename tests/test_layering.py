@@ -180,5 +180,6 @@ def test_python_reaches_the_library_through_one_module() -> None:
             assert not re.search(
                 r"^\s*(from flash_attn import _C|import flash_attn\._C)", body, re.MULTILINE
             ), path
+        assert "import flash_attn_2_cuda" not in body, f"{path}: the shim stands on the package"
         if "cli" not in path.parts:
             assert "functional.scaled_dot_product_attention(" not in body, path
