@@ -9,6 +9,10 @@ steer its issue, and if they take the same registers, stack and shared memory. M
 the constant bank, where the parameters lie, mangled names, and the sum of a parameter's address.
 Ends with 1 if a kernel of either build has no equal in the other.
 
+nvcc names things inside a file after the file's path, and in a few large kernels the order of
+instructions follows. Where those differ, compile the file of before at another path as well: what
+the path alone changes is no change of the source.
+
 Needs cuobjdump and nvdisasm: of the CUDA Toolkit, or those that pip brings with triton.
 """
 
