@@ -40,10 +40,11 @@ struct Operands {
   alignas(1024) TileB b;
 };
 
-template <int kN, int kK, typename TileA, typename TileB>
+// Both operands in the same layout, from first_m and first_n of their tiles on.
+template <int kN, int kK, Layout kLayout, typename TileA, typename TileB>
 __global__ void __launch_bounds__(kThreads)
     gemm_ss_kernel(const typename TileA::Element* a, const typename TileB::Element* b,
-                   const float* c, float* sum, float* product, int first_row_a, int first_row_b) {
+                   const float* c, float* sum, float* product, int first_m, int first_n) {
   using Element = typename TileA::Element;
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<Operands<TileA, TileB>*>(dynamic_smem);
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kThreads)
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   __syncthreads();
 
-  const WgmmaOperand<Layout::kKInner, TileA> A(smem.a, first_row_a);
-  const WgmmaOperand<Layout::kKInner, TileB> B(smem.b, first_row_b);
+  const WgmmaOperand<kLayout, TileA> A(smem.a, first_m);
+  const WgmmaOperand<kLayout, TileB> B(smem.b, first_n);
   Accumulator<1, kN> C;
   load(C, c);
   sm90::gemm_ss<Element, kK, Into::kSum>(C, A, B);
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kN, int kK, typename TileB>
 __global__ void __launch_bounds__(kThreads)
     gemm_rs_kernel(const uint32_t* a, const typename TileB::Element* b, const float* c, float* sum,
-                   int first_row_b) {
+                   int first_n) {
   using Element = typename TileB::Element;
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<TileB*>(dynamic_smem);
@@ -78,18 +79,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kK / 4; ++i) A.data[0][i / 4][i % 4] = a[i * kThreads + threadIdx.x];
   Accumulator<1, kN> C;
   load(C, c);
-  sm90::gemm_rs<Element>(C, A, WgmmaOperand<Layout::kKOuter, TileB>(smem, first_row_b));
+  sm90::gemm_rs<Element>(C, A, WgmmaOperand<Layout::kKOuter, TileB>(smem, first_n));
   finish(C, sum);
 }
 
-// What lies in a tile of tile_rows × tile_cols: `values`, rows of `cols`, from first_row on, poison
-// around them.
+// What lies in a tile of tile_rows × tile_cols: `values`, rows of `cols`, from first_row and
+// first_col on, poison around them.
 template <typename Element>
 std::vector<Element> tile_image(const std::vector<float>& values, int cols, int first_row,
-                                int tile_rows, int tile_cols) {
+                                int tile_rows, int tile_cols, int first_col = 0) {
   std::vector<Element> image(tile_rows * tile_cols, poison<Element>());
   for (size_t i = 0; i < values.size(); ++i) {
-    image[(first_row + i / cols) * tile_cols + i % cols] = rounded<Element>(values[i]);
+    image[(first_row + i / cols) * tile_cols + first_col + i % cols] = rounded<Element>(values[i]);
   }
   return image;
 }
@@ -147,12 +148,18 @@ std::vector<float> multiply(std::vector<float> c, const std::vector<float>& A,
   return c;
 }
 
-// C of n columns, sums over k; the tiles have `cols` columns.
+// C of n columns, sums over k. cols: of tiles with k in their columns; else of a slab.
 struct Shape {
   int n, k, cols;
 
+  constexpr int slab() const { return cols % 64 == 0 ? 64 : 32; }
+  // Of a tile with room for mn columns from the second slab on.
+  constexpr int outer_cols(int mn) const {
+    const int least = slab() + mn;
+    return slab() == 64 ? (least + 63) / 64 * 64 : (least + 31) / 64 * 64 + 32;
+  }
   constexpr int rows_a() const { return kRows + 80; }
-  constexpr int rows_b(Layout layout) const { return (layout == Layout::kKInner ? n : k) + 16; }
+  constexpr int rows_b() const { return n + 16; }
 };
 
 template <typename Kernel, typename... Args>
@@ -165,11 +172,11 @@ void run(Kernel kernel, int smem_bytes, Args... args) {
 
 template <typename Element>
 using GemmSs = void (*)(const Element* a, const Element* b, const float* c, float* sum,
-                        float* product, int first_row_a, int first_row_b);
+                        float* product, int first_m, int first_n);
 
 template <typename Element>
 void test_gemm_ss(Random& random, const Shape& shape, GemmSs<Element> kernel, int smem_bytes) {
-  const int n = shape.n, k = shape.k, rows_b = shape.rows_b(Layout::kKInner);
+  const int n = shape.n, k = shape.k, rows_b = shape.rows_b();
   constexpr int kFirstRows[][2] = {{0, 0}, {64, 0}, {8, 16}, {80, 8}};
   for (const auto& [row_a, row_b] : kFirstRows) {
     const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, n * k);
@@ -186,21 +193,41 @@ void test_gemm_ss(Random& random, const Shape& shape, GemmSs<Element> kernel, in
   }
 }
 
+// The same with k in the rows of both tiles, whose columns m and n start at a slab.
+template <typename Element>
+void test_gemm_ss_outer(Random& random, const Shape& shape, GemmSs<Element> kernel,
+                        int smem_bytes) {
+  const int n = shape.n, k = shape.k, slab = shape.slab();
+  for (const int first_m : {0, slab}) {
+    const int first_n = slab - first_m;
+    const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, k * n);
+    const auto c = whole_numbers(random, kRows * n);
+    DeviceArray<Element> tile_a(
+        tile_image<Element>(transposed(a, k), kRows, 0, k, shape.outer_cols(kRows), first_m));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, n, 0, k, shape.outer_cols(n), first_n));
+    DeviceArray<float> device_c(c), sum(c.size()), product(c.size());
+    run(kernel, smem_bytes, tile_a.data(), tile_b.data(), device_c.data(), sum.data(),
+        product.data(), first_m, first_n);
+    expect_equal("C += A B", sum.read(), multiply(c, a, b, n, k));
+    const std::vector<float> zeros(c.size());
+    expect_equal("C = A B", product.read(), multiply(zeros, a, b, n, k));
+  }
+}
+
 template <typename Element>
 using GemmRs = void (*)(const uint32_t* a, const Element* b, const float* c, float* sum,
-                        int first_row_b);
+                        int first_n);
 
 template <typename Element>
 void test_gemm_rs(Random& random, const Shape& shape, GemmRs<Element> kernel, int smem_bytes) {
-  const int n = shape.n, k = shape.k, rows_b = shape.rows_b(Layout::kKOuter);
-  for (const int first_row : {0, 8, 16}) {
+  const int n = shape.n, k = shape.k;
+  for (const int first_n : {0, shape.slab()}) {
     const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, k * n);
     const auto c = whole_numbers(random, kRows * n);
     DeviceArray<uint32_t> registers(operand_registers<Element>(a, k));
-    DeviceArray<Element> tile_b(tile_image<Element>(b, n, first_row, rows_b, shape.cols));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, n, 0, k, shape.outer_cols(n), first_n));
     DeviceArray<float> device_c(c), sum(c.size());
-    run(kernel, smem_bytes, registers.data(), tile_b.data(), device_c.data(), sum.data(),
-        first_row);
+    run(kernel, smem_bytes, registers.data(), tile_b.data(), device_c.data(), sum.data(), first_n);
     expect_equal("C += A B", sum.read(), multiply(c, a, b, n, k));
   }
 }
@@ -218,23 +245,29 @@ template <typename Element, int kN, int kCols, int kK>
 void add_ss(Tests& tests) {
   constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
   using TileA = SmemTile<Element, kShape.rows_a(), kCols>;
-  using TileB = SmemTile<Element, kShape.rows_b(Layout::kKInner), kCols>;
+  using TileB = SmemTile<Element, kShape.rows_b(), kCols>;
   add<Element, GemmSs<Element>>(tests, test_gemm_ss<Element>, "sm90/gemm_ss", kShape,
-                                gemm_ss_kernel<kN, kK, TileA, TileB>,
+                                gemm_ss_kernel<kN, kK, Layout::kKInner, TileA, TileB>,
+                                sizeof(Operands<TileA, TileB>));
+}
+
+template <typename Element, int kN, int kCols, int kK>
+void add_ss_outer(Tests& tests) {
+  constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
+  using TileA = SmemTile<Element, kK, kShape.outer_cols(kRows)>;
+  using TileB = SmemTile<Element, kK, kShape.outer_cols(kN)>;
+  add<Element, GemmSs<Element>>(tests, test_gemm_ss_outer<Element>, "sm90/gemm_ss_outer", kShape,
+                                gemm_ss_kernel<kN, kK, Layout::kKOuter, TileA, TileB>,
                                 sizeof(Operands<TileA, TileB>));
 }
 
 template <typename Element, int kN, int kCols, int kK>
 void add_rs(Tests& tests) {
   constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
-  using TileB = SmemTile<Element, kShape.rows_b(Layout::kKOuter), kCols>;
+  using TileB = SmemTile<Element, kK, kShape.outer_cols(kN)>;
   add<Element, GemmRs<Element>>(tests, test_gemm_rs<Element>, "sm90/gemm_rs", kShape,
                                 gemm_rs_kernel<kN, kK, TileB>, sizeof(TileB));
 }
-
-// The fewest columns, at least kN, of a tile with slabs of 64 columns, and of 32.
-constexpr int in_slabs_of_64(int n) { return (n + 63) / 64 * 64; }
-constexpr int in_slabs_of_32(int n) { return (n + 31) / 64 * 64 + 32; }
 
 // The width of the slabs matters to descriptors, the type to the instruction: one type meets both
 // widths. k ends inside a slab that is not the first.
@@ -245,9 +278,9 @@ void add_shape(Tests& tests) {
   add_ss<Bf16, kN, 128, 80>(tests);
   add_ss<Bf16, kN, 96, 48>(tests);
   add_ss<Half, kN, 128, 80>(tests);
-  add_rs<Bf16, kN, in_slabs_of_64(kN), 48>(tests);
-  add_rs<Bf16, kN, in_slabs_of_32(kN), 48>(tests);
-  add_rs<Half, kN, in_slabs_of_32(kN), 48>(tests);
+  add_rs<Bf16, kN, 64, 48>(tests);
+  add_rs<Bf16, kN, 32, 48>(tests);
+  add_rs<Half, kN, 32, 48>(tests);
 }
 
 template <int... kNs>
@@ -259,6 +292,9 @@ void add_shapes(Tests& tests) {
 
 void add_sm90_gemm_tests(Tests& tests) {
   add_shapes<48, 64, 80, 96, 112, 128, 160, 192, 256>(tests);
+  add_ss_outer<__nv_bfloat16, 64, 64, 128>(tests);
+  add_ss_outer<__nv_bfloat16, 96, 32, 48>(tests);
+  add_ss_outer<__half, 128, 64, 80>(tests);
 }
 
 }  // namespace flash_attn::tests

@@ -30,18 +30,23 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
 
+// Which dimension of an operand in shared memory has neighbouring elements: k, or m (of a) and n (of
+// b), which the instruction calls transposed.
+enum class Major : uint8_t { kK, kMn };
+
 // wgmma.mma_async m64nNk16, PTX ISA "wgmma.mma_async": d = a · b (+ d if accumulate), fp32
 // accumulators. The layout of d and of a in registers is that of tile/fragment.cuh, 16 rows a warp;
-// descriptors of shared memory: tile/gemm.cuh.
-//
-// _ss: a and b in shared memory, both with neighbouring k in neighbouring elements.
+// descriptors of shared memory: tile/gemm.cuh. kN: columns of b and d.
 template <typename Element, int kN>
-__device__ __forceinline__ void wgmma_ss(float (&d)[kN / 8][4], uint64_t a, uint64_t b,
-                                         int accumulate);
-// _rs: a in registers; b in shared memory with neighbouring n in neighbouring elements.
-template <typename Element, int kN>
-__device__ __forceinline__ void wgmma_rs(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b,
-                                         int accumulate);
+struct Wgmma {
+  // a and b in shared memory.
+  template <Major kMajorA, Major kMajorB>
+  __device__ static void ss(float (&d)[kN / 8][4], uint64_t a, uint64_t b, int accumulate);
+  // a in registers; b in shared memory.
+  template <Major kMajorB>
+  __device__ static void rs(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b,
+                            int accumulate);
+};
 
 // The operand lists: FLASH_ATTN_Ti names the registers of 16·i columns in the text, FLASH_ATTN_Di
 // binds them. nvcc has no named asm operands, so each shape brings the numbers behind its
@@ -82,41 +87,47 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 8][4], const uint32_t (
 #define FLASH_ATTN_D15 FLASH_ATTN_D14, FLASH_ATTN_D(14)
 #define FLASH_ATTN_D16 FLASH_ATTN_D15, FLASH_ATTN_D(15)
 
-#define FLASH_ATTN_WGMMA(Element, type, columns, chunks, r0, r1, r2, r3, r4, r5)             \
-  template <>                                                                                \
-  __device__ __forceinline__ void wgmma_ss<Element, columns>(                                \
-      float (&d)[columns / 8][4], uint64_t a, uint64_t b, int accumulate) {                  \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2                                    \
-                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
-                 " {" FLASH_ATTN_T##chunks "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0;\n}"        \
-                 : FLASH_ATTN_D##chunks                                                      \
-                 : "l"(a), "l"(b), "r"(accumulate)                                           \
-                 : "memory");                                                                \
-  }                                                                                          \
-  template <>                                                                                \
-  __device__ __forceinline__ void wgmma_rs<Element, columns>(                                \
-      float (&d)[columns / 8][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {      \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5                                    \
-                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
-                 " {" FLASH_ATTN_T##chunks "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4 \
-                                           ", p, 1, 1, 1;\n}"                                \
-                 : FLASH_ATTN_D##chunks                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)       \
-                 : "memory");                                                                \
-  }
+#define FLASH_ATTN_WGMMA(Element, type, columns, chunks, r0, r1, r2, r3, r4, r5, r6)              \
+  template <>                                                                                     \
+  struct Wgmma<Element, columns> {                                                                \
+    template <Major kMajorA, Major kMajorB>                                                       \
+    __device__ __forceinline__ static void ss(float (&d)[columns / 8][4], uint64_t a, uint64_t b, \
+                                              int accumulate) {                                   \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2                                       \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type    \
+                   " {" FLASH_ATTN_T##chunks "}, %" #r0 ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4    \
+                                             ";\n}"                                               \
+                   : FLASH_ATTN_D##chunks                                                         \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorA == Major::kMn),                 \
+                     "n"(kMajorB == Major::kMn)                                                   \
+                   : "memory");                                                                   \
+    }                                                                                             \
+    template <Major kMajorB>                                                                      \
+    __device__ __forceinline__ static void rs(float (&d)[columns / 8][4], const uint32_t (&a)[4], \
+                                              uint64_t b, int accumulate) {                       \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5                                       \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type    \
+                   " {" FLASH_ATTN_T##chunks "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4    \
+                                             ", p, 1, 1, %" #r6 ";\n}"                            \
+                   : FLASH_ATTN_D##chunks                                                         \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),         \
+                     "n"(kMajorB == Major::kMn)                                                   \
+                   : "memory");                                                                   \
+    }                                                                                             \
+  };
 #define FLASH_ATTN_WGMMA_BOTH(...)             \
   FLASH_ATTN_WGMMA(__half, "f16", __VA_ARGS__) \
   FLASH_ATTN_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
 
-FLASH_ATTN_WGMMA_BOTH(48, 3, 24, 25, 26, 27, 28, 29)
-FLASH_ATTN_WGMMA_BOTH(64, 4, 32, 33, 34, 35, 36, 37)
-FLASH_ATTN_WGMMA_BOTH(80, 5, 40, 41, 42, 43, 44, 45)
-FLASH_ATTN_WGMMA_BOTH(96, 6, 48, 49, 50, 51, 52, 53)
-FLASH_ATTN_WGMMA_BOTH(112, 7, 56, 57, 58, 59, 60, 61)
-FLASH_ATTN_WGMMA_BOTH(128, 8, 64, 65, 66, 67, 68, 69)
-FLASH_ATTN_WGMMA_BOTH(160, 10, 80, 81, 82, 83, 84, 85)
-FLASH_ATTN_WGMMA_BOTH(192, 12, 96, 97, 98, 99, 100, 101)
-FLASH_ATTN_WGMMA_BOTH(256, 16, 128, 129, 130, 131, 132, 133)
+FLASH_ATTN_WGMMA_BOTH(48, 3, 24, 25, 26, 27, 28, 29, 30)
+FLASH_ATTN_WGMMA_BOTH(64, 4, 32, 33, 34, 35, 36, 37, 38)
+FLASH_ATTN_WGMMA_BOTH(80, 5, 40, 41, 42, 43, 44, 45, 46)
+FLASH_ATTN_WGMMA_BOTH(96, 6, 48, 49, 50, 51, 52, 53, 54)
+FLASH_ATTN_WGMMA_BOTH(112, 7, 56, 57, 58, 59, 60, 61, 62)
+FLASH_ATTN_WGMMA_BOTH(128, 8, 64, 65, 66, 67, 68, 69, 70)
+FLASH_ATTN_WGMMA_BOTH(160, 10, 80, 81, 82, 83, 84, 85, 86)
+FLASH_ATTN_WGMMA_BOTH(192, 12, 96, 97, 98, 99, 100, 101, 102)
+FLASH_ATTN_WGMMA_BOTH(256, 16, 128, 129, 130, 131, 132, 133, 134)
 
 #undef FLASH_ATTN_WGMMA_BOTH
 #undef FLASH_ATTN_WGMMA

@@ -18,12 +18,12 @@ namespace flash_attn::sm90 {
 //
 // Blocks of 8 rows of a slab (1024 bytes with 64 columns, 512 with 32) are what the offsets count:
 //
-//   kKInner: rows are m or n, columns k        kKOuter: rows are k, columns n
+//   kKInner: rows are m or n, columns k        kKOuter: rows are k, columns m or n
 //            slab 0   slab 1                            slab 0   slab 1
 //   rows 0-7  ┌──┐     ┌──┐                    rows 0-7  ┌──┐     ┌──┐
 //             │  │     │  │   │ stride                   │  │     │  │   │ stride
 //   rows 8-15 ├──┤     ├──┤   ▼                rows 8-15 ├──┤     ├──┤   ▼
-//             k 0-63   k 64-127                          n 0-63   n 64-127
+//             k 0-63   k 64-127                         mn 0-63  mn 64-127
 //                                                           ───────▶ leading
 //   One product takes k … k + 15: 32 bytes further in a row, or 16 rows further. The leading offset
 //   is unused in the first form.
@@ -35,10 +35,14 @@ class WgmmaOperand {
   static constexpr uint32_t kLeading = kLayout == Layout::kKOuter ? Tile::kSlabBytes / 16 : 1;
 
  public:
-  // From row first_row, a multiple of 8, of the tile on.
-  __device__ __forceinline__ explicit WgmmaOperand(const Tile& tile, int first_row = 0)
-      : low_((flash_attn::ptx::smem_address(tile.data) + first_row * kRowBytes) / 16 | kLeading
-                                                                                           << 16) {}
+  static constexpr ptx::Major kMajor =
+      kLayout == Layout::kKInner ? ptx::Major::kK : ptx::Major::kMn;
+
+  // From m or n = first_mn of the tile on: a row, a multiple of 8 (kKInner), or a column, a multiple
+  // of Tile::kSlabCols (kKOuter).
+  __device__ __forceinline__ explicit WgmmaOperand(const Tile& tile, int first_mn = 0)
+      : low_((flash_attn::ptx::smem_address(tile.data) + mn_bytes(first_mn)) / 16 | kLeading
+                                                                                        << 16) {}
 
   // Of columns (kKInner) or rows (kKOuter) k … k + 15.
   __device__ __forceinline__ uint64_t descriptor(int k) const {
@@ -49,6 +53,10 @@ class WgmmaOperand {
   }
 
  private:
+  __device__ __forceinline__ static int mn_bytes(int mn) {
+    return kLayout == Layout::kKInner ? mn * kRowBytes : mn / Tile::kSlabCols * Tile::kSlabBytes;
+  }
+
   uint32_t low_;
 };
 
@@ -71,17 +79,18 @@ __device__ __forceinline__ void pin(OperandA<1, kK>& A) {
   }
 }
 
-// Starts C (+)= A B over kK, A and B in shared memory, k in their columns.
-template <typename Element, int kK, Into kInto, int kN, typename TileA, typename TileB>
+// Starts C (+)= A B over kK, A and B in shared memory.
+template <typename Element, int kK, Into kInto, int kN, Layout kLayoutA, typename TileA,
+          Layout kLayoutB, typename TileB>
 __device__ __forceinline__ void gemm_ss(Accumulator<1, kN>& C,
-                                        const WgmmaOperand<Layout::kKInner, TileA>& A,
-                                        const WgmmaOperand<Layout::kKInner, TileB>& B) {
+                                        const WgmmaOperand<kLayoutA, TileA>& A,
+                                        const WgmmaOperand<kLayoutB, TileB>& B) {
   pin(C);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK; k += 16) {
-    ptx::wgmma_ss<Element, kN>(C.data[0], A.descriptor(k), B.descriptor(k),
-                               kInto == Into::kSum || k > 0);
+    ptx::Wgmma<Element, kN>::template ss<A.kMajor, B.kMajor>(
+        C.data[0], A.descriptor(k), B.descriptor(k), kInto == Into::kSum || k > 0);
   }
 }
 
@@ -94,7 +103,8 @@ __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& 
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK; k += 16) {
-    ptx::wgmma_rs<Element, kN>(C.data[0], A.data[0][k / 16], B.descriptor(k), 1);
+    ptx::Wgmma<Element, kN>::template rs<B.kMajor>(C.data[0], A.data[0][k / 16], B.descriptor(k),
+                                                   1);
   }
 }
 
