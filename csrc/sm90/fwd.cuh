@@ -348,13 +348,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   }
 }
 
-// Tiles of one length, which need no counter: every query of every sequence sees all keys.
-inline bool tiles_are_alike(const FwdParams& params) {
-  return params.window_left < 0 && params.window_right < 0 && params.cu_seqlens_q == nullptr &&
-         params.cu_seqlens_k == nullptr && params.seqused_q == nullptr &&
-         params.seqused_k == nullptr && params.leftpad_k == nullptr;
-}
-
 template <typename Traits>
 void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream stream) {
   using Storage = FwdSharedStorage<Traits>;
@@ -368,7 +361,7 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
   auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
       keys * (params.head_dim + params.head_dim_v) * 2 / group);
-  const bool alike = tiles_are_alike(params);
+  const bool alike = sequences_are_alike(params);  // tiles of one length, which need no counter
   // Head after head, as no length has to come first: the blocks walk over the same K and V together.
   if (alike) scheduler.section_heads = 1;
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
@@ -409,10 +402,11 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  with_fwd_tile<kHeadDim, kHeadDimV>(params.seqlen_q, !tiles_are_alike(params), [&]<FwdTile kTile> {
-    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, FwdForm::kPlain>>(params, device,
-                                                                                 stream);
-  });
+  with_fwd_tile<kHeadDim, kHeadDimV>(
+      params.seqlen_q, !sequences_are_alike(params), [&]<FwdTile kTile> {
+        launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, FwdForm::kPlain>>(params, device,
+                                                                                     stream);
+      });
 }
 
 template <DType kDType, int kHeadDim>

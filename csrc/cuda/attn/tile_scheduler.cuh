@@ -6,14 +6,26 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../core/params.h"
+
 namespace flash_attn {
 
 struct TileCoordinates {
   int batch_idx;  // varlen: -1, `batch` for the rows before the first, behind the last sequence
   int head;
-  int block;  // of kBlock rows; from the last to the first, because with a causal mask the last
-              // rows see most keys
+  int block;  // of kBlock rows
 };
+
+// Every query of every sequence sees all keys, of which there are as many.
+inline bool sequences_are_alike(const AttnParams& params) {
+  return params.window_left < 0 && params.window_right < 0 && params.cu_seqlens_q == nullptr &&
+         params.cu_seqlens_k == nullptr && params.seqused_q == nullptr &&
+         params.seqused_k == nullptr && params.leftpad_k == nullptr;
+}
+
+// Which blocks of a sequence come first: with a causal mask the last queries see most keys, and the
+// first keys are seen by most queries.
+enum class TileOrder { kLastBlocksFirst, kFirstBlocksFirst };
 
 // Blocks of kBlock rows of q (forward; dQ) or of k (dK, dV) over all sequences and heads.
 //
@@ -27,7 +39,7 @@ struct TileCoordinates {
 // ⌈(y - x) / B⌉ <= ⌊y / B⌋ - ⌊x / B⌋ + 1, and costs at most one empty tile a sequence; the caller's
 // max_seqlen is not trusted. T ascends, so a warp finds its b by a 32-ary search. Numbers -1 and
 // `batch` own the rows before the first and behind the last sequence.
-template <int kBlock>
+template <int kBlock, TileOrder kOrder = TileOrder::kLastBlocksFirst>
 struct TileScheduler {
   const int32_t* cu_seqlens;  // null: dense
   int64_t total;              // varlen: rows of the tensor
@@ -76,7 +88,7 @@ struct TileScheduler {
     const int pair = first_pair + in_section % pairs;
     return {.batch_idx = pair / heads,
             .head = pair % heads,
-            .block = blocks_per_head - 1 - in_section / pairs};
+            .block = in_order(in_section / pairs, blocks_per_head)};
   }
 
   __device__ __forceinline__ TileCoordinates varlen_tile(int tile_idx) const {
@@ -92,8 +104,15 @@ struct TileScheduler {
     const int next = low == batch ? blocks_per_head : first_tile(low + 1);
     // Only where cu_seqlens does not ascend is a tile not below next; blocks_per_head lies behind
     // all rows.
-    const int block = next > tile_of_head ? next - 1 - tile_of_head : blocks_per_head;
+    const int first = kOrder == TileOrder::kLastBlocksFirst ? 0 : first_tile(low);
+    const int block =
+        next > tile_of_head ? in_order(tile_of_head - first, next - first) : blocks_per_head;
     return {.batch_idx = low, .head = head, .block = block};
+  }
+
+  // The block that comes index-th among `count`.
+  __device__ __forceinline__ static int in_order(int index, int count) {
+    return kOrder == TileOrder::kLastBlocksFirst ? count - 1 - index : index;
   }
 
   __device__ __forceinline__ int first_tile(int batch_idx) const {
