@@ -104,10 +104,12 @@ struct BwdParams : AttnParams {
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
 
-  float* delta = nullptr;     // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
-  float* dq_accum = nullptr;  // workspace (heads_q, dq_accum_rows, head-dim class), zeroed by the
-                              // launch; null if deterministic
+  float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
+  // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of
+  // cuda/attn/dq_accum.cuh; null if deterministic.
+  float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
+  int dq_accum_cols = 0;  // the head-dim class that the kernels run in
   bool deterministic = false;
 };
 

@@ -1,74 +1,102 @@
 // dQ = softmax_scale · dq_accum, from the fp32 sums to 16 bits.
 #include "attn/dq_accum.cuh"
-#include "bwd.h"
-#include "launch.h"
+#include "attn/seqlen.cuh"
+#include "attn/tile_scheduler.cuh"
+#include "bwd_steps.h"
 #include "ptx/math.cuh"
-#include "row_grid.h"
 #include "tile/element.cuh"
+#include "tile/fragment.cuh"
 
 namespace flash_attn::cuda {
 namespace {
 
-constexpr int kThreads = 192;  // a multiple of each class's blocks a row: 4, 6, 8, 12, 16
-constexpr int kCols = 16;      // of a thread: the unit of dq_accum's order
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kRows = kDqAccumRows * kWarps;  // of a thread block: of one head of one sequence
+constexpr int kBlocks = 4;                    // of 8 columns that a warp converts at a time
+using Scheduler = TileScheduler<kRows>;
 
-template <typename Element>
-__device__ __forceinline__ void convert_block(const BwdParams& params, const float* source,
-                                              Element* dq, int num_cols) {
-  float4 vectors[kCols / 4];
-  const float4* source_vectors = reinterpret_cast<const float4*>(source);
+// Lane t of each quad holds pairs[b] of block b; then it holds block t, pairs[s] that of lane s.
+__device__ __forceinline__ void transpose_quad(uint32_t (&pairs)[kBlocks], int lane) {
 #pragma unroll
-  for (int v = 0; v < kCols / 4; ++v) vectors[v] = source_vectors[v];
-  const float* sums = reinterpret_cast<const float*>(vectors);
-
+  for (int step = 1; step < kBlocks; step *= 2) {
+    const bool upper = (lane & step) != 0;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (half * kChunk >= num_cols) break;
-    uint32_t pairs[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      pairs[t] =
-          ptx::pack<Element>(sums[dq_accum_position(t, 2 * half)] * params.softmax_scale,
-                             sums[dq_accum_position(t, 2 * half + 1)] * params.softmax_scale);
+    for (int i = 0; i < kBlocks; ++i) {
+      if ((i & step) != 0) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? pairs[i] : pairs[i + step], step);
+      (upper ? pairs[i] : pairs[i + step]) = received;
     }
-    *reinterpret_cast<uint4*>(dq + half * kChunk) = {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 }
 
-// A thread converts 16 columns of one row, head by head.
+// A warp converts the 16 rows that a block of dq_accum has. The rows of the segment that do not count
+// get 0.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
-    bwd_convert_dq_kernel(const __grid_constant__ BwdParams params, int dq_accum_cols,
-                          unsigned blocks_per_batch, int64_t rows_per_batch) {
-  const int blocks_per_row = dq_accum_cols / kCols, rows_per_block = kThreads / blocks_per_row;
-  const int thread = threadIdx.x;
-  const int batch_idx = blockIdx.x / blocks_per_batch;
-  const int64_t row =
-      int64_t{blockIdx.x % blocks_per_batch} * rows_per_block + thread / blocks_per_row;
-  const int col = thread % blocks_per_row * kCols;
-  if (row >= rows_per_batch || col >= params.head_dim) return;
-  for (int head = blockIdx.y; head < params.heads_q; head += gridDim.y) {
-    const int64_t accum_row = head * params.dq_accum_rows + batch_idx * rows_per_batch + row;
-    convert_block(params, params.dq_accum + accum_row * dq_accum_cols + col,
-                  static_cast<Element*>(params.dq) + batch_idx * params.dq_strides.batch +
-                      row * params.dq_strides.row + head * params.dq_strides.head + col,
-                  params.head_dim - col);
+    bwd_convert_dq_kernel(const __grid_constant__ BwdParams params,
+                          const __grid_constant__ Scheduler scheduler, DqAccumOrder order) {
+  const TileCoordinates tile = scheduler.tile(blockIdx.x);
+  const SeqlenInfo seqlen(params, tile.batch_idx);
+  const int lane = threadIdx.x % 32;
+  const int first_row = tile.block * kRows + static_cast<int>(threadIdx.x) / 32 * kDqAccumRows;
+  if (first_row >= seqlen.segment_q) return;
+  const int64_t accum_row = tile.head * params.dq_accum_rows +
+                            dq_accum_first_row(params, seqlen.q_begin, tile.batch_idx) + first_row;
+  const float* const accum = params.dq_accum + accum_row * params.dq_accum_cols;
+  Element* const dq =
+      static_cast<Element*>(params.dq) +
+      SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
+  for (int first_col = 0; first_col < params.head_dim; first_col += 8 * kBlocks) {
+    uint32_t pairs[2][kBlocks];  // of rows lane / 4 and lane / 4 + 8
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const float* const block = accum + (first_col / 8 + b) * kDqAccumBlock;
+      float sums[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[i] = block[dq_accum_position(order, lane, i)] * params.softmax_scale;
+      }
+      pairs[0][b] = ptx::pack<Element>(sums[0], sums[1]);
+      pairs[1][b] = ptx::pack<Element>(sums[2], sums[3]);
+    }
+    const int col = first_col + lane % 4 * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      transpose_quad(pairs[half], lane);
+      const int row = fragment_row(half, lane);
+      if (first_row + row >= seqlen.segment_q || col >= params.head_dim) continue;
+      uint4 chunk = {};
+      if (first_row + row < seqlen.len_q) {
+        chunk = {pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]};
+      }
+      *reinterpret_cast<uint4*>(dq + row * params.dq_strides.row + col) = chunk;
+    }
   }
+}
+
+template <typename Element>
+void launch_convert(const BwdParams& params, DqAccumOrder order, Stream stream) {
+  const Scheduler scheduler = Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q,
+                                              params.batch, params.heads_q, 0);
+  if (scheduler.num_tiles() == 0) return;
+  launch<bwd_convert_dq_kernel<Element>>(scheduler.num_tiles(), kThreads, 0, stream, params,
+                                         scheduler, order);
 }
 
 }  // namespace
 
-void run_bwd_convert_dq(const BwdParams& params, int dq_accum_cols, Stream stream) {
-  const RowGrid grid(params, kThreads / (dq_accum_cols / kCols));
-  if (grid.blocks.x == 0) return;
-  if (params.dtype == DType::kFp16) {
-    launch<bwd_convert_dq_kernel<__half>>(grid.blocks, kThreads, 0, stream, params, dq_accum_cols,
-                                          grid.blocks_per_batch, grid.rows_per_batch);
-  } else {
-    launch<bwd_convert_dq_kernel<__nv_bfloat16>>(grid.blocks, kThreads, 0, stream, params,
-                                                 dq_accum_cols, grid.blocks_per_batch,
-                                                 grid.rows_per_batch);
-  }
+int64_t bwd_dq_accum_rows(const AttnParams& params) {
+  return dq_accum_first_row(params, params.total_q, params.batch) + kDqAccumRows + kDqAccumPadding;
+}
+
+DqAccumOrder portable_dq_accum_order() {
+  return compiled_architecture<bwd_convert_dq_kernel<__half>>() >= 90 ? DqAccumOrder::kByLane
+                                                                      : DqAccumOrder::kByValue;
+}
+
+void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream) {
+  if (params.dtype == DType::kFp16) return launch_convert<__half>(params, order, stream);
+  launch_convert<__nv_bfloat16>(params, order, stream);
 }
 
 }  // namespace flash_attn::cuda

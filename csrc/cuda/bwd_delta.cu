@@ -1,7 +1,7 @@
 // delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta).
 #include <cmath>
 
-#include "bwd.h"
+#include "bwd_steps.h"
 #include "launch.h"
 #include "row_grid.h"
 #include "tile/element.cuh"

@@ -48,6 +48,7 @@
 // delta │
 #pragma once
 
+#include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
@@ -74,7 +75,7 @@ struct BwdTraits {
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps, kStages = kTile.stages;
-  static_assert(kBlockM <= kBwdDqAccumPadding);
+  static_assert(kBlockM <= kDqAccumPadding);
   static_assert(kThreads >= 2 * kBlockM);  // a thread loads one LSE or one delta
 
   using QTile = SmemTile<Element, kBlockM, kHeadDim>;  // dO too
@@ -83,7 +84,7 @@ struct BwdTraits {
   using ScoreGrid = WarpGrid<kTile.num_warps, kTile.score_warps, kBlockM, kBlockN>;
   using DkvGrid = WarpGrid<kTile.num_warps, kTile.dkv_warps, kBlockN, kHeadDim>;
   using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
-  using Scheduler = TileScheduler<kBlockN>;
+  using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
 
   struct SharedStorage {
     KTile k, v;  // in the end dK, dV
@@ -299,35 +300,6 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
   }
 }
 
-// Writes dK and dV. Keys of the segment that do not count (behind len_k, and the leftpad before
-// them) get 0: row r from k_begin on wraps around at the segment's end to its beginning.
-template <typename Traits>
-__device__ __forceinline__ void store_rows(void* gradient, const Strides& strides, int num_cols,
-                                           const typename Traits::SharedStorage& smem,
-                                           const typename Traits::KTile& tile) {
-  using Element = typename Traits::Element;
-  const SeqlenInfo seqlen = smem.seqlen;
-  const BwdKeyBlock keys = smem.keys;
-  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
-  const int leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
-  Element* matrix =
-      static_cast<Element*>(gradient) +
-      SeqlenInfo::offset(strides, keys.batch_idx, keys.head_kv, seqlen.segment_k_begin);
-  for (int i = threadIdx.x; i < Traits::kBlockN * kRowChunks; i += Traits::kThreads) {
-    const int row = i / kRowChunks, col = i % kRowChunks * kChunk, key = keys.first_key + row;
-    if (key >= seqlen.segment_k || col >= num_cols) continue;
-    uint4 chunk = {};
-    if (key < seqlen.len_k) {
-      chunk = *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(tile.data) +
-                                              Traits::KTile::byte_offset(row, col));
-    }
-    const int64_t unwrapped = int64_t{leftpad} + key;
-    const int64_t segment_row =
-        unwrapped < seqlen.segment_k ? unwrapped : unwrapped - seqlen.segment_k;
-    *reinterpret_cast<uint4*>(matrix + segment_row * strides.row + col) = chunk;
-  }
-}
-
 template <typename Traits, bool kSumDq>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdParams params,
@@ -336,10 +308,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(dynamic_smem);
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
-  // With a causal mask the first keys are seen by most queries: dense blocks start from there.
-  const int first_key =
-      Traits::kBlockN *
-      (params.cu_seqlens_k == nullptr ? scheduler.blocks_per_head - 1 - tile.block : tile.block);
+  const int first_key = tile.block * Traits::kBlockN;
   const SeqlenInfo seqlen(params, tile.batch_idx);
   if (first_key >= seqlen.segment_k) return;
   if (threadIdx.x == 0) {
@@ -362,8 +331,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                       params.softmax_scale);
   store_rounded<16 * Grid::kGridCols>(smem.v, dV, first_row, grid.col * 16, lane);
   __syncthreads();
-  store_rows<Traits>(params.dk, params.dk_strides, params.head_dim, smem, smem.k);
-  store_rows<Traits>(params.dv, params.dv_strides, params.head_dim_v, smem, smem.v);
+  const KeyGradientRows rows(smem.seqlen, smem.keys.batch_idx, smem.keys.head_kv, first_key);
+  rows.template store<Traits::kBlockN, Traits::kThreads>(params.dk, params.dk_strides,
+                                                         params.head_dim, smem.k, 0, threadIdx.x);
+  rows.template store<Traits::kBlockN, Traits::kThreads>(params.dv, params.dv_strides,
+                                                         params.head_dim_v, smem.v, 0, threadIdx.x);
 }
 
 template <typename Traits>

@@ -8,9 +8,8 @@ namespace flash_attn::sm80 {
 
 // Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// BwdParams::dq_accum: rows of one head, and floats in a row.
-int64_t bwd_dq_accum_rows(const BwdParams& params);
-int bwd_dq_accum_cols(const BwdParams& params);
+// BwdParams::dq_accum_cols.
+int bwd_dq_accum_cols(const AttnParams& params);
 
 // dK, dV, and either the sums in dq_accum or, if that is null, dQ itself.
 template <DType kDType, int kHeadDim>

@@ -123,10 +123,6 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .dq_warps = 2,
                                                               .spread_dq = false};
 
-// Rows of dq_accum behind the last one: a block of queries that ends inside a block of this many
-// rows adds zeros there.
-inline constexpr int kBwdDqAccumPadding = 128;
-
 // The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
 struct BwdDqTile {
   int block_m;

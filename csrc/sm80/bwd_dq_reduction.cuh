@@ -18,7 +18,12 @@ template <typename Traits>
 class DqReduction {
   using Grid = typename Traits::DqGrid;
   using Part = typename Grid::Part;
-  static constexpr int kReductions = Part::kRows * Part::kN / 16;  // of four values a lane
+  static constexpr int kReductions = Part::kMBlocks * Part::kN / 8;  // of four values a lane
+#if __CUDA_ARCH__ >= 900
+  static constexpr DqAccumOrder kOrder = DqAccumOrder::kByLane;
+#else
+  static constexpr DqAccumOrder kOrder = DqAccumOrder::kByValue;
+#endif
 
  public:
   __device__ __forceinline__ void compute(const BwdParams& params, const BwdQueryBlock& block,
@@ -30,48 +35,45 @@ class DqReduction {
         SmemOperandA<Part::kMBlocks, 16, Layout::kKInner, typename Traits::PTile>(smem.ds,
                                                                                   first_row, lane),
         DealtColumns<Grid::kGridCols, typename Traits::KTile>(smem.k, grid.col, lane));
-    const int64_t sequence_row = params.cu_seqlens_q == nullptr
-                                     ? int64_t{smem.keys.batch_idx} * params.seqlen_q
-                                     : smem.seqlen.q_begin;
-    const int row = block.first_row + first_row + lane / 4;
+    const int row = block.first_row + first_row;
     rows_left_ = smem.seqlen.len_q - row;
+    const int64_t sequence_row =
+        dq_accum_first_row(params, smem.seqlen.q_begin, smem.keys.batch_idx);
     accum_ = params.dq_accum +
              (block.head * params.dq_accum_rows + sequence_row + row) * Traits::kHeadDim +
-             grid.col * 16;
+             grid.col * 2 * kDqAccumBlock + dq_accum_position(kOrder, lane, 0);
   }
 
   // Sends off the step-th of num_steps shares; both are known at compile time.
   __device__ __forceinline__ void send(int step, int num_steps) const {
 #pragma unroll
     for (int i = 0; i < kReductions; ++i) {
-      if (i * num_steps / kReductions == step) reduce(i / (Part::kN / 16), i % (Part::kN / 16));
+      if (i * num_steps / kReductions == step) reduce(i / (Part::kN / 8), i % (Part::kN / 8));
     }
   }
 
  private:
-  __device__ __forceinline__ void reduce(int row, int n) const {
-    const int t = threadIdx.x % 4;
-    // Rows behind len_q add 0, wherever that is (dq_accum has kBwdDqAccumPadding rows more): a
-    // branch would keep the compiler from spreading the reductions.
-    const bool exists = row * 8 < rows_left_;
-    float* block_of_16 = accum_ + row * 8 * Traits::kHeadDim + n * 16 * Grid::kGridCols;
+  // Block m of 16 rows and n of 8 columns, which lie in pairs kGridCols pairs apart.
+  __device__ __forceinline__ void reduce(int m, int n) const {
+    // Blocks behind len_q add 0, wherever that is (dq_accum has rows behind the last): a branch would
+    // keep the compiler from spreading the reductions.
+    const bool exists = m * kDqAccumRows < rows_left_;
+    float* const block = accum_ + m * kDqAccumRows * Traits::kHeadDim +
+                         (n / 2 * 2 * Grid::kGridCols + n % 2) * kDqAccumBlock;
     float value[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      value[i] = exists ? dQ_.data[row / 2][2 * n + i / 2][row % 2 * 2 + i % 2] : 0.f;
-    }
-    if constexpr (dq_accum_position(0, 1) == 1) {
-      ptx::red_add_v4(block_of_16 + dq_accum_position(t, 0), value[0], value[1], value[2],
-                      value[3]);
+    for (int i = 0; i < 4; ++i) value[i] = exists ? dQ_.data[m][n][i] : 0.f;
+    if constexpr (kOrder == DqAccumOrder::kByLane) {
+      ptx::red_add_v4(block, value[0], value[1], value[2], value[3]);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::red_add(block_of_16 + dq_accum_position(t, i), value[i]);
+      for (int i = 0; i < 4; ++i) ptx::red_add(block + dq_accum_position(kOrder, 0, i), value[i]);
     }
   }
 
   Part dQ_;
   float* accum_;
-  int rows_left_;  // before len_q, from this lane's first row on
+  int rows_left_;  // before len_q, from this warp's first row on
 };
 
 // Pᵀ or dSᵀ as A; with spread_dq a share of the reductions goes with each 16 columns.

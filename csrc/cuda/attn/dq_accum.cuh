@@ -1,21 +1,36 @@
-// The layout of BwdParams::dq_accum, (heads_q, rows, head-dim class) fp32, that blocks of keys add
-// to.
+// The layout of BwdParams::dq_accum, (heads_q, rows, cols) fp32, that blocks of keys add to.
 #pragma once
+
+#include <cstdint>
+
+#include "../../core/params.h"
 
 namespace flash_attn {
 
-// A row is plain, but for the order inside each 16 columns: what one lane of an accumulator holds
-// of them (tile/fragment.cuh) lies together where the four values are one vector reduction (sm_90
-// and newer); else the quad's first values lie together, then its second, …, so that a reduction of
-// one value a lane touches few 32-byte sectors.
-//
-//   i-th value (0-3) of lane t of the quad is column 8·(i / 2) + 2·t + i % 2 and lies at
-__device__ __forceinline__ constexpr int dq_accum_position(int t, int i) {
-#if __CUDA_ARCH__ >= 900
-  return 4 * t + i;
-#else
-  return 4 * i + t;
-#endif
+// Blocks of 16 rows × 8 columns lie one after the other, those of the same 16 rows together: each is
+// what a warp holds of an accumulator (tile/fragment.cuh), so that a reduction of the warp touches
+// neighbouring bytes. Every sequence starts with a block of its own.
+inline constexpr int kDqAccumRows = 16;
+inline constexpr int kDqAccumBlock = kDqAccumRows * 8;
+// Rows behind the last sequence, which a kernel's last block of queries may add zeros to.
+inline constexpr int kDqAccumPadding = 128;
+
+// Where value i of lane l lies in its block. kByLane: one lane's four together, for reductions of
+// vectors (sm_90 and newer); kByValue: all lanes' first values, then their second, …, for single ones.
+enum class DqAccumOrder : uint8_t { kByLane, kByValue };
+__device__ __forceinline__ constexpr int dq_accum_position(DqAccumOrder order, int lane, int i) {
+  return order == DqAccumOrder::kByLane ? 4 * lane + i : 32 * i + lane;
+}
+
+// Row of a head where sequence `batch_idx` starts. The sequences do not overlap: one of n rows that
+// starts at row x of q has ⌊(x + n) / 16⌋ - ⌊x / 16⌋ + 1 >= ⌈n / 16⌉ blocks.
+__host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams& params,
+                                                               int64_t q_begin, int batch_idx) {
+  const int64_t blocks =
+      params.cu_seqlens_q == nullptr
+          ? (int64_t{params.seqlen_q} + kDqAccumRows - 1) / kDqAccumRows * batch_idx
+          : q_begin / kDqAccumRows + batch_idx;
+  return blocks * kDqAccumRows;
 }
 
 }  // namespace flash_attn

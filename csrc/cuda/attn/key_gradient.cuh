@@ -1,0 +1,49 @@
+// Where dK and dV of one block of keys are written.
+#pragma once
+
+#include "../tile/smem_tile.cuh"
+#include "seqlen.cuh"
+
+namespace flash_attn {
+
+// The rows of dk and dv that belong to the keys from first_key on. Keys of the segment that do not
+// count (behind len_k, and the leftpad before them) get 0: row r from k_begin on wraps around at the
+// segment's end to its beginning.
+class KeyGradientRows {
+ public:
+  __device__ __forceinline__ KeyGradientRows(const SeqlenInfo& seqlen, int batch_idx, int head_kv,
+                                             int first_key)
+      : seqlen_(seqlen), batch_idx_(batch_idx), head_kv_(head_kv), first_key_(first_key) {}
+
+  // Copies kRows rows of the tile, from tile_row on, which is first_key + tile_row's; num_cols
+  // columns. By thread `thread` of kThreads.
+  template <int kRows, int kThreads, typename Tile>
+  __device__ __forceinline__ void store(void* gradient, const Strides& strides, int num_cols,
+                                        const Tile& tile, int tile_row, int thread) const {
+    using Element = typename Tile::Element;
+    constexpr int kRowChunks = Tile::kCols / kChunk;
+    const int leftpad = static_cast<int>(seqlen_.k_begin - seqlen_.segment_k_begin);
+    Element* matrix = static_cast<Element*>(gradient) +
+                      SeqlenInfo::offset(strides, batch_idx_, head_kv_, seqlen_.segment_k_begin);
+    for (int i = thread; i < kRows * kRowChunks; i += kThreads) {
+      const int row = tile_row + i / kRowChunks, col = i % kRowChunks * kChunk;
+      const int key = first_key_ + row;
+      if (key >= seqlen_.segment_k || col >= num_cols) continue;
+      uint4 chunk = {};
+      if (key < seqlen_.len_k) {
+        chunk = *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(tile.data) +
+                                                Tile::byte_offset(row, col));
+      }
+      const int64_t unwrapped = int64_t{leftpad} + key;
+      const int64_t segment_row =
+          unwrapped < seqlen_.segment_k ? unwrapped : unwrapped - seqlen_.segment_k;
+      *reinterpret_cast<uint4*>(matrix + segment_row * strides.row + col) = chunk;
+    }
+  }
+
+ private:
+  const SeqlenInfo& seqlen_;
+  int batch_idx_, head_kv_, first_key_;
+};
+
+}  // namespace flash_attn
