@@ -57,7 +57,7 @@ class Target:
 ATEN_CPU = Target("cpu", "aten")
 ATEN_CUDA = Target("cuda", "aten")
 SM80 = Target("cuda", "sm80")
-# Forward only: the gradients come from sm80, or with score terms from aten, given its out and LSE.
+# What its backward lacks comes from sm80, or with score terms from aten, given its out and LSE.
 SM90 = Target("cuda", "sm90")
 DECODE_CUDA = Target("cuda", "cuda")
 ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
@@ -173,6 +173,13 @@ class Case:
             terms = terms or self.softcap or self.alibi or self.sink
         head_dim = max(self.d, self.d_v or self.d)
         return self.dtype in ("fp16", "bf16") and not terms and head_dim <= 256
+
+    def gradients_served_by(self, backend: str) -> bool:
+        """The same of the backward."""
+        if backend != SM90.backend:
+            return self.served_by(backend)
+        terms = self.softcap or self.alibi or self.sink or self.deterministic
+        return self.served_by(backend) and not terms and max(self.d, self.d_v or self.d) <= 128
 
     def with_(self, **changes: object) -> Case:
         return dataclasses.replace(self, **changes)
@@ -372,10 +379,13 @@ def run(
 
     with dirty_allocator(problem.device, pattern):
         arguments = op_arguments(problem) | tensors | {"backend": backend} | overrides
-        with torch.set_grad_enabled(backend != SM90.backend):
+        deterministic = arguments["deterministic"] or torch.are_deterministic_algorithms_enabled()
+        case = problem.case.with_(deterministic=deterministic)
+        one_backend = case.gradients_served_by(backend)
+        with torch.set_grad_enabled(one_backend):
             out, lse, probs = torch.ops.flash_attn.fwd(**arguments)
         results = {"out": out.detach(), "lse": lse.detach(), "probs": probs.detach()}
-        if backward and backend == SM90.backend:
+        if backward and not one_backend:
             results |= later_gradients(problem.case, arguments, out, lse, dout, dlse)
         elif backward:
             outputs, incoming = ([out, lse], [dout, dlse]) if dlse is not None else ([out], [dout])

@@ -181,8 +181,11 @@ def test_every_reason_is_given() -> None:
 
 def test_asking_for_the_backward() -> None:
     q, k, v = tensors()
-    assert "it has no backward kernel" in flash_attn.can_use(q, k, v, op="bwd").reasons["sm90"]
-    assert "it has no backward kernel" not in flash_attn.can_use(q, k, v).reasons["sm90"]
+    refused = "deterministic is not supported"
+    for op, deterministic in (("bwd", True), ("bwd", False), ("fwd", True)):
+        support = flash_attn.can_use(q, k, v, op=op, deterministic=deterministic)
+        assert (refused in support.reasons["sm90"]) == (op == "bwd" and deterministic), op
+        assert refused not in support.reasons["sm80"]
 
 
 def test_asking_for_decode() -> None:

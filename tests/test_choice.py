@@ -72,7 +72,8 @@ def test_code_that_a_gpu_runs(archs: str, gpu: int, code: int) -> None:
         (H100, "fwd", "sm90"),
         (B200, "fwd", "sm80"),
         (75, "fwd", "aten"),
-        (H100, "bwd", "sm80"),
+        (H100, "bwd", "sm90"),
+        (A100, "bwd", "sm80"),
         (H100, "decode", "cuda"),
     ],
 )
@@ -125,7 +126,7 @@ def test_many_new_tokens_against_a_cache() -> None:
     ("options", "plan"),
     [
         (dict(op="fwd"), "sm90; fwd:"),
-        (dict(op="bwd"), "sm80; bwd:"),
+        (dict(op="bwd"), "sm90; bwd:"),
         (dict(op="decode", tokens=9), "cuda; decode:"),
         (dict(op="decode", tokens=20), "cuda; decode, each sequence in 2 pieces:"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),

@@ -1,9 +1,10 @@
-#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "../cuda/bwd.h"
 #include "../sm80/bwd.h"
+#include "../sm90/bwd.h"
 #include "checks.h"
 #include "to_params.h"
 
@@ -15,7 +16,24 @@ at::Tensor unpadded(const at::Tensor& dx, int64_t head_dim) {
   return dx.size(-1) == head_dim ? dx : dx.narrow(-1, 0, head_dim).contiguous();
 }
 
-BwdResult bwd_sm80(const BwdArgs& args) {
+// What the kernels need room for, and then their launches.
+void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
+  const at::Tensor delta = at::empty_like(lse);
+  params.delta = delta.data_ptr<float>();
+  at::Tensor dq_accum;
+  if (!params.deterministic) {
+    params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);
+    params.dq_accum_cols = backend == Backend::kSm90 ? sm90::bwd_dq_accum_cols(params)
+                                                     : sm80::bwd_dq_accum_cols(params);
+    dq_accum =
+        at::empty({params.heads_q, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
+    params.dq_accum = dq_accum.data_ptr<float>();
+  }
+  if (backend == Backend::kSm90) return sm90::run_bwd(params, stream_of(q));
+  sm80::run_bwd(params, device_info_of(q), stream_of(q));
+}
+
+BwdResult run(Backend backend, const BwdArgs& args) {
   const int64_t head_dim = args.attn.q.size(-1), head_dim_v = args.attn.v.size(-1);
   AttnArgs attn = args.attn;
   attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
@@ -48,19 +66,8 @@ BwdResult bwd_sm80(const BwdArgs& args) {
     params.dq_strides = strides_of(dq);
     params.dk_strides = strides_of(dk);
     params.dv_strides = strides_of(dv);
-    params.deterministic = attn.deterministic || at::globalContext().deterministicAlgorithms();
-    const at::Tensor delta = at::empty_like(lse);
-    params.delta = delta.data_ptr<float>();
-    at::Tensor dq_accum;
-    params.dq_accum = nullptr;
-    params.dq_accum_rows = 0;
-    if (!params.deterministic) {
-      params.dq_accum_rows = sm80::bwd_dq_accum_rows(params);
-      dq_accum = at::empty({params.heads_q, params.dq_accum_rows, sm80::bwd_dq_accum_cols(params)},
-                           lse.options());
-      params.dq_accum = dq_accum.data_ptr<float>();
-    }
-    sm80::run_bwd(params, device_info_of(attn.q), stream_of(attn.q));
+    params.deterministic = is_deterministic(attn);
+    launch(backend, params, attn.q, lse);
   }
   // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
   const auto none = [&] { return at::empty({0}, attn.q.options()); };
@@ -77,7 +84,8 @@ BwdResult bwd(const BwdArgs& args) {
   check(args);
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
-  if (select_backend(call_shape(args), args.backend) == Backend::kSm80) return bwd_sm80(args);
+  const Backend backend = select_backend(call_shape(args), args.backend);
+  if (backend != Backend::kAten) return run(backend, args);
   aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,
                                 args.softmax_lse, args.grad_mask);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};

@@ -2,6 +2,7 @@
 // say so.
 #include <stdexcept>
 
+#include "../cuda/bwd.h"
 #include "../cuda/cache/append.h"
 #include "../cuda/cache/gather.h"
 #include "../cuda/cache/rotate_queries.h"
@@ -9,6 +10,7 @@
 #include "../cuda/decode/kvcache.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
+#include "../sm90/bwd.h"
 #include "../sm90/fwd.h"
 
 namespace flash_attn {
@@ -32,8 +34,10 @@ void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const Devic
 }
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
-int64_t sm80::bwd_dq_accum_rows(const BwdParams&) { not_built(); }
-int sm80::bwd_dq_accum_cols(const BwdParams&) { not_built(); }
+int64_t cuda::bwd_dq_accum_rows(const AttnParams&) { not_built(); }
+int sm80::bwd_dq_accum_cols(const AttnParams&) { not_built(); }
+void sm90::run_bwd(const BwdParams&, Stream) { not_built(); }
+int sm90::bwd_dq_accum_cols(const AttnParams&) { not_built(); }
 void sm90::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 
 }  // namespace flash_attn

@@ -1,5 +1,6 @@
 #include "to_params.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -38,6 +39,12 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   return call;
 }
 
+CallShape backward_shape_of(const AttnArgs& args) {
+  CallShape call = call_shape_of(Op::kBackward, args, false);
+  call.deterministic = is_deterministic(args);
+  return call;
+}
+
 // Beyond 1e30 nothing is capped, and quotients and products would leave the range of fp32.
 double finite_softcap(double softcap) {
   constexpr double kMaxSoftcap = 1e30;
@@ -59,10 +66,8 @@ void warn_once(const std::string& reasons) {
 CallShape call_shape(const FwdArgs& args) {
   return call_shape_of(Op::kForward, args.attn, args.return_probs);
 }
-CallShape call_shape(const BwdArgs& args) { return call_shape_of(Op::kBackward, args.attn, false); }
-CallShape backward_shape(const FwdArgs& args) {
-  return call_shape_of(Op::kBackward, args.attn, false);
-}
+CallShape call_shape(const BwdArgs& args) { return backward_shape_of(args.attn); }
+CallShape backward_shape(const FwdArgs& args) { return backward_shape_of(args.attn); }
 CallShape call_shape(const DecodeArgs& args) {
   CallShape call = call_shape_of(Op::kDecode, args.q, args.v_cache);
   call.alibi = args.alibi_slopes.has_value();
@@ -214,6 +219,10 @@ ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
           .alibi_slopes = alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
           .alibi_batch_stride = alibi_slopes && alibi_slopes->dim() == 2 ? heads_q : 0,
           .learnable_sink = learnable_sink ? learnable_sink->const_data_ptr<float>() : nullptr};
+}
+
+bool is_deterministic(const AttnArgs& args) {
+  return args.deterministic || at::globalContext().deterministicAlgorithms();
 }
 
 DType dtype_of(const at::Tensor& tensor) {

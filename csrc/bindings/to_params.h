@@ -46,6 +46,9 @@ void fill_params(AttnParams& params, const AttnArgs& args);
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
                          const OptTensor& learnable_sink, int heads_q);
 
+// The call asks for it, or torch.use_deterministic_algorithms().
+bool is_deterministic(const AttnArgs& args);
+
 DType dtype_of(const at::Tensor& tensor);
 // causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence
 // notices.

@@ -1,9 +1,11 @@
 #include "capability.h"
 
 #include <algorithm>
+#include <string>
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "bwd_config.h"
 #include "config.h"
 
 namespace flash_attn::sm90 {
@@ -13,9 +15,7 @@ constexpr int64_t kPiecesHeadDim = 128;  // what with_pieces_class() knows, both
 static_assert(kPiecesTile<64>.block_m() == cuda::kForwardTileQueries &&
               kPiecesTile<128>.block_m() == cuda::kForwardTileQueries);
 
-std::string_view why_not_op(Op op) {
-  return op == Op::kBackward ? "it has no backward kernel" : "";
-}
+std::string_view why_not_op(Op) { return ""; }
 
 void refuse_here(Reasons& reasons, const CallShape& call) {
   cuda::refuse_without_gpu(reasons, call);
@@ -26,12 +26,22 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
       "the GPU is not of compute capability 9.0");
 }
 
+void refuse_backward(Reasons& reasons, const CallShape& call) {
+  reasons.refuse_if(std::max(call.head_dim, call.head_dim_v) > kBwdMaxHeadDim,
+                    "head_dim is above " + std::to_string(kBwdMaxHeadDim) + " in the backward");
+  reasons.refuse_if(call.deterministic, "deterministic is not supported");
+  reasons.refuse_if(call.alibi, "alibi_slopes is not supported in the backward");
+  reasons.refuse_if(call.softcap, "softcap is not supported in the backward");
+  reasons.refuse_if(call.sink, "learnable_sink is not supported in the backward");
+}
+
 void refuse_call(Reasons& reasons, const CallShape& call) {
   cuda::refuse_tensors(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
   reasons.refuse_if(call.bias, "attn_bias is not supported");
   reasons.refuse_if(call.dropout, "dropout_p is not supported");
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
+  if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 
 // Of a decode call: pieces that each tile's keys are cut into, as there are fewer tiles than
@@ -57,7 +67,7 @@ double cost(const CallShape& call) {
 
 Plan plan(const CallShape& call) {
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, decode_splits(call));
-  return {.kernel = Kernel::kFwd};
+  return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd};
 }
 
 }  // namespace

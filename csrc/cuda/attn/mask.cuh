@@ -1,4 +1,5 @@
-// -inf for the scores of one tile that attention does not see; only boundary tiles are masked.
+// -inf for the scores of one tile that attention does not see (0 for probabilities); only boundary
+// tiles are masked.
 #pragma once
 
 #include <cmath>
@@ -8,11 +9,12 @@
 
 namespace flash_attn {
 
-// Row r of the thread keeps the columns [first[r], end[r]) of the tile; the others become -inf.
+// Row r of the thread keeps the columns [first[r], end[r]) of the tile; the others become `unseen`.
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void mask_outside(Accumulator<kMBlocks, kN>& S,
                                              const int (&first)[2 * kMBlocks],
-                                             const int (&end)[2 * kMBlocks], int lane) {
+                                             const int (&end)[2 * kMBlocks], int lane,
+                                             float unseen = -INFINITY) {
 #pragma unroll
   for (int row = 0; row < S.kRows; ++row) {
     // Against the column without its lane part, a constant.
@@ -21,12 +23,12 @@ __device__ __forceinline__ void mask_outside(Accumulator<kMBlocks, kN>& S,
 #pragma unroll
     for (int i = 0; i < S.kRowElements; ++i) {
       const int col = fragment_col(i, 0);
-      if (col < row_first || col >= row_end) S.at(row, i) = -INFINITY;
+      if (col < row_first || col >= row_end) S.at(row, i) = unseen;
     }
   }
 }
 
-// The same with columns [0, end[r]).
+// Row r keeps the columns [0, end[r]); the others become -inf.
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void mask_from(Accumulator<kMBlocks, kN>& S,
                                           const int (&end)[2 * kMBlocks], int lane) {
@@ -70,20 +72,21 @@ __device__ __forceinline__ void mask_keys(Accumulator<kMBlocks, kN>& S,
   mask_outside(S, first, end, lane);
 }
 
-// The transpose: keys as rows, queries first_query … as columns.
+// The transpose, for probabilities: keys as rows, queries first_query … as columns; 0 where nothing
+// is seen.
 template <int kMBlocks, int kN>
-__device__ __forceinline__ void mask_queries(Accumulator<kMBlocks, kN>& S,
+__device__ __forceinline__ void mask_queries(Accumulator<kMBlocks, kN>& P,
                                              const AttentionWindow& window,
                                              const int (&key_of_row)[2 * kMBlocks], int first_query,
                                              int lane) {
   int first[2 * kMBlocks], end[2 * kMBlocks];
 #pragma unroll
-  for (int row = 0; row < S.kRows; ++row) {
+  for (int row = 0; row < P.kRows; ++row) {
     const bool exists = key_of_row[row] < window.len_k();
     first[row] = window.first_query(key_of_row[row]) - first_query;
     end[row] = exists ? window.end_query(key_of_row[row]) - first_query : 0;
   }
-  mask_outside(S, first, end, lane);
+  mask_outside(P, first, end, lane, 0.f);
 }
 
 }  // namespace flash_attn

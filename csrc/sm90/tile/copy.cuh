@@ -70,6 +70,18 @@ __device__ __forceinline__ void store_rounded(Tile& tile, const Accumulator<1, k
   }
 }
 
+// The same of all columns of what an accumulator was rounded to (to_operand_a).
+template <typename Tile, int kCols>
+__device__ __forceinline__ void store_operand(Tile& tile, const OperandA<1, kCols>& A,
+                                              int first_row, int lane) {
+  static_assert(Tile::kCols == kCols);
+  const uint32_t address = tile.address(first_row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int col = 0; col < kCols; col += 16) {
+    ptx::stmatrix_x4(Tile::advance(address, 0, col), A.data[0][col / 16]);
+  }
+}
+
 // Starts the copy of kRows rows of a tile of one slab, from tile_row on, to the matrix, rows
 // first_row … and columns first_col …. The caller commits and waits.
 template <int kRows, typename Tile>

@@ -1,0 +1,266 @@
+// Backward attention for Hopper: wgmma and TMA, loads and products in different warps.
+//
+//   P  = exp(softmax_scale · Q Kᵀ - LSE), masked        dV = Pᵀ dO
+//   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
+//   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
+//
+// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it
+// walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
+// Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
+// fp32 reductions in global memory. Roles:
+//
+//   producer warpgroup    warp 0: K, Q     warp 1: V, dO      consumer warpgroups    64 keys each:
+//   (few registers)       warp 2: LSE and delta               (many registers)       S, dP, dK, dV
+//
+// Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
+// register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
+// needs the keys of all consumers.
+//
+// The plain loop of a consumer:
+//
+//   for each block of queries:  Sᵀ = K Qᵀ; P = exp(S - LSE); mask       dPᵀ = V dOᵀ
+//                               dV += Pᵀ dO;  dS = P ∘ (dP - delta)     → dS to shared memory
+//                               barrier                                 // the other consumer's dS
+//                               dK += dSᵀ Q;  dQ += dS K                // reductions, from registers
+//
+// The loop here departs from it in two ways. dK and dQ of a block are issued beside the scores of the
+// next, so that nothing waits for its dS to reach shared memory; and consumers meet at no barrier:
+// each says when its dS lies there, and waits for the other's only before dQ, half an iteration
+// later. So one's exponentials hide behind the other's products (i: the iteration):
+//
+//   issue      │ dK (i-1), S (i) │ dP (i)    │ dV (i), dQ (i-1)       │                │
+//   meanwhile  │                 │ exp       │ dS, store              │ reduce dQ      │
+//   products   │ dK, S           │ dP        │ dV, dQ                 │ the other's    │
+//
+// Shared memory   │ K, in the end dK │ V, in the end dV │ Q × kStages │ dO × kStages │ dS × 3 │
+//                 │ LSE, delta × kStages │ work, barriers │
+#pragma once
+
+#include <new>
+
+#include "../cuda/attn/key_gradient.cuh"
+#include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/launch.h"
+#include "bwd.h"
+#include "bwd_consumer.cuh"
+#include "bwd_producer.cuh"
+
+namespace flash_attn::sm90 {
+
+// A consumer's walk over the queries; leaves its sums dK (not yet scaled) and dV.
+template <typename Traits>
+class QueryWalk {
+  using Consumer = BwdConsumer<Traits>;
+
+ public:
+  __device__ __forceinline__ QueryWalk(Consumer& self, typename Traits::KeyGradient& dK,
+                                       typename Traits::KeyGradient& dV)
+      : self(self),
+        dK(dK),
+        dV(dV),
+        block(self.work),
+        full_begin(self.work.range.full_begin),
+        full_end(self.work.range.full_end),
+        q_done(self.q_ring),
+        ds_done(self.ds_ring),
+        reduction(self, block) {}
+
+  __device__ __forceinline__ void run() {
+    if (!block.more()) return;
+    Ring<1>(self.smem.k_ring).wait_full();
+    Ring<1>(self.smem.v_ring).wait_full();
+    step<true>();
+#pragma unroll 1
+    while (block.more()) step<false>();
+    finish();
+  }
+
+ private:
+  // The first has no block before it.
+  template <bool kFirst>
+  __device__ __forceinline__ void step() {
+    typename Traits::Scores S, dP;
+    typename Traits::QueryGradient dQ;
+    float2 lse_log2[Consumer::kPairs];
+    const auto& row_values = self.smem.row_values[self.q_ring.stage()];
+    if constexpr (!kFirst) start_dk();
+    self.q_ring.wait_full();
+    self.start_scores(S);  // Sᵀ = K Qᵀ
+    self.load_pairs(lse_log2, row_values.lse_log2);
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<1>();
+      end_dk();
+    }
+    ptx::wgmma_wait<0>();
+    pin(S);
+    self.dout_ring.wait_full();
+    self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
+    const bool masked = block.m < full_begin || block.m >= full_end;
+    self.exponentiate(S, lse_log2, block.m * Traits::kBlockM, masked);
+    typename Traits::ScoresOperand P = to_operand_a<typename Traits::Element>(S);
+    self.start_key_gradient(dV, P, self.smem.dout[self.dout_ring.stage()]);  // dV += Pᵀ dO
+    if constexpr (!kFirst) start_dq(dQ);
+    ptx::wgmma_wait<kFirst ? 1 : 2>();
+    pin(dP);
+    self.differentiate(dS, dP, P, row_values.delta);  // dS = P ∘ (dP - delta)
+    store_operand(self.smem.ds[self.ds_ring.stage()], dS, self.warp_row, self.lane);
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    if (self.lane == 0) self.ds_ring.arrive_full();
+    self.ds_ring.advance();
+    ptx::wgmma_wait<kFirst ? 0 : 1>();
+    pin(dV);
+    pin(P);
+    self.release(self.dout_ring);
+    if constexpr (!kFirst) end_dq(dQ);
+    self.q_ring.advance();
+    block.advance();
+  }
+
+  // Of the block before: dK += dSᵀ Q, dQ = dS K, which wants the dS of all consumers.
+  __device__ __forceinline__ void start_dk() {
+    self.start_key_gradient(dK, dS, self.smem.q[q_done.stage()]);
+  }
+  __device__ __forceinline__ void end_dk() {
+    pin(dK);
+    pin(dS);
+    self.release(q_done);
+  }
+  __device__ __forceinline__ void start_dq(typename Traits::QueryGradient& dQ) {
+    ds_done.wait_full();
+    self.start_query_gradient(dQ, self.smem.ds[ds_done.stage()]);
+    ds_done.advance();
+    reduction.advance();
+  }
+  __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
+    ptx::wgmma_wait<0>();
+    pin(dQ);
+    reduction.add(dQ);
+  }
+
+  __device__ __forceinline__ void finish() {
+    typename Traits::QueryGradient dQ;
+    start_dk();
+    start_dq(dQ);
+    end_dq(dQ);
+    end_dk();
+  }
+
+  Consumer& self;
+  typename Traits::KeyGradient &dK, &dV;
+  typename Traits::ScoresOperand dS;  // of the block before
+  QueryBlocks block;
+  const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
+  Ring<Traits::kStages> q_done;    // the block before
+  Ring<Traits::kScoreStages> ds_done;
+  DqReduction<Traits> reduction;
+};
+
+// dK and dV of this warp's keys, through shared memory that only it uses by now.
+template <typename Traits>
+__device__ __forceinline__ void store_key_gradients(const BwdConsumer<Traits>& self,
+                                                    typename Traits::KeyGradient& dK,
+                                                    typename Traits::KeyGradient& dV) {
+  const BwdParams& params = self.params;
+  const BwdWork& work = self.work;
+  scale_rows(dK, {params.softmax_scale, params.softmax_scale});
+  ptx::barrier_sync<Traits::kConsumerThreads>(kConsumersDone);  // all their dQ have read K
+  store_rounded(self.smem.k, dK, 0, self.warp_row, self.lane);
+  store_rounded(self.smem.v, dV, 0, self.warp_row, self.lane);
+  __syncwarp();
+  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
+  rows.template store<16, 32>(params.dk, params.dk_strides, params.head_dim, self.smem.k,
+                              self.warp_row, self.lane);
+  rows.template store<16, 32>(params.dv, params.dv_strides, params.head_dim_v, self.smem.v,
+                              self.warp_row, self.lane);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
+                                                  BwdSharedStorage<Traits>& smem, int consumer) {
+  BwdConsumer<Traits> self(params, smem, consumer);
+  typename Traits::KeyGradient dK, dV;
+  dK.fill(0.f);
+  dV.fill(0.f);
+  QueryWalk<Traits>(self, dK, dV).run();
+  store_key_gradients(self, dK, dV);
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdParams params,
+               const __grid_constant__ typename Traits::Scheduler scheduler,
+               const __grid_constant__ BwdTensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
+  const TileCoordinates tile = scheduler.tile(blockIdx.x);
+  const SeqlenInfo seqlen(params, tile.batch_idx);
+  if (tile.block * Traits::kBlockN >= seqlen.segment_k) return;
+  if (threadIdx.x == 0) {
+    smem.init_barriers();
+    new (smem.work_storage) BwdWork(make_bwd_work<Traits>(params, tile, seqlen));
+  }
+  smem.zero_absent_slabs(params);
+  __syncthreads();
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
+  if (warp < 4) {
+    ptx::lower_registers<Traits::kProducerRegisters>();
+    if (warp == 2) {
+      load_row_values_loop<Traits>(params, smem);
+    } else if (warp < 2 && ptx::elect_one()) {
+      if (warp == 0) {
+        load_keys_and_queries_loop<Traits>(maps.k, maps.q, params.head_dim, smem.work(), smem.k,
+                                           smem.k_ring, smem.q, smem.q_ring);
+      } else {
+        load_keys_and_queries_loop<Traits>(maps.v, maps.dout, params.head_dim_v, smem.work(),
+                                           smem.v, smem.v_ring, smem.dout, smem.dout_ring);
+      }
+    }
+  } else {
+    ptx::raise_registers<Traits::kConsumerRegisters>();
+    bwd_consumer_loop<Traits>(params, smem, warp / 4 - 1);
+  }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, Stream stream) {
+  using Traits = BwdTraits<kDType, kHeadDim>;
+  using Storage = BwdSharedStorage<Traits>;
+  static_assert(sizeof(Storage) <= 227 * 1024);
+  const int64_t group = params.heads_q / params.heads_kv;
+  // What the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
+  auto scheduler = Traits::Scheduler::make(
+      params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
+      params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * kHeadDim) * 2 * group);
+  // Head after head, as no length has to come first: the blocks walk over the same Q and dO together.
+  if (sequences_are_alike(params)) scheduler.section_heads = 1;
+  if (scheduler.num_tiles() == 0) return;
+
+  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+  const TensorShape q_shape = {.dtype = kDType,
+                               .cols = params.head_dim,
+                               .rows = varlen_q ? params.total_q : params.seqlen_q,
+                               .heads = params.heads_q,
+                               .batch = varlen_q ? 1 : params.batch};
+  const TensorShape k_shape = {.dtype = kDType,
+                               .cols = params.head_dim,
+                               .rows = varlen_k ? params.total_k : params.seqlen_k,
+                               .heads = params.heads_kv,
+                               .batch = varlen_k ? 1 : params.batch};
+  TensorShape v_shape = k_shape, dout_shape = q_shape;
+  v_shape.cols = dout_shape.cols = params.head_dim_v;
+  const auto map = [](const void* tensor, const Strides& strides, const TensorShape& shape,
+                      int rows) {
+    return make_tensor_map(tensor, strides, shape, Traits::QTile::kSlabCols, rows);
+  };
+  const BwdTensorMaps maps = {
+      .q = map(params.q, params.q_strides, q_shape, Traits::kBlockM),
+      .k = map(params.k, params.k_strides, k_shape, Traits::kBlockN),
+      .v = map(params.v, params.v_strides, v_shape, Traits::kBlockN),
+      .dout = map(params.dout, params.dout_strides, dout_shape, Traits::kBlockM)};
+  cuda::launch<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads, sizeof(Storage), stream,
+                                   params, scheduler, maps);
+}
+
+}  // namespace flash_attn::sm90

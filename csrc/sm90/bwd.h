@@ -1,0 +1,18 @@
+// The backward kernels, and their instances for both dtypes by head-dim class, in inst/bwd_d*.cu.
+#pragma once
+
+#include "../core/params.h"
+
+namespace flash_attn::sm90 {
+
+// Compute capability 9.0 only. Any head_dim and head_dim_v up to kBwdMaxHeadDim that are multiples of
+// 8, fp16 and bf16; not deterministic.
+void run_bwd(const BwdParams& params, Stream stream);
+// BwdParams::dq_accum_cols.
+int bwd_dq_accum_cols(const AttnParams& params);
+
+// dK, dV, and the sums in dq_accum.
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, Stream stream);
+
+}  // namespace flash_attn::sm90
