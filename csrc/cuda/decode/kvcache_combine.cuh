@@ -157,7 +157,11 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   const SequencePieces pieces = params.splits.count > 0
                                     ? pieces_of_splits<kKeys>(params)
                                     : pieces_of_parts<kKeys>(params, parts, by_cut);
-  if (pieces.count == 0) return;
+  if (pieces.count == 0) {
+    // Of the grid, one block at least has to wait, or the kernel behind it could start too early.
+    if ((blockIdx.x | blockIdx.y | blockIdx.z) == 0) ptx::wait_for_prerequisites();
+    return;
+  }
   const KvcacheRow at(params, blockIdx.y, blockIdx.x);
   const OutputRow output(params, pieces.batch_idx, at);
 
