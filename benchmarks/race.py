@@ -53,8 +53,8 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "splits": ("automatic", "unsplit"),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
-    forward = kind in ("fwd", "shapes", "naive", "features", "chunk")
-    if forward and torch.cuda.get_device_capability(device) == (9, 0):
+    on_hopper = kind in ("fwd", "bwd", "shapes", "naive", "features", "chunk")
+    if on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
     if kind == "chunk":
         ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
