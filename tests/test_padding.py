@@ -24,6 +24,7 @@ from flash_attn.layers.rotary import (
     apply_rotary_emb_qkv_,
 )
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 
@@ -70,6 +71,21 @@ def test_indexing_is_differentiable() -> None:
     assert torch.autograd.gradcheck(lambda x: index_first_axis_residual(x, indices), x)
     put = index_put_first_axis(x[:3], indices, 8)
     assert torch.equal(put[indices], x[:3]) and not put[[1, 2, 3, 6, 7]].count_nonzero()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_of_either_width(dtype: torch.dtype, device: str) -> None:
+    """transformers makes int32 ones where it generates with padding."""
+    x = torch.randn(6, 3, device=device)
+    indices = torch.tensor([4, 0, 5], device=device)
+    narrow = indices.to(dtype)
+    assert torch.equal(index_first_axis(x, narrow), x[indices])
+    assert torch.equal(index_first_axis_residual(x, narrow)[0], x[indices])
+    padded = pad_input(x[:3], narrow, 2, 4)
+    assert torch.equal(padded.flatten(0, 1)[indices], x[:3])
+    assert torch.equal(padded, index_put_first_axis(x[:3], narrow, 8).view(2, 4, 3))
+    assert padded.count_nonzero() == x[:3].count_nonzero()
 
 
 def test_padded_attention_through_varlen() -> None:
