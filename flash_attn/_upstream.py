@@ -1,6 +1,6 @@
 """Upstream's private functions that other packages import.
 
-Upstream's names and positional order (flash-attn 2.8.4), our ops. They take no part in autograd:
+Upstream's names and positional order (flash-attn 2.8.3), our ops. They take no part in autograd:
 their callers sit inside autograd.Functions of their own.
 """
 

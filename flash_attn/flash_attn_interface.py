@@ -1,6 +1,6 @@
 """The public functions, under the module name that downstream packages import.
 
-Names, order and defaults of the positional arguments are upstream's (flash-attn 2.8.4); what comes
+Names, order and defaults of the positional arguments are upstream's (flash-attn 2.8.3); what comes
 after the `*` is ours. Shapes, dtypes and values are checked in C++: RuntimeError for bad ones,
 NotImplementedError for legal combinations that are not built, TypeError for what is not a tensor or
 a number.

@@ -6,15 +6,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 import torch
 from cases import Case, Problem, op_arguments
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import flash_attn
 from flash_attn import flash_attn_interface
 
-# flash-attn 2.8.4, flash_attn/flash_attn_interface.py.
+# flash-attn 2.8.3, flash_attn/flash_attn_interface.py.
 TAIL = "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
 MIDDLE = f"dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), {TAIL}"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
@@ -96,10 +99,31 @@ def test_what_others_import(line: str) -> None:
     exec(line, {})
 
 
-def test_version_in_the_window_that_others_accept() -> None:
-    """xformers takes 2.7.1 to 2.8.4, transformers from 2.1.0 on."""
-    numbers = tuple(int(part) for part in flash_attn.__version__.split("."))
-    assert (2, 7, 1) <= numbers <= (2, 8, 4)
+@pytest.mark.parametrize(
+    "program, window",
+    [
+        ("transformers 5.23, on CUDA", ">=2.3.3"),
+        ("diffusers 0.42", ">=2.6.3"),
+        ("deepspeed 0.19", ">=2.7.0"),
+        ("megatron-core 0.19", ">=2.7.3"),
+        ("verl 0.9", "==2.8.3"),
+    ],
+)
+def test_version_in_the_window_that_others_accept(program: str, window: str) -> None:
+    assert SpecifierSet(window).contains(version("flash-attn"), prereleases=True), program
+
+
+def test_version_compared_as_others_compare_it() -> None:
+    """Our label makes the version larger than 2.8.3, so an upper bound must lie above that."""
+    ours = Version(flash_attn.__version__)
+    assert Version("2.1.1") <= Version("2.7.3") <= ours < Version("2.8.4"), "TransformerEngine 2.20"
+    assert not (ours < Version("2.7.1") or ours > Version("2.8.4")), "xformers 0.0.35"
+    assert ours.base_version == "2.8.3" and ours.local
+    assert [int(part) for part in flash_attn.__version__.split(".")[:2]] == [2, 8]
+
+
+def test_one_version() -> None:
+    assert version("flash-attn") == flash_attn.__version__
 
 
 def test_path_is_extended() -> None:
