@@ -4,6 +4,7 @@ Finding the tokens of a mask needs their number on the host: each unpad function
 """
 
 import torch
+from einops import rearrange  # noqa: F401  (verl imports it from here)
 from torch import Tensor
 from torch.nn.functional import pad
 
