@@ -89,6 +89,19 @@ from flash_attn.flash_attn_interface import flash_attn_gpu
 from flash_attn.bert_padding import pad_input, unpad_input, index_first_axis, index_put_first_axis
 from flash_attn.layers.rotary import apply_rotary_emb, RotaryEmbedding
 from flash_attn.modules.mha import FlashSelfAttention, FlashCrossAttention, MHA
+from flash_attn.modules.mha import SelfAttention, CrossAttention, ParallelMHA, get_alibi_slopes
+from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn, RMSNorm
+from flash_attn.ops.rms_norm import RMSNorm, rms_norm, DropoutAddRMSNorm, dropout_add_rms_norm
+from flash_attn.flash_attn_interface import FlashAttnFunc, FlashAttnVarlenFunc
+from flash_attn.flash_attn_interface import FlashAttnKVPackedFunc, FlashAttnQKVPackedFunc
+from flash_attn.flash_attn_interface import FlashAttnVarlenKVPackedFunc
+from flash_attn.flash_attn_interface import FlashAttnVarlenQKVPackedFunc
+from flash_attn.flash_attn_interface import maybe_contiguous, round_multiple
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
 from flash_attn_2_cuda import fwd, bwd, varlen_fwd, varlen_bwd, fwd_kvcache
 from flash_attn import use_backend, can_use, flash_decode_func, scaled_dot_product_attention
 """.strip().splitlines()
@@ -142,7 +155,18 @@ def test_all_is_true() -> None:
 
 def public_functions() -> list[tuple[str, Callable]]:
     found = []
-    for name in ("", ".reference", ".bert_padding", ".layers.rotary"):
+    for name in (
+        "",
+        ".reference",
+        ".bert_padding",
+        ".layers.rotary",
+        ".losses.cross_entropy",
+        ".modules.mha",
+        ".ops.rms_norm",
+        ".ops.triton.cross_entropy",
+        ".ops.triton.layer_norm",
+        ".ops.triton.rotary",
+    ):
         module = importlib.import_module(f"flash_attn{name}")
         for attribute in getattr(module, "__all__", vars(module)):
             value = getattr(module, attribute)

@@ -42,6 +42,7 @@ def layer_norm_fn(
         x, x1, residual: (…, n). x1 goes without rowscale.
         weight, bias: (n); weight1, bias1: of a second output y1 of the same h.
         dropout_p: probability in [0, 1) that an element of x (of x1) is dropped.
+        eps: added to the variance, or to the mean square.
         rowscale: (…), a factor of each row of x.
         prenorm: also return h, in residual's dtype (x's, if there is none).
         residual_in_fp32: without a residual, return h in fp32.
