@@ -102,9 +102,14 @@ def build() -> None:
     """An editable install: the first one takes minutes, later ones only what changed."""
     start = time.time()
     say("Building flash_attn (minutes the first time)")
-    if not (VENV / "flash-attn-editable.stamp").exists():
-        run(PYTHON, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps", "-e", ".")
-        (VENV / "flash-attn-editable.stamp").touch()
+    # What pip writes down at install: a change of it asks for a new installation.
+    sources = ("pyproject.toml", "setup.py", "flash_attn/__init__.py", "fa3/pyproject.toml")
+    described = hashlib.sha256(b"".join((ROOT / f).read_bytes() for f in sources)).hexdigest()
+    stamp = VENV / "flash-attn-editable.stamp"
+    if not stamp.exists() or stamp.read_text() != described:
+        pip = (PYTHON, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps")
+        run(*pip, "-e", ".", "-e", "fa3")
+        stamp.write_text(described)
     else:
         run(PYTHON, "setup.py", "-q", "build_ext", "--inplace")
     say(f"Built in {time.time() - start:.0f} s")

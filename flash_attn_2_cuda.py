@@ -1,6 +1,6 @@
 """Upstream's extension module of this name, for packages that call its five functions by position.
 
-Same positional order (csrc/flash_attn/flash_api.cpp of flash-attn 2.8.4), our ops, any device. Use
+Same positional order (csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3), our ops, any device. Use
 `flash_attn` for anything new.
 """
 

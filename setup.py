@@ -1,14 +1,31 @@
 """Builds the C++ and CUDA part with CMake, the one build, into the Python package."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+
+
+def tool(name: str, folder: str) -> str:
+    """The program of the package `name` of this Python, else beside this Python, else on PATH.
+
+    An environment that is not activated has its programs beside its Python and not on PATH.
+    """
+    places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    with suppress(ImportError, AttributeError):
+        places.insert(0, getattr(importlib.import_module(name), folder))
+    program = shutil.which(name, path=os.pathsep.join(map(str, places)))
+    if program is None:
+        sys.exit(f"flash_attn: {name} is not installed. Install it first: pip install {name}")
+    return program
 
 
 class CMakeBuild(build_ext):
@@ -26,8 +43,10 @@ class CMakeBuild(build_ext):
             ROOT / "flash_attn" if self.inplace else Path(self.build_lib, "flash_attn").resolve()
         )
         build = ROOT / "build"
+        cmake, ninja = tool("cmake", "CMAKE_BIN_DIR"), tool("ninja", "BIN_DIR")
         configure = [
-            *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build)),
+            *(cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build)),
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DCMAKE_INSTALL_PREFIX={package}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DFLASH_ATTN_STRICT={os.environ.get('FLASH_ATTN_STRICT', '0')}",
@@ -35,7 +54,7 @@ class CMakeBuild(build_ext):
         ]
         if archs := os.environ.get("FLASH_ATTN_CUDA_ARCHS"):
             configure.append(f"-DFLASH_ATTN_CUDA_ARCHS={archs}")
-        for command in (configure, ["cmake", "--build", str(build), "--target", "install"]):
+        for command in (configure, [cmake, "--build", str(build), "--target", "install"]):
             if subprocess.call(command) != 0:
                 sys.exit(f"flash_attn: the build failed: {' '.join(command)}")
 

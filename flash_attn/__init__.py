@@ -2,7 +2,7 @@
 
     softmax(scale · Q Kᵀ + bias, masked) V
 
-The functions and their arguments are those of the flash-attn package, version 2.8.4, with
+The functions and their arguments are those of the flash-attn package, version 2.8.3, with
 additions; `reference` holds the same mathematics in plain PyTorch, written to be read.
 """
 
@@ -11,8 +11,11 @@ from pkgutil import extend_path
 # FlashAttention-4 installs itself as flash_attn.cute, into another directory of the same name.
 __path__ = extend_path(__path__, __name__)
 
-__version__ = "2.8.4"
+# The flash-attn release whose programs this serves, which is what they check, and after the + our
+# own release. pyproject.toml reads it from here.
+__version__ = "2.8.3+r1"
 
+from flash_attn import reference
 from flash_attn.backends import Support, can_use, use_backend
 from flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -37,6 +40,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flash_decode_func",
+    "reference",
     "scaled_dot_product_attention",
     "use_backend",
 ]

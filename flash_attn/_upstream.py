@@ -1,6 +1,6 @@
 """Upstream's private functions that other packages import.
 
-Upstream's names and positional order (flash-attn 2.8.4), our ops. They take no part in autograd:
+Upstream's names and positional order (flash-attn 2.8.3), our ops. They take no part in autograd:
 their callers sit inside autograd.Functions of their own.
 """
 
@@ -208,3 +208,47 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _register() -> torch.library.Library:
+    """torch.ops.flash_attn._flash_attn_forward and its three sisters, whose schemas are upstream's.
+
+    They run the functions above, whose ops have Meta kernels, so tracing needs no second formula.
+    """
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    mask = "float softcap, Tensor? alibi_slopes"
+    sides = "bool causal, SymInt window_size_left{0}, SymInt window_size_right{0}"
+    options = f"float dropout_p, float? softmax_scale, {sides}"
+    lengths = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+    saved = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse"
+    written = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv"
+    schemas = {
+        _flash_attn_forward: (
+            f"Tensor q, Tensor k, Tensor v, {options.format('')}, {mask}, bool return_softmax",
+            "(Tensor, Tensor, Tensor, Tensor)",
+        ),
+        _flash_attn_varlen_forward: (
+            f"Tensor q, Tensor k, Tensor v, {lengths}, {options.format('=-1')}, float softcap=0.0,"
+            " Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? block_table=None,"
+            " Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False,"
+            " SymInt num_splits=0",
+            "(Tensor, Tensor, Tensor, Tensor)",
+        ),
+        _flash_attn_backward: (
+            f"{saved}, {written}, {options.format('')}, {mask}, bool deterministic,"
+            " Tensor? rng_state=None",
+            "Tensor",
+        ),
+        _flash_attn_varlen_backward: (
+            f"{saved}, {written}, {lengths}, {options.format('')}, {mask}, bool deterministic,"
+            " Tensor? rng_state=None, bool zero_tensors=False",
+            "Tensor",
+        ),
+    }
+    for function, (arguments, result) in schemas.items():
+        library.define(f"{function.__name__}({arguments}) -> {result}")
+        library.impl(function.__name__, function, "CompositeExplicitAutograd")
+    return library
+
+
+_LIBRARY = _register()

@@ -4,19 +4,20 @@ Finding the tokens of a mask needs their number on the host: each unpad function
 """
 
 import torch
+from einops import rearrange  # noqa: F401  (verl imports it from here)
 from torch import Tensor
 from torch.nn.functional import pad
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """input[indices]: rows of (n, …) by int64 indices (m) → (m, …)."""
+    """input[indices]: rows of (n, …) by int32 or int64 indices (m) → (m, …)."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros (first_axis_dim, …) with values (m, …) in the rows `indices` (int64, distinct)."""
+    """Zeros (first_axis_dim, …), values (m, …) in the rows indices (int32 or int64, distinct)."""
     out = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return out.index_copy(0, indices, values)
+    return out.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +83,10 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse: (total, …) tokens to their rows of (batch, seqlen, …), zeros elsewhere."""
+    """The inverse: (total, …) tokens to their rows of (batch, seqlen, …), zeros elsewhere.
+
+    indices: int32 or int64 (total), distinct, as unpad_input returns them.
+    """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
         0, (batch, seqlen)
     )

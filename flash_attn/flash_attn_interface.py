@@ -1,6 +1,6 @@
 """The public functions, under the module name that downstream packages import.
 
-Names, order and defaults of the positional arguments are upstream's (flash-attn 2.8.4); what comes
+Names, order and defaults of the positional arguments are upstream's (flash-attn 2.8.3); what comes
 after the `*` is ours. Shapes, dtypes and values are checked in C++: RuntimeError for bad ones,
 NotImplementedError for legal combinations that are not built, TypeError for what is not a tensor or
 a number.
@@ -13,6 +13,12 @@ from torch import Tensor
 # Other packages reach the next two imports through this module.
 from flash_attn import _positional as flash_attn_gpu  # noqa: F401
 from flash_attn._call import as_int, fwd, fwd_arguments
+from flash_attn._functions import (  # noqa: F401
+    _get_block_size_n,
+    applied,
+    maybe_contiguous,
+    round_multiple,
+)
 from flash_attn._upstream import (  # noqa: F401
     _flash_attn_backward,
     _flash_attn_forward,
@@ -35,6 +41,9 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flash_decode_func",
 ]
+
+# Upstream runs its Triton kernels for AMD where this is True.
+USE_TRITON_ROCM = False
 
 Window = Sequence[int | None] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -401,3 +410,15 @@ def flash_attn_varlen_kvpacked_func(
         learnable_sink=learnable_sink,
         causal_alignment=causal_alignment,
     )
+
+
+FlashAttnFunc = applied("FlashAttnFunc", flash_attn_func)
+FlashAttnKVPackedFunc = applied("FlashAttnKVPackedFunc", flash_attn_kvpacked_func)
+FlashAttnQKVPackedFunc = applied("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func)
+FlashAttnVarlenFunc = applied("FlashAttnVarlenFunc", flash_attn_varlen_func)
+FlashAttnVarlenKVPackedFunc = applied(
+    "FlashAttnVarlenKVPackedFunc", flash_attn_varlen_kvpacked_func
+)
+FlashAttnVarlenQKVPackedFunc = applied(
+    "FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func
+)

@@ -6,15 +6,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 import torch
 from cases import Case, Problem, op_arguments
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import flash_attn
 from flash_attn import flash_attn_interface
 
-# flash-attn 2.8.4, flash_attn/flash_attn_interface.py.
+# flash-attn 2.8.3, flash_attn/flash_attn_interface.py.
 TAIL = "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
 MIDDLE = f"dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), {TAIL}"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
@@ -86,6 +89,19 @@ from flash_attn.flash_attn_interface import flash_attn_gpu
 from flash_attn.bert_padding import pad_input, unpad_input, index_first_axis, index_put_first_axis
 from flash_attn.layers.rotary import apply_rotary_emb, RotaryEmbedding
 from flash_attn.modules.mha import FlashSelfAttention, FlashCrossAttention, MHA
+from flash_attn.modules.mha import SelfAttention, CrossAttention, ParallelMHA, get_alibi_slopes
+from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn, RMSNorm
+from flash_attn.ops.rms_norm import RMSNorm, rms_norm, DropoutAddRMSNorm, dropout_add_rms_norm
+from flash_attn.flash_attn_interface import FlashAttnFunc, FlashAttnVarlenFunc
+from flash_attn.flash_attn_interface import FlashAttnKVPackedFunc, FlashAttnQKVPackedFunc
+from flash_attn.flash_attn_interface import FlashAttnVarlenKVPackedFunc
+from flash_attn.flash_attn_interface import FlashAttnVarlenQKVPackedFunc
+from flash_attn.flash_attn_interface import maybe_contiguous, round_multiple
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
 from flash_attn_2_cuda import fwd, bwd, varlen_fwd, varlen_bwd, fwd_kvcache
 from flash_attn import use_backend, can_use, flash_decode_func, scaled_dot_product_attention
 """.strip().splitlines()
@@ -96,10 +112,31 @@ def test_what_others_import(line: str) -> None:
     exec(line, {})
 
 
-def test_version_in_the_window_that_others_accept() -> None:
-    """xformers takes 2.7.1 to 2.8.4, transformers from 2.1.0 on."""
-    numbers = tuple(int(part) for part in flash_attn.__version__.split("."))
-    assert (2, 7, 1) <= numbers <= (2, 8, 4)
+@pytest.mark.parametrize(
+    "program, window",
+    [
+        ("transformers 5.23, on CUDA", ">=2.3.3"),
+        ("diffusers 0.42", ">=2.6.3"),
+        ("deepspeed 0.19", ">=2.7.0"),
+        ("megatron-core 0.19", ">=2.7.3"),
+        ("verl 0.9", "==2.8.3"),
+    ],
+)
+def test_version_in_the_window_that_others_accept(program: str, window: str) -> None:
+    assert SpecifierSet(window).contains(version("flash-attn"), prereleases=True), program
+
+
+def test_version_compared_as_others_compare_it() -> None:
+    """Our label makes the version larger than 2.8.3, so an upper bound must lie above that."""
+    ours = Version(flash_attn.__version__)
+    assert Version("2.1.1") <= Version("2.7.3") <= ours < Version("2.8.4"), "TransformerEngine 2.20"
+    assert not (ours < Version("2.7.1") or ours > Version("2.8.4")), "xformers 0.0.35"
+    assert ours.base_version == "2.8.3" and ours.local
+    assert [int(part) for part in flash_attn.__version__.split(".")[:2]] == [2, 8]
+
+
+def test_one_version() -> None:
+    assert version("flash-attn") == flash_attn.__version__
 
 
 def test_path_is_extended() -> None:
@@ -118,7 +155,18 @@ def test_all_is_true() -> None:
 
 def public_functions() -> list[tuple[str, Callable]]:
     found = []
-    for name in ("", ".reference", ".bert_padding", ".layers.rotary"):
+    for name in (
+        "",
+        ".reference",
+        ".bert_padding",
+        ".layers.rotary",
+        ".losses.cross_entropy",
+        ".modules.mha",
+        ".ops.rms_norm",
+        ".ops.triton.cross_entropy",
+        ".ops.triton.layer_norm",
+        ".ops.triton.rotary",
+    ):
         module = importlib.import_module(f"flash_attn{name}")
         for attribute in getattr(module, "__all__", vars(module)):
             value = getattr(module, attribute)

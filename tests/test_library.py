@@ -1,11 +1,15 @@
-"""The shared libraries as files: what they bring into a process that has torch in it."""
+"""The shared libraries as files, what they bring into a process that has torch in it, and how they
+are built and found."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,3 +32,65 @@ def test_no_cxx_runtime_of_its_own(library: Path) -> None:
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "flash_attn" in listed or "PyInit__C" in listed
     assert RUNTIME.findall(listed) == []
+
+
+def test_an_unbuilt_checkout_does_not_borrow_a_library(tmp_path: Path) -> None:
+    """Its Python must not meet the compiled part of an installed copy."""
+    built = ("*.so", "_build_info.py", "lib", "include", "share", "__pycache__")
+    ignored = shutil.ignore_patterns(*built)
+    shutil.copytree(PACKAGE, tmp_path / "flash_attn", ignore=ignored)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    result = subprocess.run(
+        [sys.executable, "-c", "import flash_attn"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    error = result.stderr.strip().splitlines()[-1]
+    assert f"the C++ library is not built in {tmp_path / 'flash_attn'}" in error
+    assert "another copy's" in error and "pip install" in error
+
+
+def test_the_build_takes_its_tools_from_its_python(tmp_path: Path, monkeypatch) -> None:
+    """From the package of this Python, else beside this Python, else from PATH."""
+    setup = PACKAGE.parent / "setup.py"
+    if not setup.exists():
+        pytest.skip("no source tree beside the tests")
+    functions: dict = {"__file__": str(setup)}
+    exec(setup.read_text().partition("\nsetup(")[0], functions)
+    tool = functions["tool"]
+    programs = []
+    for name in ("package", "beside", "path"):
+        programs.append(tmp_path / name / "a-tool")
+        programs[-1].parent.mkdir()
+        programs[-1].write_text("")
+        programs[-1].chmod(0o755)
+    monkeypatch.setitem(sys.modules, "a-tool", SimpleNamespace(BIN=programs[0].parent))
+    monkeypatch.setattr(sys, "executable", str(programs[1].parent / "python"))
+    monkeypatch.setenv("PATH", str(programs[2].parent))
+    for program in programs:
+        assert tool("a-tool", "BIN") == str(program)
+        program.unlink()
+    with pytest.raises(SystemExit, match="a-tool is not installed. .* pip install a-tool"):
+        tool("a-tool", "BIN")
+
+
+def test_reference_comes_with_the_package() -> None:
+    code = "import flash_attn; print(flash_attn.reference.attention_ref.__name__)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "attention_ref\n", result.stderr
+
+
+def test_first_example_of_the_readme(capsys: pytest.CaptureFixture) -> None:
+    """It runs as it stands, on a machine with or without a GPU."""
+    readme = PACKAGE.parent / "README.md"
+    if not readme.exists():
+        pytest.skip("no source tree beside the tests")
+    example = re.search(r"```python\n(.*?)```", readme.read_text(), re.DOTALL).group(1)
+    names: dict = {}
+    exec(example, names)
+    assert names["out"].shape == (2, 1024, 16, 64) and names["q"].grad.isfinite().all()
+    assert names["token"].shape == (2, 1, 16, 64)
+    assert names["k_cache"][0, 699].any() and not names["k_cache"][0, 698].any()

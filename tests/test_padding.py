@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from einops import rearrange
@@ -24,6 +26,7 @@ from flash_attn.layers.rotary import (
     apply_rotary_emb_qkv_,
 )
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 
@@ -70,6 +73,21 @@ def test_indexing_is_differentiable() -> None:
     assert torch.autograd.gradcheck(lambda x: index_first_axis_residual(x, indices), x)
     put = index_put_first_axis(x[:3], indices, 8)
     assert torch.equal(put[indices], x[:3]) and not put[[1, 2, 3, 6, 7]].count_nonzero()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_of_either_width(dtype: torch.dtype, device: str) -> None:
+    """transformers makes int32 ones where it generates with padding."""
+    x = torch.randn(6, 3, device=device)
+    indices = torch.tensor([4, 0, 5], device=device)
+    narrow = indices.to(dtype)
+    assert torch.equal(index_first_axis(x, narrow), x[indices])
+    assert torch.equal(index_first_axis_residual(x, narrow)[0], x[indices])
+    padded = pad_input(x[:3], narrow, 2, 4)
+    assert torch.equal(padded.flatten(0, 1)[indices], x[:3])
+    assert torch.equal(padded, index_put_first_axis(x[:3], narrow, 8).view(2, 4, 3))
+    assert padded.count_nonzero() == x[:3].count_nonzero()
 
 
 def test_padded_attention_through_varlen() -> None:
@@ -176,6 +194,63 @@ def test_rotary_module() -> None:
     out = rotary(qkv.clone(), seqlen_offset=4)
     for actual, e in zip(out.unbind(2), [*expected, v.double()], strict=True):
         torch.testing.assert_close(actual.double(), e, rtol=1e-5, atol=1e-5)
+
+
+def tokens(form: str, x: torch.Tensor) -> torch.Tensor:
+    """x as one of the tensors into which programs rotate."""
+    if form == "computed":
+        return x * 1
+    if form == "view":
+        return (x * 1).flatten(0, 1).view_as(x)
+    if form == "split":
+        return torch.cat([x, x]).split(len(x))[1]
+    return x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["leaf", "computed", "view", "split"])
+@pytest.mark.parametrize("function", ["x", "qkv", "gqa", "kv"])
+def test_rotary_in_place_under_grad(function: str, form: str, device: str) -> None:
+    """The same values and gradients as out of place, and x's memory holds the values."""
+    shape = {"x": (2, 5, 4, 8), "qkv": (2, 5, 3, 2, 8), "gqa": (2, 5, 8, 8), "kv": (2, 5, 2, 2, 8)}
+    leaf = torch.randn(shape[function], dtype=torch.float64, device=device)
+    angles = torch.randn(9, 3, dtype=torch.float64, device=device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def out_of_place(x: torch.Tensor) -> torch.Tensor:
+        turn = partial(apply_rotary_emb, cos=cos, sin=sin, interleaved=True, seqlen_offsets=2)
+        if function == "x":
+            return turn(x)
+        if function == "gqa":
+            return torch.cat([turn(x[:, :, :6]), x[:, :, 6:]], 2)
+        kept = 1 if function == "kv" else 2
+        return torch.stack([*map(turn, x.unbind(2)[:kept]), x[:, :, -1]], 2)
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        if function == "x":
+            return apply_rotary_emb(x, cos, sin, True, True, 2)
+        if function == "kv":
+            return apply_rotary_emb_kv_(x, cos, sin, True, 2)
+        heads = 4 if function == "gqa" else None
+        return apply_rotary_emb_qkv_(x, cos, sin, None, None, True, 2, heads)
+
+    weight = torch.randn_like(leaf)
+    first, second = leaf.clone().requires_grad_(), leaf.clone().requires_grad_()
+    expected = out_of_place(tokens(form, first))
+    given = tokens(form, second)
+    actual = in_place(given)
+    assert actual.data_ptr() == given.data_ptr()
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad((actual * weight).sum(), second)
+    torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), first)[0])
+
+
+def test_rotary_in_place_tells_what_was_saved_before() -> None:
+    x = torch.randn(1, 3, 2, 8, requires_grad=True)
+    squared = x.square().sum()
+    apply_rotary_emb(x, torch.ones(3, 4), torch.ones(3, 4), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
 
 
 def test_rotary_table_too_short() -> None:

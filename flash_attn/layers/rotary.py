@@ -7,6 +7,8 @@ and a key depends on the distance of their positions only:
     x₂' = x₁ sin(tθ) + x₂ cos(tθ)
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +56,49 @@ def _rotated(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens):
     return torch.cat((turned.to(x.dtype), kept), -1)
 
 
+class _Turn(NamedTuple):
+    """One rotation: this part of dimension 2 (None: all of x) by this table."""
+
+    part: int | slice | None
+    cos: Tensor
+    sin: Tensor
+
+
+def _turn(x: Tensor, turns: tuple[_Turn, ...], options: tuple, backward: bool = False) -> Tensor:
+    """x with these parts rotated in its memory, out of autograd's sight; back, in the backward."""
+    for part, cos, sin in turns:
+        view = x if part is None else x[:, :, part]
+        view.copy_(_rotated(view, cos, -sin if backward else sin, *options))
+    return x
+
+
+class _InPlaceRotation(torch.autograd.Function):
+    """Rotates x where autograd's own tracking of in-place writes refuses: leaves, and views that
+    come from split, unbind or another Function. There x itself keeps the graph that it had, and the
+    result is what carries the rotation's."""
+
+    @staticmethod
+    def forward(ctx, x, turns, options):
+        ctx.turns, ctx.options = turns, options
+        # A view that came from split raises at its next use once it has a new version, so for views
+        # the version stays: autograd cannot tell that someone saved the old values.
+        _turn(x.data if x._is_view() else x.detach(), turns, options)
+        if not (x.is_leaf or x._is_view()):
+            ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _turn(gradient.clone(), ctx.turns, ctx.options, backward=True), None, None
+
+
+def _in_place(x: Tensor, turns: tuple[_Turn, ...], *options: object) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _InPlaceRotation.apply(x, turns, options)
+    _turn(x, turns, options)
+    return x
+
+
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -71,7 +116,8 @@ def apply_rotary_emb(
         cos, sin: (rows, rotary_dim / 2), row t for position t; rotary_dim at most d.
         interleaved: pairs are dimensions 0 and 1, 2 and 3, … (GPT-J); else i and i + rotary_dim / 2
             (GPT-NeoX).
-        inplace: write into x and return it.
+        inplace: write into x's memory. Use what is returned: it carries the gradient, while an x
+            that is a leaf or a view keeps the graph that it had.
         seqlen_offsets: position of the first token: int, or int32 (batch). Positions that come from
             a tensor are clamped to the table.
         cu_seqlens: int32 (batch + 1).
@@ -79,8 +125,10 @@ def apply_rotary_emb(
 
     Returns: x's shape and dtype.
     """
-    out = _rotated(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens)
-    return x.copy_(out) if inplace else out
+    options = interleaved, seqlen_offsets, cu_seqlens
+    if inplace:
+        return _in_place(x, (_Turn(None, cos, sin),), *options)
+    return _rotated(x, cos, sin, *options)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -104,21 +152,20 @@ def apply_rotary_emb_qkv_(
             (XPos).
         num_heads_q: heads of q; needed for the second shape.
 
-    Returns: qkv.
+    Returns: qkv; see apply_rotary_emb's inplace.
     """
     if qkv.dim() == 5:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
+        q, k = 0, 1
     elif num_heads_q is None:
         raise RuntimeError(
             "flash_attn: num_heads_q: expected the heads of q for a 4-dimensional qkv, got None"
         )
     else:
         heads_kv = (qkv.size(2) - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_kv]
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+        q, k = slice(num_heads_q), slice(num_heads_q, num_heads_q + heads_kv)
     cos_k, sin_k = (cos if cos_k is None else cos_k), (sin if sin_k is None else sin_k)
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
-    return qkv
+    turns = _Turn(q, cos, sin), _Turn(k, cos_k, sin_k)
+    return _in_place(qkv, turns, interleaved, seqlen_offsets, None)
 
 
 def apply_rotary_emb_kv_(
@@ -128,9 +175,9 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Rotates k inside kv (batch, seqlen, 2, heads_kv, d), in place. Returns kv."""
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    """Rotates k inside kv (batch, seqlen, 2, heads_kv, d), in place. Returns kv; see
+    apply_rotary_emb's inplace."""
+    return _in_place(kv, (_Turn(0, cos, sin),), interleaved, seqlen_offsets, None)
 
 
 class RotaryEmbedding(nn.Module):

@@ -1,0 +1,255 @@
+"""FlashAttention-3's private functions: one forward for every layout, one backward.
+
+They take no part in autograd: their callers sit inside autograd.Functions of their own.
+"""
+
+import torch
+from torch import Tensor
+
+import flash_attn
+from flash_attn import _upstream
+
+
+def refuse(**given: object) -> None:
+    """What FlashAttention-3 takes and this package does not, by name."""
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, int) and value == 0):
+            got = value if isinstance(value, int) else f"a {type(value).__name__}"
+            raise NotImplementedError(f"flash_attn: {name}: not supported, got {got}")
+
+
+def _varlen_with_cache(q, k, v, cu_seqlens_q, max_seqlen_q, lengths, page_table, rows, **options):
+    """Queries of different lengths, one after the other, against caches (batch, capacity, …)."""
+    capacity = k.size(1) * (1 if page_table is None else page_table.size(1))
+    cu_seqlens_k, batch = None, cu_seqlens_q.numel() - 1
+    if rows is not None:
+        page_table = None if page_table is None else page_table[rows]
+        k, v = (k, v) if page_table is not None else (k[rows], v[rows])
+    if page_table is None:
+        cu_seqlens_k = capacity * torch.arange(batch + 1, dtype=torch.int32, device=k.device)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    elif lengths is None:
+        lengths = torch.full((batch,), capacity, dtype=torch.int32, device=k.device)
+    out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        capacity,
+        block_table=page_table,
+        seqused_k=lengths,
+        return_attn_probs=True,
+        **options,
+    )
+    return out, softmax_lse
+
+
+@torch.no_grad()
+def with_cache(
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    page_table,
+    cu_seqlens_q,
+    max_seqlen_q,
+    k_descale,
+    v_descale,
+    rotary_interleaved,
+    num_splits,
+    **options,
+):
+    """out and softmax_lse of queries, dense or varlen, against a cache."""
+    if cu_seqlens_q is None:
+        return flash_attn.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            page_table,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits,
+            return_softmax_lse=True,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            **options,
+        )
+    if any(x is not None for x in (k, v, rotary_cos, rotary_sin, k_descale, v_descale)):
+        raise NotImplementedError(
+            "flash_attn: cu_seqlens_q: k, v, rotary_cos, k_descale and v_descale are not supported"
+            " with it, expected None"
+        )
+    if isinstance(cache_seqlens, int):
+        shape = (cu_seqlens_q.numel() - 1,)
+        cache_seqlens = torch.full(shape, cache_seqlens, dtype=torch.int32, device=q.device)
+    return _varlen_with_cache(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        max_seqlen_q,
+        cache_seqlens,
+        page_table,
+        cache_batch_idx,
+        leftpad_k=cache_leftpad,
+        **options,
+    )
+
+
+@torch.no_grad()
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward of dense, varlen and cached calls, by what is given.
+
+    scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv, cu_seqlens_k_new,
+    seqlens_rotary, q_descale, attention_chunk: NotImplementedError.
+
+    Returns: out (out_ if given), softmax_lse, and two empty tensors where FlashAttention-3 has its
+    unfinished pieces.
+    """
+    refuse(
+        qv=qv,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        seqlens_rotary=seqlens_rotary,
+        q_descale=q_descale,
+        attention_chunk=attention_chunk,
+    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": (window_size_left, window_size_right),
+        "softcap": softcap,
+    }
+    cached = (k_new, page_table, kv_batch_idx, rotary_cos, k_descale, v_descale)
+    if cu_seqlens_k is not None and all(x is None for x in cached):
+        out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            return_attn_probs=True,
+            **options,
+        )
+    elif cu_seqlens_q is None and all(x is None for x in (*cached, seqused_k, leftpad_k)):
+        refuse(seqused_q=seqused_q)
+        out, softmax_lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    else:
+        refuse(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k)
+        out, softmax_lse = with_cache(
+            q,
+            k,
+            v,
+            k_new,
+            v_new,
+            rotary_cos,
+            rotary_sin,
+            seqused_k,
+            kv_batch_idx,
+            leftpad_k,
+            page_table,
+            cu_seqlens_q,
+            max_seqlen_q,
+            k_descale,
+            v_descale,
+            rotary_interleaved,
+            num_splits,
+            **options,
+        )
+    out = out if out_ is None else out_.copy_(out)
+    return out, softmax_lse, softmax_lse.new_empty(0), softmax_lse.new_empty(0)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """The dense or varlen backward: writes into dq, dk and dv.
+
+    sequed_q, sequed_k: NotImplementedError. sm_margin: not needed.
+
+    Returns: softmax_d = rowsum(dout ∘ out), laid out like softmax_lse.
+    """
+    refuse(sequed_q=sequed_q, sequed_k=sequed_k)
+    saved = (dout, q, k, v, out, softmax_lse, dq, dk, dv)
+    options = (
+        *(0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
+        *(None, deterministic),
+    )
+    if cu_seqlens_q is None:
+        return _upstream._flash_attn_backward(*saved, *options)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _upstream._flash_attn_varlen_backward(*saved, *lengths, *options)

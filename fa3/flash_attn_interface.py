@@ -1,0 +1,301 @@
+"""FlashAttention-3's public functions, served by the flash_attn package.
+
+Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
+dtypes, devices and errors are those of the function of flash_attn that each one names. qv,
+q_descale, attention_chunk: NotImplementedError. num_splits, pack_gqa, sm_margin and
+scheduler_metadata are for tuning: they change no result but for rounding.
+"""
+
+from collections.abc import Sequence
+
+import flash_attn_3._C  # noqa: F401  (registers torch.ops.flash_attn_3)
+import torch
+from flash_attn_3._ops import (  # noqa: F401
+    _flash_attn_backward,
+    _flash_attn_forward,
+    refuse,
+    with_cache,
+)
+from torch import Tensor
+
+import flash_attn
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+Window = Sequence[int | None] | Tensor
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn.flash_attn_func; with return_attn_probs (out, softmax_lse), both differentiable.
+
+    k_descale, v_descale: NotImplementedError, as q_descale.
+    """
+    refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    out, softmax_lse, _ = flash_attn.flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=True,
+    )
+    return (out, softmax_lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_func of qkv (batch, seqlen, 3, heads, d), or (batch, seqlen, heads_q +
+    2 * heads_kv, d) with num_heads_q."""
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(2)
+    elif num_heads_q is None:
+        raise RuntimeError("flash_attn: num_heads_q: expected an int for a 4-d qkv, got None")
+    else:
+        heads_kv = (qkv.size(2) - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn.flash_attn_varlen_func; with return_attn_probs (out, softmax_lse), differentiable.
+
+    k_descale, v_descale: NotImplementedError, as q_descale.
+    """
+    refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=True,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )
+    return (out, softmax_lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Results of the same queries over pieces of the keys, as one result over all keys.
+
+    Arguments:
+        out_partial: (pieces, …, heads, d); lse_partial: (pieces, …, heads), natural logarithm; a
+            piece of lse -inf counts for nothing.
+        out: tensor to write into. out_dtype: default out_partial's.
+
+    Returns: out (…, heads, d) and its lse (…, heads).
+    """
+    lse = lse_partial.logsumexp(0)
+    # Where no piece has a key, lse is -inf, and -inf - -inf would be NaN.
+    weight = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+    total = (weight[..., None] * out_partial).sum(0)
+    total = total.to(out_partial.dtype if out_dtype is None else out_dtype)
+    return (total if out is None else out.copy_(total)), lse
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """flash_attn.flash_attn_with_kvcache, with page_table for its block_table.
+
+    Arguments:
+        cu_seqlens_q, max_seqlen_q: queries of different lengths, q (total_q, heads_q, d), as in
+            flash_attn_varlen_func; without k, v, rotary_cos, k_descale and v_descale.
+        cu_seqlens_k_new, rotary_seqlens: NotImplementedError.
+
+    Returns: out; with return_softmax_lse also softmax_lse and two empty tensors where
+    FlashAttention-3 has its unfinished pieces.
+    """
+    refuse(
+        qv=qv,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale,
+        attention_chunk=attention_chunk,
+    )
+    out, softmax_lse = with_cache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        page_table,
+        cu_seqlens_q,
+        max_seqlen_q,
+        k_descale,
+        v_descale,
+        rotary_interleaved,
+        num_splits,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+    )
+    if not return_softmax_lse:
+        return out
+    return out, softmax_lse, softmax_lse.new_empty(0), softmax_lse.new_empty(0)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 tensor on cache_seqlens' device: nothing here is planned on the host."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

@@ -1,0 +1,118 @@
+"""Upstream's ops, autograd classes and helpers give what the public functions give."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import flash_attn
+from flash_attn import flash_attn_interface
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FORMS = ["dense", "varlen"]
+# dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
+OPTIONS = (0.0, 0.3, True, 4, 0, 0.0, None)
+PUBLIC = dict(softmax_scale=0.3, causal=True, window_size=(4, 0))
+
+
+def problem(form: str, device: str) -> tuple[list[torch.Tensor], tuple]:
+    """q, k, v, dout and the lengths."""
+    if form == "dense":
+        return list(torch.randn(4, 2, 12, 2, 16, device=device)), ()
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    return list(torch.randn(4, 12, 2, 16, device=device)), (cu, cu, 7, 7)
+
+
+def calls(form: str, device: str) -> list[tuple]:
+    """(op, its arguments) forward and backward."""
+    (q, k, v, dout), lengths = problem(form, device)
+    infix = "_varlen" if lengths else ""
+    forward = getattr(torch.ops.flash_attn, f"_flash_attn{infix}_forward").default
+    backward = getattr(torch.ops.flash_attn, f"_flash_attn{infix}_backward").default
+    given = (q, k, v, *lengths, *OPTIONS, False)
+    out, lse, _, rng_state = forward(*given)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    return [
+        (forward, given),
+        (backward, (dout, q, k, v, out, lse, *gradients, *lengths, *OPTIONS, False, rng_state)),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_ops(form: str, device: str) -> None:
+    (forward, given), (backward, arguments) = calls(form, device)
+    q, k, v = (x.clone().requires_grad_() for x in given[:3])
+    lengths = given[3:7] if form == "varlen" else ()
+    function = flash_attn.flash_attn_varlen_func if lengths else flash_attn.flash_attn_func
+    out, lse, _ = function(q, k, v, *lengths, **PUBLIC, return_attn_probs=True)
+    actual = forward(*given)
+    assert torch.equal(actual[0], out) and torch.equal(actual[1], lse)
+    dout, gradients = arguments[0], arguments[6:9]
+    softmax_d = backward(*arguments)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    for a, e in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    torch.testing.assert_close(softmax_d, (dout * out).sum(-1).transpose(-1, -2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ops_follow_the_rules_of_torch(form: str) -> None:
+    """Schema, what is written, fake tensors, AOT."""
+    for op, arguments in calls(form, "cpu"):
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ops_take_what_the_functions_take(form: str) -> None:
+    infix = "_varlen" if form == "varlen" else ""
+    for direction in ("forward", "backward"):
+        name = f"_flash_attn{infix}_{direction}"
+        schema = getattr(torch.ops.flash_attn, name).default._schema
+        parameters = inspect.signature(getattr(flash_attn_interface, name)).parameters.values()
+        defaults = [None if p.default is p.empty else p.default for p in parameters]
+        assert [a.name for a in schema.arguments] == [p.name for p in parameters]
+        assert [a.default_value for a in schema.arguments] == defaults
+
+
+CLASSES = ["", "KVPacked", "QKVPacked", "Varlen", "VarlenKVPacked", "VarlenQKVPacked"]
+
+
+@pytest.mark.parametrize("infix", CLASSES)
+def test_autograd_classes(infix: str) -> None:
+    """apply takes the function's positional arguments, and whether there is a gradient."""
+    snake = {"KVPacked": "_kvpacked", "QKVPacked": "_qkvpacked", "": ""}
+    name = snake[infix.removeprefix("Varlen")]
+    varlen = infix.startswith("Varlen")
+    function = getattr(flash_attn, f"flash_attn{'_varlen' * varlen}{name}_func")
+    cls = getattr(flash_attn_interface, f"FlashAttn{infix}Func")
+    (q, k, v, _), lengths = problem("varlen" if varlen else "dense", "cpu")
+    inputs = {
+        "": [q, k, v],
+        "_kvpacked": [q, torch.stack([k, v], -3)],
+        "_qkvpacked": [torch.stack([q, k, v], -3)],
+    }[name]
+    lengths = (lengths[0], 7) if varlen and name == "_qkvpacked" else lengths
+    options = (0.0, 0.3, True, (4, 0), 0.0, None, False, True)
+    last = (None,) if infix == "Varlen" else ()
+    inputs[0].requires_grad_()
+    expected = function(*inputs, *lengths, **PUBLIC, return_attn_probs=True)
+    actual = cls.apply(*inputs, *lengths, *options, *last, True)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+    gradients = [torch.autograd.grad(out[0].sum(), inputs[0])[0] for out in (actual, expected)]
+    assert torch.equal(*gradients)
+    assert not cls.apply(*inputs, *lengths, *options, *last, False)[0].requires_grad
+
+
+def test_helpers() -> None:
+    x = torch.randn(3, 4)
+    assert flash_attn_interface.maybe_contiguous(x) is x
+    assert flash_attn_interface.maybe_contiguous(None) is None
+    turned = flash_attn_interface.maybe_contiguous(x.T)
+    assert turned.stride(-1) == 1 and torch.equal(turned, x.T)
+    assert [flash_attn_interface.round_multiple(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert flash_attn_interface.USE_TRITON_ROCM is False
+    assert flash_attn_interface._get_block_size_n("cpu", 64, False, True) % 32 == 0
