@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 from flash_attn._call import fwd, fwd_arguments
+from flash_attn._errors import explain
+
+# The op's names of the arguments.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attn_bias": "attn_mask",
+    "softmax_scale": "scale",
+}
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -107,28 +117,32 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it.
     """
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask should"
-            " not be set when is_causal=True), got a tensor"
+    try:
+        if attn_mask is not None and is_causal:
+            raise RuntimeError(
+                "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask"
+                " should not be set when is_causal=True), got a tensor"
+            )
+        leading, dims = None, query.dim()
+        if not _is_plain(query, key, value, enable_gqa):
+            dims = max(dims, key.dim(), value.dim())
+            query, key, value, leading = _broadcast(query, key, value, enable_gqa)
+            if attn_mask is not None:
+                attn_mask = _mask_as_batch(attn_mask, leading)
+        arguments = fwd_arguments(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_bias=attn_mask,
+            dropout_p=dropout_p,
+            softmax_scale=scale,
+            causal=is_causal,
+            causal_alignment="top-left",
         )
-    leading, dims = None, query.dim()
-    if not _is_plain(query, key, value, enable_gqa):
-        dims = max(dims, key.dim(), value.dim())
-        query, key, value, leading = _broadcast(query, key, value, enable_gqa)
-        if attn_mask is not None:
-            attn_mask = _mask_as_batch(attn_mask, leading)
-    arguments = fwd_arguments(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_bias=attn_mask,
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        causal=is_causal,
-        causal_alignment="top-left",
-    )
-    out = fwd(arguments)[0].transpose(1, 2)
-    if leading is None:
-        return out
-    return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
+        out = fwd(arguments)[0].transpose(1, 2)
+        if leading is None:
+            return out
+        return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
+    except Exception as error:
+        explain(error, scaled_dot_product_attention, locals(), _NAMES, of_torch=True)
+        raise
