@@ -93,7 +93,8 @@ def scaled_dot_product_attention(
         query: (…, heads, seqlen_q, d); key: (…, heads, seqlen_k, d); value: (…, heads, seqlen_k,
             d_v). The leading dimensions are any number, and broadcast. fp16, bf16, fp32 or fp64.
         attn_mask: broadcastable to (…, heads, seqlen_q, seqlen_k). bool: True takes part. Float:
-            added to the scores; it has a gradient.
+            added to the scores; it has a gradient. -inf and what is below -2.358e38, as
+            torch.finfo(torch.float32).min, hide a key; see flash_attn_func.
         dropout_p: probability that a weight is dropped. Not tied to any module's training flag.
         is_causal: query i sees keys 0 to i (top-left), whatever the lengths; 1: seen. Not together
             with attn_mask. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:

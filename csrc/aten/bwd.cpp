@@ -131,7 +131,9 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
           .copy_(slice.unpack_queries(r.dq) * terms.softmax_scale);
     }
     if (need.sink) {
-      const Tensor p_sink = (slice.sink_column(r.rows) * kLog2E - r.lse).exp2_();
+      const Tensor logits = slice.sink_column(r.rows) * kLog2E;
+      limit_scores(logits);
+      const Tensor p_sink = (logits - r.lse).exp2_();
       grads.dsink.sub_(slice.unpack_queries(p_sink * r.delta).sum({2, 3}));
     }
   }
