@@ -8,17 +8,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from types import NoneType
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 import flash_attn
-from flash_attn import bert_padding
+from flash_attn import _upstream, bert_padding
 from flash_attn.layers import rotary
 
 INT32 = torch.int32
 MANY = 300  # rows of a tensor whose repr would fill a page
+
+
+WINDOWLESS = dict(causal=False, window_size_left=-1, window_size_right=-1)
 
 
 def numbers(*values: int) -> torch.Tensor:
@@ -162,6 +167,37 @@ def packed_kv() -> dict:
     return dict(kv=normal(2, 4, 2, 4, 8)) | tables()
 
 
+def upstream() -> dict:
+    call = dict(q=normal(2, 4, 4, 8), k=normal(2, 5, 2, 8), v=normal(2, 5, 2, 8))
+    numbers = dict(dropout_p=0.0, softmax_scale=0.3, softcap=0.0, return_softmax=False)
+    return call | numbers | WINDOWLESS | dict(alibi_slopes=normal(4))
+
+
+def upstream_varlen() -> dict:
+    lengths = dict(cu_seqlens_q=numbers(0, 3, 7), cu_seqlens_k=numbers(0, 3, 7))
+    longest = dict(max_seqlen_q=4, max_seqlen_k=4, leftpad_k=numbers(0, 1))
+    tensors = dict(q=normal(7, 4, 8), k=normal(7, 2, 8), v=normal(7, 2, 8))
+    return upstream() | tensors | lengths | longest
+
+
+def saved(call: dict, lse_shape: tuple[int, ...]) -> dict:
+    """What the backward takes besides, and the tensors that it writes into."""
+    del call["return_softmax"]
+    call.pop("leftpad_k", None)
+    q = call["q"]
+    results = dict(dout=normal(*q.shape), out=normal(*q.shape), softmax_lse=normal(*lse_shape))
+    gradients = {f"d{name}": torch.empty_like(call[name]) for name in "qkv"}
+    return call | results | gradients | dict(deterministic=False)
+
+
+def upstream_backward() -> dict:
+    return saved(upstream(), (2, 4, 4))
+
+
+def upstream_varlen_backward() -> dict:
+    return saved(upstream_varlen(), (4, 7))
+
+
 def name() -> dict:
     return dict(name="aten")
 
@@ -178,6 +214,10 @@ CALLS: dict[Callable, list[Callable[[], dict]]] = {
     flash_attn.scaled_dot_product_attention: [sdpa, sdpa_grouped],
     flash_attn.can_use: [dense_can_use, varlen_can_use, can_use_decode],
     flash_attn.use_backend: [name],
+    _upstream._flash_attn_forward: [upstream],
+    _upstream._flash_attn_varlen_forward: [upstream_varlen],
+    _upstream._flash_attn_backward: [upstream_backward],
+    _upstream._flash_attn_varlen_backward: [upstream_varlen_backward],
     bert_padding.index_first_axis: [rows_of],
     bert_padding.index_first_axis_residual: [rows_of],
     bert_padding.index_put_first_axis: [rows_into],
@@ -209,12 +249,15 @@ ANYTHING |= {"rank + 1", "rank - 1", "0-dim", "meta", "sparse", "None"}
 TRUTH = {"string", "list", "None", *NUMBERS}
 # What is right for an argument, of the values below; None besides where the signature says so.
 TAKEN: dict[str, set[str]] = {
-    **dict.fromkeys(["causal", "is_causal", "deterministic"], {"None", *NUMBERS}),
+    **dict.fromkeys(["causal", "is_causal", "deterministic", "return_softmax"], {"None", *NUMBERS}),
     **dict.fromkeys(["batch_invariant", "rotary_interleaved"], {"None", *NUMBERS}),
     **dict.fromkeys(["return_attn_probs", "return_softmax_lse", "enable_gqa"], TRUTH),
     **dict.fromkeys(["interleaved", "inplace"], TRUTH),
     **dict.fromkeys(["softcap", "softmax_scale", "scale"], NUMBERS),
     **dict.fromkeys(["num_splits", "max_seqlen", "max_seqlen_q", "max_seqlen_k"], {"integer"}),
+    **dict.fromkeys(["window_size_left", "window_size_right"], {"integer", "None"}),
+    "zero_tensors": ANYTHING,  # nothing here needs it
+    "rng_state": ANYTHING,  # without dropout nothing looks at it
     **dict.fromkeys(["batch", "seqlen", "first_axis_dim"], {"integer"}),
     "seqlen_offsets": {"integer", *INTEGERS},
     **dict.fromkeys(["attn_bias", "attn_mask"], {*FLOATS, "bool", "rank - 1", "0-dim"}),
@@ -295,7 +338,8 @@ def taken(function: Callable, make: Callable[[], dict], argument: str) -> set[st
     if argument in UNUSED.get(make, []):
         return ANYTHING
     given = TAKEN_BY.get(function, {}).get(argument, TAKEN.get(argument, set()))
-    optional = inspect.signature(function).parameters[argument].default is None
+    parameter = inspect.signature(function).parameters[argument]
+    optional = parameter.default is None or NoneType in get_args(parameter.annotation)
     return given | {"None"} if optional else given
 
 
