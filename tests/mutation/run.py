@@ -8,7 +8,7 @@ In the Python of a built checkout, on a CPU. Each mutant is one change (an opera
 arguments swapped, an option left out) to one line of flash_attn/*.py, csrc/aten or csrc/bindings.
 It lives in a copy of the package, so the checkout is never touched; of C++ one object is compiled
 and the library linked again. First run the tests of its file, then the others (with --thin N every
-Nth of them).
+Nth of them, with 0 none).
 
 DIR/results.jsonl gets a line a mutant; run again, what stands there is not repeated. Which mutants
 are drawn depends on the seed and on the sources alone. survivors.md, beside this file, explains
@@ -45,7 +45,11 @@ PYTHON = {
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
     "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
     "flash_attn/flash_attn_interface.py": ["test_api.py", "test_wrong_arguments.py"],
-    "flash_attn/kvcache.py": ["test_kvcache.py --part=0/4", "test_errors.py", "test_kvcache.py"],
+    "flash_attn/kvcache.py": [
+        "test_kvcache.py --part=0/4",
+        "test_errors.py",
+        "test_cache_forms.py --part=0/4",
+    ],
     "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
     "flash_attn/_positional.py": ["test_upstream.py test_api.py"],
     "flash_attn/_upstream.py": ["test_upstream.py test_api.py"],
@@ -301,7 +305,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=160, help="mutants in all (160)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
-    parser.add_argument("--thin", type=int, default=1, help="every Nth of the other tests (1)")
+    parser.add_argument("--thin", type=int, default=1, help="every Nth other test (1); 0: none")
     parser.add_argument("--only", default="", metavar="PART", help="files with this in their path")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -318,7 +322,9 @@ def main() -> int:
             key = mutant.key(source)
             if key in done:
                 continue
-            tests = [*(PYTHON | CPP)[mutant.file], f"{OTHERS} --part={args.thin - 1}/{args.thin}"]
+            tests = [*(PYTHON | CPP)[mutant.file]]
+            if args.thin > 0:
+                tests.append(f"{OTHERS} --part={args.thin - 1}/{args.thin}")
             # One that does not compile is remembered, and not counted.
             done[key] = try_mutant(place, mutant, source, tests, passing) or {"key": key}
             with log.open("a") as file:
