@@ -5,7 +5,6 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
-#include "bwd_config.h"
 #include "config.h"
 
 namespace flash_attn::sm90 {
@@ -27,8 +26,6 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_backward(Reasons& reasons, const CallShape& call) {
-  reasons.refuse_if(std::max(call.head_dim, call.head_dim_v) > kBwdMaxHeadDim,
-                    "head_dim is above " + std::to_string(kBwdMaxHeadDim) + " in the backward");
   reasons.refuse_if(call.deterministic, "deterministic is not supported");
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported in the backward");
   reasons.refuse_if(call.softcap, "softcap is not supported in the backward");
