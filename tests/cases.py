@@ -57,7 +57,7 @@ class Target:
 ATEN_CPU = Target("cpu", "aten")
 ATEN_CUDA = Target("cuda", "aten")
 SM80 = Target("cuda", "sm80")
-# What its backward lacks comes from sm80, or with score terms from aten, given its out and LSE.
+# What its backward lacks comes from sm80, given its out and LSE.
 SM90 = Target("cuda", "sm90")
 DECODE_CUDA = Target("cuda", "cuda")
 ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
@@ -169,8 +169,6 @@ class Case:
         if backend == "aten":
             return True
         terms = self.bias or self.dropout_p
-        if backend != SM90.backend:
-            terms = terms or self.softcap or self.alibi
         head_dim = max(self.d, self.d_v or self.d)
         return self.dtype in ("fp16", "bf16") and not terms and head_dim <= 256
 
@@ -348,7 +346,7 @@ def later_gradients(case: Case, arguments: dict, out, lse, dout, dlse) -> dict[s
         out=out,
         softmax_lse=lse,
         grad_mask=[True, True, True, False, case.sink],
-        backend=(SM80 if case.served_by(SM80.backend) else ATEN_CUDA).backend,
+        backend=SM80.backend,
         **{n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()},
     )
     return {"dq": dq, "dk": dk, "dv": dv} | ({"dsink": dsink} if case.sink else {})

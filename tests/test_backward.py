@@ -25,17 +25,30 @@ from cases import (
     sample,
 )
 from numerics import assert_close
-from test_forward import HEAD_DIM_CASES, KERNEL_CHOICES, TERM_CHOICES, VALUE_DIM_CASES, cases_of
+from test_forward import (
+    HEAD_DIM_CASES,
+    KERNEL_CHOICES,
+    SCORE_CHOICES,
+    TERM_CHOICES,
+    VALUE_DIM_CASES,
+    cases_of,
+)
 
 KERNEL_BACKWARD = KERNEL_CHOICES | {
     "lse_grad": [False, False, True],
     "deterministic": [False, True],
 }
+SCORE_BACKWARD = KERNEL_BACKWARD | SCORE_CHOICES
 TERM_BACKWARD = TERM_CHOICES | {"lse_grad": [False, True]}
 
 
 @each_case(cases_of(sample(80, seed=3, **KERNEL_BACKWARD)))
 def test_lengths_and_masks(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(cases_of(sample(80, seed=5, **SCORE_BACKWARD)))
+def test_softcap_alibi_sinks(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 

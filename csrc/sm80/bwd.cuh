@@ -16,7 +16,7 @@
 //
 //   load K, V
 //   for head, m:  load Q(m), dO(m); wait; sync
-//                 S = Q Kᵀ; mask; P = exp(S - LSE)      → P to shared memory
+//                 S = Q Kᵀ; score terms; mask; P = exp(S - LSE)   → P to shared memory
 //                 dP = dO Vᵀ; dS = P ∘ (dP - delta)     → dS to shared memory
 //                 sync                                   // other warps' P and dS
 //                 dK += dSᵀ Q;  dV += Pᵀ dO
@@ -44,11 +44,15 @@
 // with two stages up to d = 128; at d = 192 and 256 one stage with spread reductions is 8 % faster
 // than two stages.
 //
+// Compiled with dQ's reductions and without, each without score terms and with them
+// (cuda/attn/score_policy.cuh).
+//
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
 #pragma once
 
 #include "../cuda/attn/key_gradient.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
@@ -68,9 +72,10 @@ struct BwdKeyBlock {
   int batch_idx, head_kv, first_key;
 };
 
-template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget>
+template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget, typename ScorePolicyType>
 struct BwdTraits {
   using Element = flash_attn::Element<kDType>;
+  using ScorePolicy = ScorePolicyType;
   static constexpr BwdTile kTile = kBwdTile<kHeadDimClass, kSmemBudget>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -93,7 +98,8 @@ struct BwdTraits {
     float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
     SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
     BwdKeyBlock keys;
-    BlockRange range;  // of queries
+    BlockRange range;      // of queries
+    ScorePolicy score[2];  // of this query head and the next, by turns
   };
   static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
 };
@@ -117,6 +123,14 @@ class QueryLoader {
   __device__ __forceinline__ void start_dout(const typename Traits::QTile& tile,
                                              const BwdQueryBlock& block) const {
     load(tile, params_.dout, params_.dout_strides, params_.head_dim_v, block);
+  }
+
+  // For a block of another head than the one before.
+  __device__ __forceinline__ void start_head(int head) const {
+    if (threadIdx.x == 0) {
+      smem_.score[head % 2] = {params_, params_.score, smem_.keys.batch_idx, head,
+                               smem_.seqlen.diagonal(params_)};
+    }
   }
 
   // The first kBlockM threads bring in one LSE each, the next kBlockM one delta. 0 for rows that do
@@ -182,9 +196,9 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
 
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
-__device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& smem, int stage,
-                                               int parity, float scale_log2, bool masked,
-                                               const Mask& mask) {
+__device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& smem,
+                                               const BwdQueryBlock& block, int stage, int parity,
+                                               float scale_log2, bool masked, const Mask& mask) {
   using Element = typename Traits::Element;
   using Grid = typename Traits::ScoreGrid;
   using Scores = typename Grid::Part;
@@ -193,15 +207,21 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
   using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
   using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
+  const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
+  const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
 
-  Scores P, dS;
+  Scores P, dS, slope;
   gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
       P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
+  score.finish(P, slope, place, lane);
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
-    lse_log2[row] =
-        to_lse_log2(smem.lse[parity][first_row + row / 2 * 16 + fragment_row(row, lane)]);
+    const int tile_row = first_row + row / 2 * 16 + fragment_row(row, lane);
+    // With terms, the scores of a row that does not exist are not 0, and their P may overflow.
+    const bool finite =
+        !Traits::ScorePolicy::kGeneral || block.first_row + tile_row < smem.seqlen.len_q;
+    lse_log2[row] = finite ? to_lse_log2(smem.lse[parity][tile_row]) : INFINITY;
   }
   recompute_probabilities(P, scale_log2, lse_log2, masked, mask);  // P = exp(S - LSE)
   if constexpr (Traits::kStages == 1) {
@@ -216,7 +236,7 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
   }
   // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
   store_rounded(smem.p, P, first_row, first_col, lane);
-  softmax_gradient(dS, P, delta);  // dS = P ∘ (dP - delta)
+  score.gradient(dS, P, slope, delta);  // dS = P ∘ (dP - delta)
   store_rounded(smem.ds, dS, first_row, first_col, lane);
 }
 
@@ -245,6 +265,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
   const int group = params.heads_q / params.heads_kv;
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
+  queries.start_head(next.head);
   queries.start_row_values(0, next);
   queries.start_q(smem.q[0], next);
   if (kStages == 1) ptx::cp_async_commit();
@@ -261,6 +282,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     const bool more = next.head < end_head;
     ptx::cp_async_wait<kPendingLoads>();
     __syncthreads();  // Q(i) is there, all warps are done with iteration i - 1
+    if (more && next.head != block.head) queries.start_head(next.head);
     if (kStages == 2 && more) {
       queries.start_row_values((i + 1) % 2, next);
       queries.start_q(smem.q[(i + 1) % kStages], next);
@@ -269,7 +291,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     }
 
     compute_scores<Traits>(  // P, dS
-        smem, stage, i % 2, params.softmax_scale * kLog2E,
+        smem, block, stage, i % 2, params.softmax_scale * kLog2E,
         m < range.full_begin || m >= range.full_end,
         [&](typename Traits::ScoreGrid::Part& S) { mask_scores<Traits>(S, params, smem, block); });
     __syncthreads();  // P, dS are there
@@ -357,11 +379,18 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge>>(params, stream);
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge, PlainScores>>(params, stream);
   } else {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall>>(params, stream);
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, PlainScores>>(params, stream);
   }
-  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim>(params, stream);
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
+}
+
+// One tile a class, which any budget holds.
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>>(params, stream);
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
 }
 
 }  // namespace flash_attn::sm80

@@ -6,7 +6,7 @@
 // in registers.
 //
 //   for n:  load K(n), V(n); wait; sync
-//           P = exp(Q K(n)ᵀ - LSE), masked;  dS = P ∘ (dO V(n)ᵀ - delta)
+//           P = exp(Q K(n)ᵀ - LSE), score terms, masked;  dS = P ∘ (dO V(n)ᵀ - delta)
 //           dQ += dS K(n)
 //           sync                                       // all warps are done with the tiles
 //
@@ -15,6 +15,7 @@
 // Shared memory: │ Q, in the end dQ │ dO │ K │ V │
 #pragma once
 
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
@@ -26,10 +27,12 @@
 
 namespace flash_attn::sm80 {
 
-template <DType kDType, int kHeadDimClass>
+template <DType kDType, int kHeadDimClass, typename ScorePolicyType>
 struct BwdDqTraits {
   using Element = flash_attn::Element<kDType>;
-  static constexpr BwdDqTile kTile = kBwdDqTile<kHeadDimClass>;
+  using ScorePolicy = ScorePolicyType;
+  static constexpr BwdDqTile kTile =
+      ScorePolicy::kGeneral ? kBwdDqScoresTile<kHeadDimClass> : kBwdDqTile<kHeadDimClass>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
@@ -46,6 +49,7 @@ struct BwdDqTraits {
     QTile q;  // in the end dQ: a warp writes it over its rows of Q, which no other warp reads
     QTile dout;
     KTile k, v;
+    ScorePolicy score;
   };
   static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(SmemBudget::kSmall));
 };
@@ -109,6 +113,9 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
     delta[row] = exists ? params.delta[lse_row + query[row]] : 0.f;
   }
 
+  if (thread == 0) {
+    smem.score = {params, params.score, block.batch_idx, block.head, seqlen.diagonal(params)};
+  }
   k_loader.load(smem.k, range.begin * kBlockN, seqlen.len_k);
   v_loader.load(smem.v, range.begin * kBlockN, seqlen.len_k);
   ptx::cp_async_commit();
@@ -116,13 +123,14 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   for (int n = range.begin; n < range.end; ++n) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K(n), V(n) are there
-    Scores P, dS;
+    Scores P, dS, slope;
     gemm_smem<Element, kHeadDim, Into::kZero>(P, Q, K);  // S = Q K(n)ᵀ
+    smem.score.finish(P, slope, {block.first_row + warp_row, n * kBlockN}, lane);
     recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2,
                             n < range.full_begin || n >= range.full_end,
                             [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); });
     gemm_smem<Element, kHeadDim, Into::kZero>(dS, dO, V);  // dP = dO V(n)ᵀ
-    softmax_gradient(dS, P, delta);                        // dS = P ∘ (dP - delta)
+    smem.score.gradient(dS, P, slope, delta);              // dS = P ∘ (dP - delta)
 
     __syncthreads();  // all warps are done with V(n)
     if (n + 1 < range.end) v_loader.load(smem.v, (n + 1) * kBlockN, seqlen.len_k);
@@ -167,9 +175,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-template <DType kDType, int kHeadDim>
+template <DType kDType, int kHeadDim, typename ScorePolicy>
 void launch_bwd_dq(const BwdParams& params, Stream stream) {
-  using Traits = BwdDqTraits<kDType, kHeadDim>;
+  using Traits = BwdDqTraits<kDType, kHeadDim, ScorePolicy>;
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,

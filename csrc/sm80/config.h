@@ -77,4 +77,19 @@ inline constexpr FwdTile kFwdTile<256, SmemBudget::kLarge> = {
 template <>
 inline constexpr FwdTile kFwdTile<256, SmemBudget::kLargest> = kFwdTile<256, SmemBudget::kSmall>;
 
+// With score terms: one tile a class, for the time of the build, that any budget holds and that leaves
+// the terms some registers.
+using cuda::with_scores_class;
+template <int kHeadDim>
+inline constexpr FwdTile kFwdScoresTile = {};
+template <>
+inline constexpr FwdTile kFwdScoresTile<64> = {
+    .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdScoresTile<128> = {
+    .block_m = 128, .block_n = 48, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdScoresTile<256> = {
+    .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+
 }  // namespace flash_attn::sm80

@@ -10,7 +10,7 @@
 // The plain loop:
 //
 //   for n:  load K(n), V(n); wait; sync
-//           S = Q K(n)ᵀ; mask; P, m, l = online_softmax(S)
+//           S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S)
 //           O = O · exp(m_old - m) + P V(n)
 //           sync                                            // all warps are done with the tiles
 //
@@ -23,6 +23,8 @@
 //   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
 //   sync              ▲            ▲                   ▲
 //
+// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh).
+//
 // Shared memory: │ Q, in the end O │ K │ V │
 #pragma once
 
@@ -31,6 +33,7 @@
 
 #include "../cuda/attn/mask.cuh"
 #include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
@@ -44,9 +47,10 @@
 namespace flash_attn::sm80 {
 
 // kTile is a value, so that a class with the same tile for several budgets is compiled once.
-template <DType kDType, int kHeadDimClass, FwdTile kTile>
+template <DType kDType, int kHeadDimClass, FwdTile kTile, typename ScorePolicyType>
 struct FwdTraits {
   using Element = flash_attn::Element<kDType>;
+  using ScorePolicy = ScorePolicyType;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
@@ -79,12 +83,14 @@ struct FwdWork {
   float sink;              // -inf: none
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
+  [[no_unique_address]] typename Traits::ScorePolicy score;
 
   __device__ __forceinline__ FwdWork(const FwdParams& params, const TileCoordinates& tile,
                                      const SeqlenInfo& seqlen)
       : window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
-        segment_q(seqlen.segment_q) {
+        segment_q(seqlen.segment_q),
+        score(params, params.score, tile.batch_idx, tile.head, seqlen.diagonal(params)) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
@@ -184,7 +190,8 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     ptx::cp_async_commit();
 
     typename Traits::Scores S;
-    gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);           // S = Q K(n)ᵀ
+    gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
+    work.score.finish(S, {work.first_row + warp_row, n * kBlockN}, lane);
     if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
       int query[Traits::Scores::kRows];
 #pragma unroll
@@ -264,9 +271,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   store_tile<Traits>(params, smem, work, O, softmax);
 }
 
-template <DType kDType, int kHeadDim, SmemBudget kBudget>
+template <typename Traits, SmemBudget kBudget>
 void launch_fwd_kernel(const FwdParams& params, Stream stream) {
-  using Traits = FwdTraits<kDType, kHeadDim, kFwdTile<kHeadDim, kBudget>>;
   static_assert(sizeof(FwdSharedStorage<Traits>) <= smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
@@ -279,14 +285,24 @@ void launch_fwd_kernel(const FwdParams& params, Stream stream) {
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  const auto launch = [&]<SmemBudget kBudget> {
+    using Traits = FwdTraits<kDType, kHeadDim, kFwdTile<kHeadDim, kBudget>, PlainScores>;
+    launch_fwd_kernel<Traits, kBudget>(params, stream);
+  };
   switch (smem_budget(device.smem_optin_bytes)) {
     case SmemBudget::kSmall:
-      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kSmall>(params, stream);
+      return launch.template operator()<SmemBudget::kSmall>();
     case SmemBudget::kLarge:
-      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kLarge>(params, stream);
+      return launch.template operator()<SmemBudget::kLarge>();
     case SmemBudget::kLargest:
-      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kLargest>(params, stream);
+      return launch.template operator()<SmemBudget::kLargest>();
   }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_scores(const FwdParams& params, Stream stream) {
+  using Traits = FwdTraits<kDType, kHeadDim, kFwdScoresTile<kHeadDim>, GeneralScores>;
+  launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }
 
 }  // namespace flash_attn::sm80

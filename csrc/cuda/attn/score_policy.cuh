@@ -1,0 +1,184 @@
+// What happens to scores between Q Kᵀ and the mask, and to their gradient: one text for every kernel.
+//
+//   PlainScores     nothing: it holds nothing, and its calls vanish
+//   GeneralScores   softcap, ALiBi; which of them is asked at run time, and all threads branch alike
+//
+// Scores stay in the unit of Q Kᵀ, that is divided by softmax_scale, so that the softmax's one
+// multiplication for each of them serves as it does without terms:
+//
+//   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale → - slope · |key - diagonal|
+//
+// The backward's dS is the gradient of the scores; that of X is dX = dS ∘ (1 - tanh²).
+#pragma once
+
+#include <cmath>
+
+#include "../../core/params.h"
+#include "../ptx/math.cuh"
+#include "../tile/fragment.cuh"
+#include "online_softmax.cuh"
+#include "softmax_bwd.cuh"
+
+namespace flash_attn {
+
+// Query and key of a warp's first row and column of scores, counted in their sequence.
+struct ScorePlace {
+  int query, key;
+};
+
+struct PlainScores {
+  static constexpr bool kGeneral = false;
+
+  PlainScores() = default;
+  __device__ __forceinline__ PlainScores(const AttnParams&, const ScoreParams&, int /*batch_idx*/,
+                                         int /*head*/, int64_t /*diagonal*/) {}
+  template <typename Scores>
+  __device__ __forceinline__ void finish(Scores&, ScorePlace, int /*lane*/) const {}
+  template <typename Scores>
+  __device__ __forceinline__ void finish(Scores&, Scores& /*slope*/, ScorePlace,
+                                         int /*lane*/) const {}
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
+                                           const Accumulator<kMBlocks, kN>& P,
+                                           const Accumulator<kMBlocks, kN>& /*slope*/,
+                                           const float (&delta)[2 * kMBlocks]) const {
+    softmax_gradient(dP, P, delta);
+  }
+};
+
+// Of one query head of one sequence. kTransposed: keys are the rows of an accumulator and queries its
+// columns.
+class GeneralScores {
+ public:
+  static constexpr bool kGeneral = true;
+
+  // diagonal: the key that query 0 meets on its diagonal.
+  __device__ __forceinline__ GeneralScores(const AttnParams& params, const ScoreParams& score,
+                                           int batch_idx, int head, int64_t diagonal)
+      // Beyond 1e30 nothing is capped, and products would leave the range of fp32.
+      : cap_(score.softcap > 0.f ? fminf(fmaxf(score.softcap / params.softmax_scale, 1e-30f), 1e30f)
+                                 : 0.f),
+        inverse_cap_(1.f / cap_),
+        alibi_(score.alibi_slopes == nullptr
+                   ? 0.f
+                   : score.alibi_slopes[batch_idx * score.alibi_batch_stride + head] /
+                         params.softmax_scale),
+        diagonal_(static_cast<int>(diagonal)) {}
+
+  // X becomes scores.
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S, ScorePlace place,
+                                         int lane) const {
+    if (cap_ > 0.f) cap(S);
+    if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+  }
+
+  // The same; slope becomes d score / dX where that is not 1, for gradient().
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S,
+                                         Accumulator<kMBlocks, kN>& slope, ScorePlace place,
+                                         int lane) const {
+    if (cap_ > 0.f) {
+      cap(S);
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          const float tanh = S.at(row, i) * inverse_cap_;
+          slope.at(row, i) = fmaf(-tanh, tanh, 1.f);
+        }
+      }
+    }
+    if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+  }
+
+  // dP becomes dX.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
+                                           const Accumulator<kMBlocks, kN>& P,
+                                           const Accumulator<kMBlocks, kN>& slope,
+                                           const float (&delta)[2 * kMBlocks]) const {
+    softmax_gradient(dP, P, delta);
+    if (cap_ == 0.f) return;
+#pragma unroll
+    for (int row = 0; row < dP.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < dP.kRowElements; ++i) dP.at(row, i) *= slope.at(row, i);
+    }
+  }
+
+ private:
+  // cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
+  // else by two operations of the special-function unit, good to 2⁻²³ of the cap.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void cap(Accumulator<kMBlocks, kN>& S) const {
+    // tanh(x) = x · p(x²) up to |x| = kLimit: p of degree 4, minimax, relative error 6e-7.
+    constexpr float kLimit = 0.75f;
+    constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f,
+                            0.0129296323f};
+    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
+    float largest = 0.f;
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) largest = fmaxf(largest, fabsf(S.at(row, i)));
+    }
+    if (cap_ >= kLeastCap && __all_sync(~0u, largest * inverse_cap_ <= kLimit)) {
+      const float square = inverse_cap_ * inverse_cap_;  // coefficients of X² instead of x²
+      const float c1 = kP[1] * square, c2 = kP[2] * square * square;
+      const float c3 = kP[3] * square * square * square;
+      const float c4 = kP[4] * square * square * square * square;
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          float& x = S.at(row, i);
+          const float x2 = x * x;
+          x *= fmaf(x2, fmaf(x2, fmaf(x2, fmaf(x2, c4, c3), c2), c1), kP[0]);
+        }
+      }
+    } else {
+      const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          float& x = S.at(row, i);
+          x = fmaf(-2.f * cap_, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap_);
+        }
+      }
+    }
+  }
+
+  // S -= slope · |key - diagonal(query)|
+  template <bool kTransposed, int kMBlocks, int kN>
+  __device__ __forceinline__ void add_alibi(Accumulator<kMBlocks, kN>& S, ScorePlace place,
+                                            int lane) const {
+    // slope · distance grows by this from a column to the next, and shrinks by it down the rows.
+    const float step = kTransposed ? -alibi_ : alibi_;
+    const auto corner = static_cast<float>(place.key - place.query - diagonal_);
+    const auto combine = [&](const auto& subtract) {
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+        const int from_corner = fragment_col(0, lane) - (row / 2 * 16 + fragment_row(row, lane));
+        const float first = fmaf(alibi_, corner, step * static_cast<float>(from_corner));
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          const float bias = fmaf(step, static_cast<float>(fragment_col(i, 0)), first);
+          S.at(row, i) = subtract(S.at(row, i), fabsf(bias));
+        }
+      }
+    };
+    if (alibi_ > 0.f) {
+      combine([](float score, float bias) { return score - bias; });
+    } else {
+      combine([](float score, float bias) { return score + bias; });
+    }
+  }
+
+  float cap_, inverse_cap_;  // 0: none
+  float alibi_;              // 0: none
+  int diagonal_;
+};
+
+}  // namespace flash_attn
