@@ -170,7 +170,7 @@ class Case:
             return True
         terms = self.bias or self.dropout_p
         if backend != SM90.backend:
-            terms = terms or self.softcap or self.alibi or self.sink
+            terms = terms or self.softcap or self.alibi
         head_dim = max(self.d, self.d_v or self.d)
         return self.dtype in ("fp16", "bf16") and not terms and head_dim <= 256
 
@@ -178,7 +178,7 @@ class Case:
         """The same of the backward."""
         if backend != SM90.backend:
             return self.served_by(backend)
-        terms = self.softcap or self.alibi or self.sink or self.deterministic
+        terms = self.softcap or self.alibi or self.deterministic
         return self.served_by(backend) and not terms and max(self.d, self.d_v or self.d) <= 128
 
     def with_(self, **changes: object) -> Case:

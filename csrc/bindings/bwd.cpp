@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "../cuda/bwd.h"
@@ -47,11 +48,16 @@ BwdResult run(Backend backend, const BwdArgs& args) {
   };
   at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k),
              dv = contiguous_like(attn.v);
+  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
+  const auto none = [&] { return at::empty({0}, attn.q.options()); };
+  at::Tensor dsink =
+      args.grad_mask[4] && attn.learnable_sink ? at::zeros_like(*attn.learnable_sink) : none();
   if (attn.q.numel() == 0 || attn.k.numel() == 0) {
     for (at::Tensor* gradient : {&dq, &dk, &dv}) gradient->zero_();
   } else {
     BwdParams params;
     fill_params(params, attn);
+    params.score = score_params(attn);
     params.out = out.const_data_ptr();
     params.dout = dout.const_data_ptr();
     params.out_strides = strides_of(out);
@@ -66,16 +72,16 @@ BwdResult run(Backend backend, const BwdArgs& args) {
     params.dq_strides = strides_of(dq);
     params.dk_strides = strides_of(dk);
     params.dv_strides = strides_of(dv);
+    params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
     params.deterministic = is_deterministic(attn);
     launch(backend, params, attn.q, lse);
   }
-  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
-  const auto none = [&] { return at::empty({0}, attn.q.options()); };
+  if (dsink.numel() > 0) dsink = dsink.to(args.attn.learnable_sink->scalar_type());
   const auto wanted = [&](int which, const at::Tensor& gradient, int64_t size) {
     return args.grad_mask[which] ? unpadded(gradient, size) : none();
   };
   return {wanted(0, dq, head_dim), wanted(1, dk, head_dim), wanted(2, dv, head_dim_v), none(),
-          none()};
+          dsink};
 }
 
 }  // namespace
@@ -85,7 +91,9 @@ BwdResult bwd(const BwdArgs& args) {
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Backend backend = select_backend(call_shape(args), args.backend);
-  if (backend != Backend::kAten) return run(backend, args);
+  // As in the forward: without keys, no kernel runs, but a sink has its gradient through LSE.
+  const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
+  if (backend != Backend::kAten && !only_sink) return run(backend, args);
   aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,
                                 args.softmax_lse, args.grad_mask);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};

@@ -174,10 +174,12 @@ AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
-                            &args.seqused_k, &args.leftpad_k, &args.rng_state}) {
+  for (OptTensor* vector :
+       {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k,
+        &args.alibi_slopes, &args.rng_state}) {
     *vector = contiguous(*vector);
   }
+  if (args.learnable_sink) args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
   return args;
 }
 
@@ -222,6 +224,11 @@ ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
           .alibi_slopes = alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
           .alibi_batch_stride = alibi_slopes && alibi_slopes->dim() == 2 ? heads_q : 0,
           .learnable_sink = learnable_sink ? learnable_sink->const_data_ptr<float>() : nullptr};
+}
+
+ScoreParams score_params(const AttnArgs& args) {
+  return score_params(args.softcap, args.alibi_slopes, args.learnable_sink,
+                      static_cast<int>(args.q.size(-2)));
 }
 
 bool is_deterministic(const AttnArgs& args) {

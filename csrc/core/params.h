@@ -19,7 +19,8 @@ namespace flash_attn {
 
 using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 
-enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8 };  // 8 bits: caches only
+// 8 bits: caches only. kBool: masks only, a byte each.
+enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool };
 
 struct Strides {
   int64_t batch = 0;  // 0 for varlen
@@ -79,14 +80,31 @@ struct AttnParams {
   DropoutParams dropout;
 };
 
+// An additive bias, or a mask, that broadcasts to (batch, heads_q, rows, keys): a stride is 0 in a
+// dimension that it broadcasts. Element (i, j) belongs to query i and key j of a sequence; what lies
+// beyond the tensor is not read: keys there are hidden, queries take the last row.
+struct BiasParams {
+  const void* data = nullptr;  // null: none
+  DType dtype = DType::kFp32;  // that of q, kFp32 or kBool (false: hidden)
+  int rows = 0, keys = 0;      // 2³¹ - 1 in a dimension that it broadcasts
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
+};
+
 // What happens to the scores between Q Kᵀ and the mask. All zero: plain.
 //
-//   S = softcap · tanh(S / softcap),    S -= slope · |key - diagonal|,    l = Σ exp(S) + exp(sink)
+//   S = softcap · tanh(S / softcap),    S += bias - slope · |key - diagonal|,
+//   l = Σ exp(S) + exp(sink)
 struct ScoreParams {
   float softcap = 0;                      // 0: none
   const float* alibi_slopes = nullptr;    // (heads_q) or (batch, heads_q), or null
   int64_t alibi_batch_stride = 0;         // 0: the same for all sequences
   const float* learnable_sink = nullptr;  // (heads_q), or null
+  BiasParams bias;
+
+  // Nothing that changes P, but by what its rows are divided by: a sink.
+  bool leaves_scores_plain() const {
+    return softcap == 0 && alibi_slopes == nullptr && bias.data == nullptr;
+  }
 };
 
 // Workspace: the normalised results of pieces of the keys, to be merged. Which row is whose:
@@ -119,6 +137,8 @@ struct FwdParams : AttnParams {
 };
 
 struct BwdParams : AttnParams {
+  ScoreParams score;
+
   const void* out = nullptr;   // like q, with head_dim_v
   const void* dout = nullptr;  // like out
   Strides out_strides, dout_strides;
@@ -128,6 +148,7 @@ struct BwdParams : AttnParams {
 
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
+  float* dsink = nullptr;  // (heads_q), or null: not wanted
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of

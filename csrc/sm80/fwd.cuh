@@ -76,6 +76,7 @@ struct FwdWork {
   AttentionWindow window;
   BlockRange range;        // of keys
   int first_key, end_key;  // what the block's queries see together
+  float sink;              // -inf: none
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
 
@@ -101,6 +102,8 @@ struct FwdWork {
     range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
     first_key = window.first_key(first_row);
     end_key = window.end_key(min(first_row + Traits::kBlockM, window.len_q()) - 1);
+    const float* const sinks = params.score.learnable_sink;
+    sink = sinks == nullptr ? -INFINITY : sinks[tile.head];
   }
 };
 
@@ -211,6 +214,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
   softmax.finish();
+  if (work.sink != -INFINITY) softmax.add_sink(O, work.sink);
   float inverse_sum[Traits::Output::kRows];
 #pragma unroll
   for (int row = 0; row < O.kRows; ++row) {

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(32)
       for (int half = 0; half < 2; ++half) {
         for (int i = 0; i < 4; ++i) {
           const uint32_t bits = block[i / 2 * 2 + half] >> i % 2 * 16 & 0xffff;
-          const int index =
-              (row + fragment_row(half, lane)) * kCols + col + fragment_col(i, lane);
+          const int index = (row + fragment_row(half, lane)) * kCols + col + fragment_col(i, lane);
           operand[index] = bits == 0xffff ? 1.f : bits == 0 ? 0.f : 2.f;
           accumulator[index] = kept[half][i] ? 1.f : 0.f;
         }
