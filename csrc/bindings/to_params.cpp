@@ -174,8 +174,9 @@ AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
-                            &args.seqused_k, &args.leftpad_k, &args.alibi_slopes}) {
+  for (OptTensor* vector :
+       {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k,
+        &args.alibi_slopes, &args.rng_state}) {
     *vector = contiguous(*vector);
   }
   if (args.learnable_sink) args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
@@ -212,6 +213,9 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
             .window_left = window_to_params(args.window_left),
             .window_right = args.causal ? 0 : window_to_params(args.window_right),
             .top_left = args.top_left};
+  if (args.dropout_p > 0) {
+    params.dropout = DropoutParams::make(args.dropout_p, args.rng_state->const_data_ptr<int64_t>());
+  }
 }
 
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,

@@ -28,6 +28,29 @@ struct Strides {
   int64_t head = 0;
 };
 
+// Which elements of P count: a pure function of the state and of an element's place, as
+// aten/dropout.h defines it. What kernels compare an element's number of 15 bits with stands here
+// twice, in both halves of a word: as those of two fp16 numbers, whose order is the same.
+struct DropoutParams {
+  const int64_t* rng_state = nullptr;  // (2) seed, offset, on the device; null: no dropout
+  uint32_t bound = 0;                  // at most 2^14 a half, so no NaN
+  uint32_t mirror = 0;                 // 0: kept iff number >= bound; all bits: iff below it
+  float scale = 1;                     // of what is kept: the inverse of the keep probability
+
+  // probability: in [0, 1], of being dropped.
+  static constexpr DropoutParams make(double probability, const int64_t* rng_state) {
+    constexpr uint32_t kNumbers = 1 << 15, kTwice = 0x00010001;
+    const auto threshold = static_cast<uint32_t>(probability * kNumbers + 0.5);
+    const uint32_t keeping = kNumbers - threshold;
+    if (threshold == 0) return {};
+    return {.rng_state = rng_state,
+            .bound = (threshold <= kNumbers / 2 ? threshold : keeping) * kTwice,
+            .mirror = threshold <= kNumbers / 2 ? 0 : ~0u,
+            // Where nothing is kept, nothing is scaled, and 1 keeps infinity out of the gradients.
+            .scale = keeping == 0 ? 1 : static_cast<float>(1.0 * kNumbers / keeping)};
+  }
+};
+
 // What forward and backward share. Sizes and offsets are 64-bit; only the length of one sequence
 // fits 32 bits.
 struct AttnParams {
@@ -53,6 +76,8 @@ struct AttnParams {
   int window_left = -1, window_right = -1;
   // Diagonal of query i at key i; otherwise at key i + len_k - len_q (bottom-right).
   bool top_left = false;
+
+  DropoutParams dropout;
 };
 
 // An additive bias, or a mask, that broadcasts to (batch, heads_q, rows, keys): a stride is 0 in a
