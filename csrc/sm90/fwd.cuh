@@ -63,8 +63,7 @@ class KeyWalk {
         O(O),
         softmax(softmax),
         range(work.range),
-        score(self.params, self.params.score, work.batch_idx, work.q.head,
-              work.diagonal - work.first_row),
+        score(self.params, work.batch_idx, work.q.head, work.diagonal - work.first_row),
         n(work.range.end - 1) {}
 
   __device__ __forceinline__ void run() {
