@@ -168,7 +168,7 @@ class Case:
         """What core/backend.cpp says of the kernels; test_backends.py holds the two together."""
         if backend == "aten":
             return True
-        terms = self.bias or (self.dropout_p and backend == SM90.backend)
+        terms = (self.bias or self.dropout_p) and backend == SM90.backend
         head_dim = max(self.d, self.d_v or self.d)
         return self.dtype in ("fp16", "bf16") and not terms and head_dim <= 256
 
