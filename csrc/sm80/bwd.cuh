@@ -209,8 +209,9 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   using Scores = typename Grid::Part;
   // With terms, registers are too short for what could be computed before the loop.
   constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  const int thread = kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x, lane = thread % 32;
-  const Grid grid = {thread / 32 / Grid::kGridCols, thread / 32 % Grid::kGridCols};
+  const unsigned thread = kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x;
+  const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
+  const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
   using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
   using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
