@@ -63,8 +63,10 @@ def kernel_cases() -> list[Case]:
     terms = (dict(softcap=5.0), dict(alibi="batch", causal=True), dict(sink=True, softcap=20.0))
     for i, d in enumerate((56, 128, 160)):
         for j, shape in enumerate(SHAPES.values()):
-            term, dtype = terms[(i + j) % 3], ("fp16", "bf16")[(i + j) // 3 % 2]
-            cases.append(Case(d=d, dtype=dtype, heads_q=4, heads_kv=2, **shape | term))
+            for deterministic in (False, True):
+                term, dtype = terms[(i + j) % 3], ("fp16", "bf16")[(i + j + deterministic) % 2]
+                more = dict(deterministic=deterministic, heads_q=4, heads_kv=2)
+                cases.append(Case(d=d, dtype=dtype, **more | shape | term))
     # Long enough for the other tile of d = 64 on Hopper.
     for dtype in ("fp16", "bf16"):
         cases.append(

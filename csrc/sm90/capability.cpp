@@ -29,7 +29,6 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.deterministic, "deterministic is not supported");
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported in the backward");
   reasons.refuse_if(call.softcap, "softcap is not supported in the backward");
-  reasons.refuse_if(call.sink, "learnable_sink is not supported in the backward");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

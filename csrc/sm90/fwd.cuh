@@ -37,7 +37,6 @@
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
-#include "../cuda/attn/score_terms.cuh"
 #include "../cuda/launch.h"
 #include "fwd_consumer.cuh"
 #include "fwd_producer.cuh"
@@ -64,14 +63,8 @@ class KeyWalk {
         O(O),
         softmax(softmax),
         range(work.range),
-        n(work.range.end - 1) {
-    if constexpr (Traits::kScores) {
-      const ScoreParams& score = self.params.score;
-      if (score.alibi_slopes != nullptr) {
-        alibi_slope = score.alibi_slopes[work.batch_idx * score.alibi_batch_stride + work.q.head];
-      }
-    }
-  }
+        score(self.params, work.batch_idx, work.q.head, work.diagonal - work.first_row),
+        n(work.range.end - 1) {}
 
   __device__ __forceinline__ void run() {
     if constexpr (Traits::kTile.blocks > 1) {
@@ -181,11 +174,7 @@ class KeyWalk {
 
   // Score terms; S = -inf where nothing is seen.
   __device__ __forceinline__ void finish_scores() {
-    if constexpr (Traits::kScores) {
-      const int tile_row = self.warp_row + fragment_row(0, self.lane);
-      apply_score_terms(S, self.params.score, self.params.softmax_scale, alibi_slope,
-                        work.diagonal + tile_row - n * Traits::kBlockN, self.lane);
-    }
+    score.finish(S, {work.first_row + self.warp_row, n * Traits::kBlockN}, self.lane);
     if (n >= range.full_begin && n < range.full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
     const int first_key = n * Traits::kBlockN;
@@ -208,8 +197,8 @@ class KeyWalk {
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
   const BlockRange range;
+  [[no_unique_address]] const typename Traits::ScorePolicy score;
   int n;  // block of keys
-  float alibi_slope = 0.f;
   float correction[2];
 };
 
@@ -299,7 +288,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.work[slot].end) break;
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(Traits::kScores ? 1.f : params.softmax_scale);
+    typename Traits::Softmax softmax(params.softmax_scale);
     O.fill(0.f);
     if (work.has_keys()) {
       KeyWalk<Traits>(work, self, S, O, softmax).run();

@@ -2,8 +2,11 @@
 // memory.
 #pragma once
 
+#include <type_traits>
+
 #include "../cuda/attn/block_range.cuh"
 #include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "config.h"
@@ -28,6 +31,7 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
   static constexpr bool kScores = kForm == FwdForm::kScores, kPieces = kForm == FwdForm::kPieces;
+  using ScorePolicy = std::conditional_t<kScores, GeneralScores, PlainScores>;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
