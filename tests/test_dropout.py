@@ -10,6 +10,8 @@ import torch
 from cases import (
     ATEN_CPU,
     ATEN_CUDA,
+    SM80,
+    SM90,
     Case,
     Problem,
     Target,
@@ -22,7 +24,7 @@ from cases import (
 from philox import draw, keep_mask, keep_probability, philox2x32, philox4x32
 
 import flash_attn
-from flash_attn.reference import philox_keep_mask
+from flash_attn.reference import attention_ref, philox_keep_mask
 
 # The known answers that come with the authors' implementation (Random123, kat_vectors).
 KNOWN_ANSWERS_4 = [
@@ -149,6 +151,79 @@ def test_varlen_mask_counts_inside_its_sequence(target: Target, seed: int) -> No
     for b, (n_q, n_k) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
         expected = keep_mask(problem.rng, 0.4, b, 4, n_q, n_k)
         assert torch.equal(probs[b, :, :n_q, :n_k] > 0, expected)
+
+
+def kept_by_output(problem: Problem, backend: str) -> torch.Tensor:
+    """(total_q, heads, max_k), where an element of P enters the output: read out of it by values
+    that are one-hot in the key, d keys at a time. Every probability that is not masked is
+    positive."""
+    c = problem.case
+    problem.q = torch.zeros_like(problem.q)
+    lengths = c.segments_k if c.is_varlen else [c.keys] * c.batch
+    position = torch.cat([torch.arange(n) for n in lengths]).to(problem.device)
+    parts = []
+    for first in range(0, problem.max_k, c.d):
+        column = torch.arange(first, first + c.d, device=problem.device)
+        one_hot = (position[:, None] == column).to(problem.v.dtype)
+        problem.v = one_hot[:, None].expand(-1, c.heads_kv, -1).reshape_as(problem.v)
+        out = run(problem, backend, backward=False)["out"]
+        parts.append(out.reshape(-1, c.heads_q, c.d).cpu() != 0)
+    return torch.cat(parts, -1)[..., : problem.max_k]
+
+
+@each_case(
+    [
+        Case(d=d, dtype=dtype, dropout_p=p, **shape)
+        for d, dtype in ((64, "fp16"), (128, "bf16"), (256, "fp16"))
+        for p, shape in (
+            (0.3, dict(seqlen_q=130, seqlen_k=301, heads_q=6)),
+            (0.5, dict(seqlen_q=300, seqlen_k=300, causal=True)),
+            (0.5 + STEP, dict(seqlen_q=200, seqlen_k=555, window=(41, 5), batch=1)),
+            (0.8, dict(lengths_q=(65, 0, 200), lengths_k=(33, 7, 260), causal=True)),
+        )
+    ],
+    [ATEN_CPU, ATEN_CUDA, SM80, SM90],
+)
+def test_mask_bits_in_the_output(case: Case, target: Target, seed: int) -> None:
+    """Bit for bit the definition's, in every head-dim class, at odd lengths, in blocks that a
+    window begins anywhere."""
+    problem = Problem(case, seed, target.device)
+    seen = attention_ref(
+        torch.zeros_like(problem.q, device="cpu"),
+        problem.k.cpu(),
+        problem.v.cpu(),
+        window_size=case.window,
+        causal=case.causal,
+        **{name: x.cpu() for name, x in problem.index_tensors().items()},
+    )[2]
+    kept = kept_by_output(problem, target.backend)
+    lengths = zip(case.lengths_q, case.segments_k, strict=True) if case.is_varlen else None
+    first = 0
+    for b, (n_q, n_k) in enumerate(lengths or [(case.seqlen_q, case.keys)] * case.batch):
+        expected = keep_mask(problem.rng, case.dropout_p, b, case.heads_q, n_q, n_k)
+        expected = expected & (seen[b, :, :n_q, :n_k] > 0)
+        assert torch.equal(kept[first : first + n_q, :, :n_k].transpose(0, 1), expected)
+        assert not kept[first : first + n_q, :, n_k:].any()
+        first += n_q
+
+
+@each_case(
+    [
+        Case(d=d, dtype="bf16", dropout_p=0.2, seqlen_q=70, seqlen_k=200, window=(30, 10))
+        for d in (64, 128, 256)
+    ],
+    [ATEN_CPU, ATEN_CUDA, SM80, SM90],
+)
+def test_nan_in_front_of_a_window(case: Case, target: Target, seed: int) -> None:
+    """Keys are drawn for in blocks of 16: one that begins in front of the window reads nothing
+    there."""
+    problem = Problem(case, seed, target.device)
+    clean = run(problem, target.backend, backward=False)
+    first_seen = case.keys - case.seqlen_q - case.window[0]
+    problem.k[:, :first_seen] = math.nan
+    problem.v[:, :first_seen] = math.nan
+    dirty = run(problem, target.backend, backward=False)
+    assert torch.equal(dirty["out"], clean["out"]) and torch.equal(dirty["lse"], clean["lse"])
 
 
 @each_target(ATEN_CPU, ATEN_CUDA)

@@ -13,6 +13,9 @@ TERMS = {
     "ALiBi": dict(alibi="head"),
     "ALiBi of each sequence": dict(alibi="batch"),
     "sink": dict(sink=True),
+    "dropout": dict(dropout_p=0.1),
+    "little kept": dict(dropout_p=0.83),
+    "dropout and all": dict(dropout_p=0.3, softcap=9.0, alibi="head", sink=True, lse_grad=True),
     "all": dict(softcap=20.0, alibi="batch", sink=True, lse_grad=True, softmax_scale=0.3),
 }
 HEAD_DIMS = (64, 128, 256)

@@ -5,9 +5,7 @@
 namespace flash_attn::sm90 {
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  const ScoreParams& score = params.score;
-  const bool plain =
-      score.softcap == 0.f && score.alibi_slopes == nullptr && score.learnable_sink == nullptr;
+  const bool plain = params.score.leaves_scores_plain() && params.dropout.rng_state == nullptr;
   with_dtype(params.dtype, [&]<DType kDType> {
     if (params.num_splits > 1) {
       with_pieces_class(params.head_dim, [&]<int kHeadDim> {

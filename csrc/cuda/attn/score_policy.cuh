@@ -1,14 +1,17 @@
 // What happens to scores between Q Kᵀ and the mask, and to their gradient: one text for every kernel.
 //
 //   PlainScores     nothing: it holds nothing, and its calls vanish
-//   GeneralScores   softcap, ALiBi; which of them is asked at run time, and all threads branch alike
+//   GeneralScores   softcap, ALiBi, dropout; which of them is asked at run time, and all threads branch
+//                   alike
 //
 // Scores stay in the unit of Q Kᵀ, that is divided by softmax_scale, so that the softmax's one
 // multiplication for each of them serves as it does without terms:
 //
 //   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale → - slope · |key - diagonal|
 //
-// The backward's dS is the gradient of the scores; that of X is dX = dS ∘ (1 - tanh²).
+// The backward's dS is the gradient of the scores; that of X is dX = dS ∘ (1 - tanh²). With dropout,
+// kept m ∈ {0, 1} and keep probability 1 / ρ, the tiles hold all but the factor ρ, which O, dQ, dK and
+// dV take where they are stored: O = ρ (m ∘ P) V, dV = ρ (m ∘ P)ᵀ dO, dS = ρ P ∘ (m ∘ dO Vᵀ - delta / ρ).
 #pragma once
 
 #include <cmath>
@@ -16,6 +19,7 @@
 #include "../../core/params.h"
 #include "../ptx/math.cuh"
 #include "../tile/fragment.cuh"
+#include "dropout.cuh"
 #include "online_softmax.cuh"
 #include "softmax_bwd.cuh"
 
@@ -44,6 +48,9 @@ struct PlainScores {
                                            const float (&delta)[2 * kMBlocks]) const {
     softmax_gradient(dP, P, delta);
   }
+  template <typename Operand>
+  __device__ __forceinline__ void drop(Operand&, const DropoutParams&, ScorePlace,
+                                       int /*lane*/) const {}
 };
 
 // Of one query head of one sequence. kTransposed: keys are the rows of an accumulator and queries its
@@ -63,7 +70,11 @@ class GeneralScores {
                    ? 0.f
                    : score.alibi_slopes[batch_idx * score.alibi_batch_stride + head] /
                          params.softmax_scale),
-        diagonal_(static_cast<int>(diagonal)) {}
+        diagonal_(static_cast<int>(diagonal)) {
+    if (params.dropout.rng_state != nullptr) {
+      dropout_ = DropoutHead::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
+    }
+  }
 
   // X becomes scores.
   template <bool kTransposed = false, int kMBlocks, int kN>
@@ -99,6 +110,63 @@ class GeneralScores {
                                            const Accumulator<kMBlocks, kN>& slope,
                                            const float (&delta)[2 * kMBlocks]) const {
     softmax_gradient(dP, P, delta);
+    scale_by_slope(dP, slope);
+  }
+
+  // The same with dropout, less the factor ρ; P becomes what dV wants, 0 where it is dropped.
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
+                                           Accumulator<kMBlocks, kN>& P,
+                                           const Accumulator<kMBlocks, kN>& slope,
+                                           const float (&delta)[2 * kMBlocks],
+                                           const DropoutParams& dropout, ScorePlace place,
+                                           int lane) const {
+    if (dropout.rng_state == nullptr) return gradient(dP, P, slope, delta);
+    const DropoutMask<kTransposed> mask(dropout, dropout_, lane);
+    const int first_row = kTransposed ? place.key : place.query;
+    const int first_col = kTransposed ? place.query : place.key;
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int k = 0; k < kN / 16; ++k) {
+        bool kept[2][4];
+        mask.find_kept(kept, first_row + 16 * m, first_col + 16 * k);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float &dp = dP.at(2 * m + row, 4 * k + i), &p = P.at(2 * m + row, 4 * k + i);
+            const float dropped = -p * (delta[2 * m + row] * dropout.keep);
+            dp = kept[row][i] ? fmaf(p, dp, dropped) : dropped;
+            p = kept[row][i] ? p : 0.f;
+          }
+        }
+      }
+    }
+    scale_by_slope(dP, slope);
+  }
+
+  // What dropout drops of P, rounded, becomes 0.
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
+                                       ScorePlace place, int lane) const {
+    if (params.rng_state == nullptr) return;
+    const DropoutMask<kTransposed> mask(params, dropout_, lane);
+    const int first_row = kTransposed ? place.key : place.query;
+    const int first_col = kTransposed ? place.query : place.key;
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int k = 0; k < kN / 16; ++k) {
+        mask.drop(P.data[m][k], first_row + 16 * m, first_col + 16 * k);
+      }
+    }
+  }
+
+ private:
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void scale_by_slope(Accumulator<kMBlocks, kN>& dP,
+                                                 const Accumulator<kMBlocks, kN>& slope) const {
     if (cap_ == 0.f) return;
 #pragma unroll
     for (int row = 0; row < dP.kRows; ++row) {
@@ -107,7 +175,6 @@ class GeneralScores {
     }
   }
 
- private:
   // cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
   // else by two operations of the special-function unit, good to 2⁻²³ of the cap.
   template <int kMBlocks, int kN>
@@ -179,6 +246,7 @@ class GeneralScores {
   float cap_, inverse_cap_;  // 0: none
   float alibi_;              // 0: none
   int diagonal_;
+  DropoutHead dropout_ = {};
 };
 
 }  // namespace flash_attn
