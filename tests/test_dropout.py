@@ -18,13 +18,14 @@ from cases import (
     check,
     each_case,
     each_target,
+    expect,
     run,
     use,
 )
 from philox import draw, keep_mask, keep_probability, philox2x32, philox4x32
 
 import flash_attn
-from flash_attn.reference import attention_ref, philox_keep_mask
+from flash_attn.reference import philox_keep_mask
 
 # The known answers that come with the authors' implementation (Random123, kat_vectors).
 KNOWN_ANSWERS_4 = [
@@ -153,60 +154,6 @@ def test_varlen_mask_counts_inside_its_sequence(target: Target, seed: int) -> No
         assert torch.equal(probs[b, :, :n_q, :n_k] > 0, expected)
 
 
-def kept_by_output(problem: Problem, backend: str) -> torch.Tensor:
-    """(total_q, heads, max_k), where an element of P enters the output: read out of it by values
-    that are one-hot in the key, d keys at a time. Every probability that is not masked is
-    positive."""
-    c = problem.case
-    problem.q = torch.zeros_like(problem.q)
-    lengths = c.segments_k if c.is_varlen else [c.keys] * c.batch
-    position = torch.cat([torch.arange(n) for n in lengths]).to(problem.device)
-    parts = []
-    for first in range(0, problem.max_k, c.d):
-        column = torch.arange(first, first + c.d, device=problem.device)
-        one_hot = (position[:, None] == column).to(problem.v.dtype)
-        problem.v = one_hot[:, None].expand(-1, c.heads_kv, -1).reshape_as(problem.v)
-        out = run(problem, backend, backward=False)["out"]
-        parts.append(out.reshape(-1, c.heads_q, c.d).cpu() != 0)
-    return torch.cat(parts, -1)[..., : problem.max_k]
-
-
-@each_case(
-    [
-        Case(d=d, dtype=dtype, dropout_p=p, **shape)
-        for d, dtype in ((64, "fp16"), (128, "bf16"), (256, "fp16"))
-        for p, shape in (
-            (0.3, dict(seqlen_q=130, seqlen_k=301, heads_q=6)),
-            (0.5, dict(seqlen_q=300, seqlen_k=300, causal=True)),
-            (0.5 + STEP, dict(seqlen_q=200, seqlen_k=555, window=(41, 5), batch=1)),
-            (0.8, dict(lengths_q=(65, 0, 200), lengths_k=(33, 7, 260), causal=True)),
-        )
-    ],
-    [ATEN_CPU, ATEN_CUDA, SM80, SM90],
-)
-def test_mask_bits_in_the_output(case: Case, target: Target, seed: int) -> None:
-    """Bit for bit the definition's, in every head-dim class, at odd lengths, in blocks that a
-    window begins anywhere."""
-    problem = Problem(case, seed, target.device)
-    seen = attention_ref(
-        torch.zeros_like(problem.q, device="cpu"),
-        problem.k.cpu(),
-        problem.v.cpu(),
-        window_size=case.window,
-        causal=case.causal,
-        **{name: x.cpu() for name, x in problem.index_tensors().items()},
-    )[2]
-    kept = kept_by_output(problem, target.backend)
-    lengths = zip(case.lengths_q, case.segments_k, strict=True) if case.is_varlen else None
-    first = 0
-    for b, (n_q, n_k) in enumerate(lengths or [(case.seqlen_q, case.keys)] * case.batch):
-        expected = keep_mask(problem.rng, case.dropout_p, b, case.heads_q, n_q, n_k)
-        expected = expected & (seen[b, :, :n_q, :n_k] > 0)
-        assert torch.equal(kept[first : first + n_q, :, :n_k].transpose(0, 1), expected)
-        assert not kept[first : first + n_q, :, n_k:].any()
-        first += n_q
-
-
 @each_case(
     [
         Case(d=d, dtype="bf16", dropout_p=0.2, seqlen_q=70, seqlen_k=200, window=(30, 10))
@@ -235,10 +182,60 @@ def test_thresholds(p: float, target: Target, seed: int) -> None:
     assert torch.equal(sign_mask(problem, target.backend), expected)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+MASK_CASES = [
+    Case(d=d, dtype=dtype, heads_q=4, heads_kv=2, dropout_p=p, deterministic=p > 0.5, **lengths)
+    for d in (64, 128, 256)
+    for dtype, p in (("fp16", 0.1), ("bf16", 0.7))
+    for lengths in (
+        dict(seqlen_q=77, seqlen_k=150),
+        dict(seqlen_q=130, seqlen_k=33, causal=True, top_left=True),
+        dict(lengths_q=(20, 0, 70), lengths_k=(33, 4, 131), tail=3),
+        dict(seqlen_q=200, seqlen_k=355, window=(41, 5), batch=1),
+    )
+]
+
+
+@each_case(MASK_CASES, [ATEN_CPU, ATEN_CUDA, SM80, SM90])
+def test_mask_read_out_of_the_results(case: Case, target: Target, seed: int) -> None:
+    """With equal scores and one-hot rows of v and dout, what is not 0 of out and of dv is what is
+    kept: bit for bit, forward and backward, whatever the tiles."""
+    problem = Problem(case, seed, target.device)
+    problem.q.zero_()
+    seen = expect(problem, backward=False).probs != 0
+    sequences = zip(case.lengths_q, case.lengths_k, strict=True) if case.is_varlen else None
+    lengths = list(sequences or [(case.seqlen_q, case.keys)] * case.batch)
+    longest = max(max(pair) for pair in lengths)
+    out, dv = {}, {}
+    for first in range(0, longest, case.d):
+        for side, x in enumerate((problem.dout, problem.v)):
+            counts = [pair[side] for pair in lengths] if case.is_varlen else [x.size(1)]
+            place = torch.cat([torch.arange(count) for count in (*counts, case.tail)])
+            one_hot = place[:, None] - first == torch.arange(case.d)
+            x.copy_(one_hot[:, None].expand(x.shape[-3:]))
+        results = run(problem, target.backend)
+        out[first], dv[first] = (results[name].cpu() != 0 for name in ("out", "dv"))
+    row_q = row_k = 0
+    for b, (n_q, n_k) in enumerate(lengths):
+        kept = keep_mask(problem.rng, case.dropout_p, b, case.heads_q, n_q, n_k)
+        kept = kept & seen[b, :, :n_q, :n_k]
+        of_q = (slice(row_q, row_q + n_q),) if case.is_varlen else (b,)
+        of_k = (slice(row_k, row_k + n_k),) if case.is_varlen else (b,)
+        row_q, row_k = row_q + n_q, row_k + n_k
+        if n_q == 0 or n_k == 0:
+            continue
+        forward = torch.cat([x[of_q] for x in out.values()], -1)[..., :n_k].transpose(0, 1)
+        assert torch.equal(forward, kept), f"forward, sequence {b}"
+        # dv adds up the query heads of a kv head.
+        group = kept.unflatten(0, (case.heads_kv, -1)).any(1)
+        backward = torch.cat([x[of_k] for x in dv.values()], -1)[..., :n_q].permute(1, 2, 0)
+        assert torch.equal(backward, group), f"backward, sequence {b}"
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 def test_nothing_kept_gives_zeros(target: Target, seed: int) -> None:
     """Not infinity times zero, where the probability rounds to 1."""
-    results = run(Problem(Case(dropout_p=1 - STEP / 4), seed, target.device), target.backend)
+    case = Case(dropout_p=1 - STEP / 4, dtype="bf16")
+    results = run(Problem(case, seed, target.device), target.backend)
     for name in ("out", "dq", "dk", "dv"):
         assert not results[name].count_nonzero(), name
     assert results["lse"].isfinite().all()
@@ -282,15 +279,16 @@ def test_places_are_independent(p: float) -> None:
         for p in (1e-6, 0.1, 0.83, 0.999, 1 - STEP / 4)
         for dtype in ("fp32", "bf16")
     ],
-    [ATEN_CPU, ATEN_CUDA],
+    [ATEN_CPU, ATEN_CUDA, SM80, SM90],
 )
 def test_forward_and_backward_use_one_mask(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 def test_lse_ignores_dropout(target: Target, seed: int) -> None:
-    case = Case(dropout_p=0.5)
+    """Both calls with a cap, so that both run on the same kernels."""
+    case = Case(dropout_p=0.5, dtype="fp16", softcap=30.0)
     dropped = run(Problem(case, seed, target.device), target.backend, backward=False)
     plain = run(
         Problem(case.with_(dropout_p=0.0), seed, target.device), target.backend, backward=False
@@ -299,10 +297,10 @@ def test_lse_ignores_dropout(target: Target, seed: int) -> None:
     assert not torch.equal(dropped["out"], plain["out"])
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 def test_generator(target: Target) -> None:
     """manual_seed repeats a call; calls differ; without dropout the generator stays where it is."""
-    q = torch.randn(2, 33, 4, 32, device=target.device)
+    q = torch.randn(2, 33, 4, 32, device=target.device).half()
 
     def attend(p: float) -> torch.Tensor:
         with use(target):

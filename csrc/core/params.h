@@ -102,11 +102,23 @@ struct ScoreParams {
   int64_t alibi_batch_stride = 0;         // 0: the same for all sequences
   const float* learnable_sink = nullptr;  // (heads_q), or null
   BiasParams bias;
+};
 
-  // Nothing that changes P, but by what its rows are divided by: a sink.
-  bool leaves_scores_plain() const {
-    return softcap == 0 && alibi_slopes == nullptr && bias.data == nullptr;
-  }
+// Where the gradient of a bias goes: contiguous, zeroed by the caller, as blocks that no query sees are
+// not visited.
+struct BiasGradientParams {
+  enum class Form : uint8_t {
+    kNone,   // not wanted
+    kRows,   // of a bias that broadcasts the keys: (batch, heads_q, rows) fp32
+    kKeys,   // of one that broadcasts the queries: (batch, heads_q, keys) fp32
+    kWhole,  // of one that broadcasts nothing: (batch, heads_q, rows, keys) of its dtype
+    kShared  // of one that broadcasts sequences, heads or both: likewise, 1 in their place
+  };
+  Form form = Form::kNone;
+  void* data = nullptr;
+  DType dtype = DType::kFp32;  // that of q or kFp32
+  int rows = 0, keys = 0;
+  int64_t batch_stride = 0, head_stride = 0;  // 0 in a dimension that the bias broadcasts
 };
 
 // Workspace: the normalised results of pieces of the keys, to be merged. Which row is whose:
@@ -151,6 +163,7 @@ struct BwdParams : AttnParams {
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
   float* dsink = nullptr;  // (heads_q), or null: not wanted
+  BiasGradientParams dbias;
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of

@@ -13,7 +13,7 @@ void run_bwd_delta(const BwdParams& params, Stream stream);
 // dsink, from delta.
 void run_bwd_sink(const BwdParams& params, Stream stream);
 
-// dq = softmax_scale · dq_accum.
+// dq = softmax_scale · dropout's scale · dq_accum.
 void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream);
 
 // The order that the portable code for this device adds in.

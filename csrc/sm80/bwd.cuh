@@ -56,6 +56,7 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
+#include "../cuda/ptx/opaque.cuh"
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
@@ -128,8 +129,7 @@ class QueryLoader {
   // For a block of another head than the one before.
   __device__ __forceinline__ void start_head(int head) const {
     if (threadIdx.x == 0) {
-      smem_.score[head % 2] = {params_, params_.score, smem_.keys.batch_idx, head,
-                               smem_.seqlen.diagonal(params_)};
+      smem_.score[head % 2] = {params_, smem_.keys.batch_idx, head, smem_.seqlen.diagonal(params_)};
     }
   }
 
@@ -196,14 +196,17 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
 
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
-__device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& smem,
+__device__ __forceinline__ void compute_scores(const BwdParams& params,
+                                               typename Traits::SharedStorage& smem,
                                                const BwdQueryBlock& block, int stage, int parity,
-                                               float scale_log2, bool masked, const Mask& mask) {
+                                               bool masked, const Mask& mask) {
   using Element = typename Traits::Element;
   using Grid = typename Traits::ScoreGrid;
   using Scores = typename Grid::Part;
   const Grid grid;
-  const int lane = threadIdx.x % 32;
+  // With terms, registers are too short for what could be computed before the loop.
+  constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
+  const int lane = (kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
   using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
   using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
@@ -219,11 +222,11 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
   for (int row = 0; row < Scores::kRows; ++row) {
     const int tile_row = first_row + row / 2 * 16 + fragment_row(row, lane);
     // With terms, the scores of a row that does not exist are not 0, and their P may overflow.
-    const bool finite =
-        !Traits::ScorePolicy::kGeneral || block.first_row + tile_row < smem.seqlen.len_q;
+    const bool finite = !kGeneral || block.first_row + tile_row < smem.seqlen.len_q;
     lse_log2[row] = finite ? to_lse_log2(smem.lse[parity][tile_row]) : INFINITY;
   }
-  recompute_probabilities(P, scale_log2, lse_log2, masked, mask);  // P = exp(S - LSE)
+  recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2, masked,
+                          mask);  // P = exp(S - LSE)
   if constexpr (Traits::kStages == 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // dO(i) is there
@@ -234,9 +237,10 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
   for (int row = 0; row < Scores::kRows; ++row) {
     delta[row] = smem.delta[parity][first_row + row / 2 * 16 + fragment_row(row, lane)];
   }
+  score.gradient(dS, P, delta, params.dropout, place, lane);  // dS = P ∘ (dP - delta)
   // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
   store_rounded(smem.p, P, first_row, first_col, lane);
-  score.gradient(dS, P, slope, delta);  // dS = P ∘ (dP - delta)
+  score.differentiate(dS, slope);
   store_rounded(smem.ds, dS, first_row, first_col, lane);
 }
 
@@ -291,8 +295,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     }
 
     compute_scores<Traits>(  // P, dS
-        smem, block, stage, i % 2, params.softmax_scale * kLog2E,
-        m < range.full_begin || m >= range.full_end,
+        params, smem, block, stage, i % 2, m < range.full_begin || m >= range.full_end,
         [&](typename Traits::ScoreGrid::Part& S) { mask_scores<Traits>(S, params, smem, block); });
     __syncthreads();  // P, dS are there
 
@@ -349,9 +352,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();  // all warps are done with K and V
   const Grid grid;
   const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
+  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
   store_rounded<16 * Grid::kGridCols>(smem.k, dK, first_row, grid.col * 16, lane,
-                                      params.softmax_scale);
-  store_rounded<16 * Grid::kGridCols>(smem.v, dV, first_row, grid.col * 16, lane);
+                                      params.softmax_scale * scale);
+  store_rounded<16 * Grid::kGridCols>(smem.v, dV, first_row, grid.col * 16, lane, scale);
   __syncthreads();
   const KeyGradientRows rows(smem.seqlen, smem.keys.batch_idx, smem.keys.head_kv, first_key);
   rows.template store<Traits::kBlockN, Traits::kThreads>(params.dk, params.dk_strides,

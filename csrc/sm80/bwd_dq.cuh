@@ -114,7 +114,7 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   }
 
   if (thread == 0) {
-    smem.score = {params, params.score, block.batch_idx, block.head, seqlen.diagonal(params)};
+    smem.score = {params, block.batch_idx, block.head, seqlen.diagonal(params)};
   }
   k_loader.load(smem.k, range.begin * kBlockN, seqlen.len_k);
   v_loader.load(smem.v, range.begin * kBlockN, seqlen.len_k);
@@ -125,12 +125,14 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
     __syncthreads();  // K(n), V(n) are there
     Scores P, dS, slope;
     gemm_smem<Element, kHeadDim, Into::kZero>(P, Q, K);  // S = Q K(n)ᵀ
-    smem.score.finish(P, slope, {block.first_row + warp_row, n * kBlockN}, lane);
+    const ScorePlace place = {block.first_row + warp_row, n * kBlockN};
+    smem.score.finish(P, slope, place, lane);
     recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2,
                             n < range.full_begin || n >= range.full_end,
                             [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); });
-    gemm_smem<Element, kHeadDim, Into::kZero>(dS, dO, V);  // dP = dO V(n)ᵀ
-    smem.score.gradient(dS, P, slope, delta);              // dS = P ∘ (dP - delta)
+    gemm_smem<Element, kHeadDim, Into::kZero>(dS, dO, V);            // dP = dO V(n)ᵀ
+    smem.score.gradient(dS, P, delta, params.dropout, place, lane);  // dS = P ∘ (dP - delta)
+    smem.score.differentiate(dS, slope);
 
     __syncthreads();  // all warps are done with V(n)
     if (n + 1 < range.end) v_loader.load(smem.v, (n + 1) * kBlockN, seqlen.len_k);
@@ -159,7 +161,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   compute_dq_loop<Traits>(params, seqlen, block, smem, dQ);
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
-  store_rounded(smem.q, dQ, warp_row, 0, lane, params.softmax_scale);
+  store_rounded(smem.q, dQ, warp_row, 0, lane,
+                params.softmax_scale * Traits::ScorePolicy::output_scale(params.dropout));
   __syncwarp();
   constexpr int kRowChunks = Traits::kHeadDim / kChunk;
   Element* dq = static_cast<Element*>(params.dq) +

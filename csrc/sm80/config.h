@@ -17,6 +17,8 @@ auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
   return cuda::with_head_dim_class(std::max(head_dim, head_dim_v), std::forward<F>(f));
 }
 
+using cuda::has_score_terms;
+
 // Shared memory that one block may have.
 enum class SmemBudget : uint8_t {
   kSmall,   // 99 KB: sm_86, sm_89, sm_120

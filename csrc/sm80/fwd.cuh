@@ -90,7 +90,7 @@ struct FwdWork {
       : window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
         segment_q(seqlen.segment_q),
-        score(params, params.score, tile.batch_idx, tile.head, seqlen.diagonal(params)) {
+        score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
@@ -125,11 +125,15 @@ struct FwdSharedStorage {
 };
 
 // P = exp(S - m) as the left operand of P V, computed 16 columns at a time when gemm() asks for
-// them.
+// them. place: of the warp's S.
 template <typename Traits>
 struct Probabilities {
   typename Traits::Softmax& softmax;
   const typename Traits::Scores& S;
+  const typename Traits::ScorePolicy& score;
+  const DropoutParams& dropout;
+  ScorePlace place;
+  int lane;
 
   __device__ __forceinline__ void load(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
 #pragma unroll
@@ -141,6 +145,7 @@ struct Probabilities {
       blocks[row / 2][row % 2] = ptx::pack<typename Traits::Element>(p[0], p[1]);
       blocks[row / 2][row % 2 + 2] = ptx::pack<typename Traits::Element>(p[2], p[3]);
     }
+    score.drop(blocks, dropout, {place.query, place.key + k}, lane);
   }
 };
 
@@ -191,7 +196,8 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
 
     typename Traits::Scores S;
     gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
-    work.score.finish(S, {work.first_row + warp_row, n * kBlockN}, lane);
+    const ScorePlace place = {work.first_row + warp_row, n * kBlockN};
+    work.score.finish(S, place, lane);
     if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
       int query[Traits::Scores::kRows];
 #pragma unroll
@@ -209,7 +215,8 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     float correction[Traits::Scores::kRows];
     if (softmax.update_max(S, correction)) scale_rows(O, correction);  // O = O · exp(m_old - m)
     // O += exp(S - m) V(n)
-    gemm<Element, kBlockN, Into::kSum>(O, Probabilities<Traits>{softmax, S}, V);
+    gemm<Element, kBlockN, Into::kSum>(
+        O, Probabilities<Traits>{softmax, S, work.score, params.dropout, place, lane}, V);
   }
 }
 
@@ -229,7 +236,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
     if (lane % 4 == 0 && query < work.segment_q) {
       work.lse[query] = query < work.window.len_q() ? softmax.log_sum_exp(row) : -INFINITY;
     }
-    inverse_sum[row] = softmax.inverse_sum(row);
+    inverse_sum[row] = softmax.inverse_sum(row) * Traits::ScorePolicy::output_scale(params.dropout);
   }
   scale_rows(O, inverse_sum);
   store_rounded(smem.o, O, warp_row, 0, lane);

@@ -130,6 +130,7 @@ inline constexpr FwdTile kFwdTile<256, 256> = {
     .consumers = 2, .block_n = 64, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
 // With score terms. With 48 keys d = 256 would spill registers.
+using cuda::has_score_terms;
 using cuda::with_scores_class;
 template <int kHeadDim>
 inline constexpr FwdTile kScoresTile = kFwdTile<kHeadDim, kHeadDim>;

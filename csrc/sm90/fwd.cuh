@@ -238,8 +238,8 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   softmax.finish();
   const float* const sinks = self.params.score.learnable_sink;
   if (sinks != nullptr) softmax.add_sink(O, sinks[work.q.head]);
-  const float kept_scale = Traits::ScorePolicy::kGeneral ? self.params.dropout.scale : 1.f;
-  scale_rows(O, {softmax.inverse_sum(0) * kept_scale, softmax.inverse_sum(1) * kept_scale});
+  const float scale = Traits::ScorePolicy::output_scale(self.params.dropout);
+  scale_rows(O, {softmax.inverse_sum(0) * scale, softmax.inverse_sum(1) * scale});
   if (rows_that_count < 16) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

@@ -87,9 +87,8 @@ __device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUten
   Ring<Traits::kQStages> ring(smem.q_ring);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
     if (!work.has_keys()) return;
-    new (smem.score_storage[slot])
-        typename Traits::ScorePolicy(params, params.score, work.batch_idx, work.q.head,
-                                     SeqlenInfo(params, work.batch_idx).diagonal(params));
+    new (smem.score_storage[slot]) typename Traits::ScorePolicy(
+        params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
     ring.wait_empty();
     ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
     load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),

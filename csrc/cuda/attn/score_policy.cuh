@@ -1,23 +1,28 @@
-// What happens to scores between Q Kᵀ and the mask, and to their gradient: one text for every kernel.
+// What happens to scores between Q Kᵀ and the mask, to probabilities before P V, and to the gradients
+// of both: one text for every kernel.
 //
 //   PlainScores     nothing: it holds nothing, and its calls vanish
-//   GeneralScores   softcap, ALiBi, dropout; which of them is asked at run time, and all threads branch
-//                   alike
+//   GeneralScores   softcap, ALiBi, dropout; which of them is asked at run time, and all threads
+//                   branch alike
 //
 // Scores stay in the unit of Q Kᵀ, that is divided by softmax_scale, so that the softmax's one
 // multiplication for each of them serves as it does without terms:
 //
 //   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale → - slope · |key - diagonal|
 //
-// The backward's dS is the gradient of the scores; that of X is dX = dS ∘ (1 - tanh²). With dropout,
-// kept m ∈ {0, 1} and keep probability 1 / ρ, the tiles hold all but the factor ρ, which O, dQ, dK and
-// dV take where they are stored: O = ρ (m ∘ P) V, dV = ρ (m ∘ P)ᵀ dO, dS = ρ P ∘ (m ∘ dO Vᵀ - delta / ρ).
+// Dropout keeps m ∈ {0, 1} of P and divides by the keep probability 1 / ρ. The kernels leave ρ out of
+// their loops and multiply what they store by it: O, and in the backward
+//
+//   dS / ρ = P ∘ (m ∘ dO Vᵀ - delta / ρ)          dV / ρ = (m ∘ P)ᵀ dO
+//
+// The gradient of X is dX = dS ∘ (1 - tanh²(X / cap)).
 #pragma once
 
 #include <cmath>
 
 #include "../../core/params.h"
 #include "../ptx/math.cuh"
+#include "../ptx/opaque.cuh"
 #include "../tile/fragment.cuh"
 #include "dropout.cuh"
 #include "online_softmax.cuh"
@@ -34,23 +39,32 @@ struct PlainScores {
   static constexpr bool kGeneral = false;
 
   PlainScores() = default;
-  __device__ __forceinline__ PlainScores(const AttnParams&, const ScoreParams&, int /*batch_idx*/,
-                                         int /*head*/, int64_t /*diagonal*/) {}
+  template <typename Params>
+  __device__ __forceinline__ PlainScores(const Params&, int /*batch_idx*/, int /*head*/,
+                                         int64_t /*diagonal*/) {}
   template <typename Scores>
   __device__ __forceinline__ void finish(Scores&, ScorePlace, int /*lane*/) const {}
   template <typename Scores>
   __device__ __forceinline__ void finish(Scores&, Scores& /*slope*/, ScorePlace,
                                          int /*lane*/) const {}
+  template <int kMBlocks>
+  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&, ScorePlace,
+                                       int /*lane*/) const {}
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
+                                       int /*lane*/) const {}
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
                                            const Accumulator<kMBlocks, kN>& P,
-                                           const Accumulator<kMBlocks, kN>& /*slope*/,
-                                           const float (&delta)[2 * kMBlocks]) const {
+                                           const float (&delta)[2 * kMBlocks], const DropoutParams&,
+                                           ScorePlace, int /*lane*/) const {
     softmax_gradient(dP, P, delta);
   }
-  template <typename Operand>
-  __device__ __forceinline__ void drop(Operand&, const DropoutParams&, ScorePlace,
-                                       int /*lane*/) const {}
+  template <typename Scores>
+  __device__ __forceinline__ void differentiate(Scores&, const Scores&) const {}
+  __device__ __forceinline__ static constexpr float output_scale(const DropoutParams&) {
+    return 1.f;
+  }
 };
 
 // Of one query head of one sequence. kTransposed: keys are the rows of an accumulator and queries its
@@ -59,18 +73,23 @@ class GeneralScores {
  public:
   static constexpr bool kGeneral = true;
 
-  // diagonal: the key that query 0 meets on its diagonal.
-  __device__ __forceinline__ GeneralScores(const AttnParams& params, const ScoreParams& score,
-                                           int batch_idx, int head, int64_t diagonal)
+  // params: FwdParams or BwdParams. diagonal: the key that query 0 meets on its diagonal.
+  template <typename Params>
+  __device__ __forceinline__ GeneralScores(const Params& params, int batch_idx, int head,
+                                           int64_t diagonal)
+      : diagonal_(static_cast<int>(diagonal)) {
+    const ScoreParams& score = params.score;
+    if (score.softcap > 0.f) {
       // Beyond 1e30 nothing is capped, and products would leave the range of fp32.
-      : cap_(score.softcap > 0.f ? fminf(fmaxf(score.softcap / params.softmax_scale, 1e-30f), 1e30f)
-                                 : 0.f),
-        inverse_cap_(1.f / cap_),
-        alibi_(score.alibi_slopes == nullptr
-                   ? 0.f
-                   : score.alibi_slopes[batch_idx * score.alibi_batch_stride + head] /
-                         params.softmax_scale),
-        diagonal_(static_cast<int>(diagonal)) {
+      cap_ = fminf(fmaxf(score.softcap / params.softmax_scale, 1e-30f), 1e30f);
+      inverse_cap_ = 1.f / cap_;
+    }
+    // Varlen: the rows before the first sequence and behind the last have no terms of their own.
+    const int sequence = min(max(batch_idx, 0), params.batch - 1);
+    if (score.alibi_slopes != nullptr) {
+      alibi_ =
+          score.alibi_slopes[sequence * score.alibi_batch_stride + head] / params.softmax_scale;
+    }
     if (params.dropout.rng_state != nullptr) {
       dropout_ = DropoutHead::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
     }
@@ -84,7 +103,7 @@ class GeneralScores {
     if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 
-  // The same; slope becomes d score / dX where that is not 1, for gradient().
+  // The same; slope becomes d score / dX where that is not 1, for differentiate().
   template <bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S,
                                          Accumulator<kMBlocks, kN>& slope, ScorePlace place,
@@ -103,76 +122,85 @@ class GeneralScores {
     if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 
-  // dP becomes dX.
-  template <int kMBlocks, int kN>
-  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
-                                           const Accumulator<kMBlocks, kN>& P,
-                                           const Accumulator<kMBlocks, kN>& slope,
-                                           const float (&delta)[2 * kMBlocks]) const {
-    softmax_gradient(dP, P, delta);
-    scale_by_slope(dP, slope);
+  // What is dropped of P, rounded into an operand of 16 columns from place.key on, becomes 0.
+  template <int kMBlocks>
+  __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
+                                       ScorePlace place, int lane) const {
+    if (params.rng_state == nullptr) return;
+    const DropoutMask<false> mask(params, dropout_, local(lane));
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], place.query + 16 * m, place.key);
   }
 
-  // The same with dropout, less the factor ρ; P becomes what dV wants, 0 where it is dropped.
-  template <bool kTransposed = false, int kMBlocks, int kN>
-  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
-                                           Accumulator<kMBlocks, kN>& P,
-                                           const Accumulator<kMBlocks, kN>& slope,
-                                           const float (&delta)[2 * kMBlocks],
-                                           const DropoutParams& dropout, ScorePlace place,
-                                           int lane) const {
-    if (dropout.rng_state == nullptr) return gradient(dP, P, slope, delta);
-    const DropoutMask<kTransposed> mask(dropout, dropout_, lane);
-    const int first_row = kTransposed ? place.key : place.query;
-    const int first_col = kTransposed ? place.query : place.key;
+  // The same of a whole operand.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
+                                       ScorePlace place, int lane) const {
+    if (params.rng_state == nullptr) return;
+    const DropoutMask<false> mask(params, dropout_, local(lane));
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
 #pragma unroll
       for (int k = 0; k < kN / 16; ++k) {
+        mask.drop(P.data[m][k], place.query + 16 * m, place.key + 16 * k);
+      }
+    }
+  }
+
+  // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
+                                           Accumulator<kMBlocks, kN>& P,
+                                           const float (&delta)[2 * kMBlocks],
+                                           const DropoutParams& params, ScorePlace place,
+                                           int lane) const {
+    static_assert(!kTransposed, "delta belongs to rows");
+    if (params.rng_state == nullptr) return softmax_gradient(dP, P, delta);
+    const DropoutMask<false> mask(params, dropout_, local(lane));
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int k = 0; k < kN; k += 16) {
         bool kept[2][4];
-        mask.find_kept(kept, first_row + 16 * m, first_col + 16 * k);
+        mask.find_kept(kept, place.query + 16 * m, place.key + k);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
+          const float row_delta = delta[2 * m + row] * params.keep;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float &dp = dP.at(2 * m + row, 4 * k + i), &p = P.at(2 * m + row, 4 * k + i);
-            const float dropped = -p * (delta[2 * m + row] * dropout.keep);
-            dp = kept[row][i] ? fmaf(p, dp, dropped) : dropped;
+            float& p = P.at(2 * m + row, k / 4 + i);
+            float& ds = dP.at(2 * m + row, k / 4 + i);
+            const float of_sum = -row_delta * p;
+            ds = kept[row][i] ? fmaf(p, ds, of_sum) : of_sum;
             p = kept[row][i] ? p : 0.f;
           }
         }
       }
     }
-    scale_by_slope(dP, slope);
   }
 
-  // What dropout drops of P, rounded, becomes 0.
-  template <bool kTransposed = false, int kMBlocks, int kN>
-  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
-                                       ScorePlace place, int lane) const {
-    if (params.rng_state == nullptr) return;
-    const DropoutMask<kTransposed> mask(params, dropout_, lane);
-    const int first_row = kTransposed ? place.key : place.query;
-    const int first_col = kTransposed ? place.query : place.key;
+  // dS becomes dX.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void differentiate(Accumulator<kMBlocks, kN>& dS,
+                                                const Accumulator<kMBlocks, kN>& slope) const {
+    if (cap_ == 0.f) return;
 #pragma unroll
-    for (int m = 0; m < kMBlocks; ++m) {
+    for (int row = 0; row < dS.kRows; ++row) {
 #pragma unroll
-      for (int k = 0; k < kN / 16; ++k) {
-        mask.drop(P.data[m][k], first_row + 16 * m, first_col + 16 * k);
-      }
+      for (int i = 0; i < dS.kRowElements; ++i) dS.at(row, i) *= slope.at(row, i);
     }
+  }
+
+  // ρ: what O, dQ, dK and dV are multiplied by.
+  __device__ __forceinline__ static float output_scale(const DropoutParams& params) {
+    return params.scale;
   }
 
  private:
-  template <int kMBlocks, int kN>
-  __device__ __forceinline__ void scale_by_slope(Accumulator<kMBlocks, kN>& dP,
-                                                 const Accumulator<kMBlocks, kN>& slope) const {
-    if (cap_ == 0.f) return;
-#pragma unroll
-    for (int row = 0; row < dP.kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < dP.kRowElements; ++i) dP.at(row, i) *= slope.at(row, i);
-    }
+  // Keeps what follows from the lane alone from being computed before a kernel's loop, where it would
+  // take registers throughout.
+  __device__ __forceinline__ static int local(int lane) {
+    return static_cast<int>(ptx::opaque(lane));
   }
 
   // cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
@@ -223,6 +251,7 @@ class GeneralScores {
                                             int lane) const {
     // slope · distance grows by this from a column to the next, and shrinks by it down the rows.
     const float step = kTransposed ? -alibi_ : alibi_;
+    lane = local(lane);
     const auto corner = static_cast<float>(place.key - place.query - diagonal_);
     const auto combine = [&](const auto& subtract) {
 #pragma unroll
@@ -243,10 +272,10 @@ class GeneralScores {
     }
   }
 
-  float cap_, inverse_cap_;  // 0: none
-  float alibi_;              // 0: none
+  float cap_ = 0.f, inverse_cap_ = 0.f;  // 0: none
+  float alibi_ = 0.f;                    // 0: none
   int diagonal_;
-  DropoutHead dropout_ = {};
+  DropoutHead dropout_;
 };
 
 }  // namespace flash_attn
