@@ -169,13 +169,13 @@ class Case:
         if backend == "aten":
             return True
         head_dim = max(self.d, self.d_v or self.d)
-        return self.dtype in ("fp16", "bf16") and not self.bias and head_dim <= 256
+        return self.dtype in ("fp16", "bf16") and head_dim <= 256
 
     def gradients_served_by(self, backend: str) -> bool:
         """The same of the backward."""
         if backend != SM90.backend:
             return self.served_by(backend)
-        terms = self.softcap or self.alibi or self.deterministic
+        terms = self.softcap or self.alibi or self.bias or self.dropout_p or self.deterministic
         return self.served_by(backend) and not terms and max(self.d, self.d_v or self.d) <= 128
 
     def with_(self, **changes: object) -> Case:

@@ -62,6 +62,7 @@
 #include "../cuda/tile/store.cuh"
 #include "../cuda/tile/warp_grid.cuh"
 #include "bwd.h"
+#include "bwd_bias.cuh"
 #include "bwd_config.h"
 #include "bwd_dq.cuh"
 #include "bwd_dq_reduction.cuh"
@@ -101,6 +102,9 @@ struct BwdTraits {
     BwdKeyBlock keys;
     BlockRange range;      // of queries
     ScorePolicy score[2];  // of this query head and the next, by turns
+    // Of dS, by the rows of the warps' grid: for a bias that broadcasts the queries.
+    float column_sums[ScorePolicy::kGeneral ? kTile.score_warps : 1]
+                     [ScorePolicy::kGeneral ? kBlockN : 1];
   };
   static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
 };
@@ -203,10 +207,10 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   using Element = typename Traits::Element;
   using Grid = typename Traits::ScoreGrid;
   using Scores = typename Grid::Part;
-  const Grid grid;
   // With terms, registers are too short for what could be computed before the loop.
   constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  const int lane = (kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
+  const int thread = kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x, lane = thread % 32;
+  const Grid grid = {thread / 32 / Grid::kGridCols, thread / 32 % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
   using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
   using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
@@ -218,6 +222,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
       P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
   score.finish(P, slope, place, lane);
+  score.template add_bias<Element>(P, params.score.bias, place, lane);
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
     const int tile_row = first_row + row / 2 * 16 + fragment_row(row, lane);
@@ -240,8 +245,31 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   score.gradient(dS, P, delta, params.dropout, place, lane);  // dS = P ∘ (dP - delta)
   // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
   store_rounded(smem.p, P, first_row, first_col, lane);
+  if constexpr (kGeneral) {
+    score.template store_bias_gradient<Element>(dS, params.dbias, params.dropout,
+                                                smem.keys.batch_idx, block.head, place, lane);
+    if (params.dbias.form == BiasGradientParams::Form::kKeys) {
+      sum_columns(dS, smem.column_sums[grid.row] + first_col, lane);
+    }
+  }
   score.differentiate(dS, slope);
   store_rounded(smem.ds, dS, first_row, first_col, lane);
+}
+
+// Once all warps' column_sums are there. A thread owns a key: of this head, nobody else adds to it.
+template <typename Traits>
+__device__ __forceinline__ void add_column_sums(const BwdParams& params,
+                                                const typename Traits::SharedStorage& smem,
+                                                int head) {
+  const int col = threadIdx.x, key = smem.keys.first_key + col;
+  if (col >= Traits::kBlockN || key >= params.dbias.keys) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int row = 0; row < Traits::kTile.score_warps; ++row) sum += smem.column_sums[row][col];
+  float* const gradient = static_cast<float*>(params.dbias.data) +
+                          smem.keys.batch_idx * params.dbias.batch_stride +
+                          head * params.dbias.head_stride + key;
+  *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
 // Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
@@ -298,6 +326,11 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
         params, smem, block, stage, i % 2, m < range.full_begin || m >= range.full_end,
         [&](typename Traits::ScoreGrid::Part& S) { mask_scores<Traits>(S, params, smem, block); });
     __syncthreads();  // P, dS are there
+    if constexpr (Traits::ScorePolicy::kGeneral) {
+      if (params.dbias.form == BiasGradientParams::Form::kKeys) {
+        add_column_sums<Traits>(params, smem, block.head);
+      }
+    }
 
     DqReduction<Traits> dq;
     if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem);  // dQ = dS K
@@ -395,6 +428,9 @@ template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
   launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>>(params, stream);
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
+  if (params.dbias.form == BiasGradientParams::Form::kShared) {
+    launch_bwd_bias<kDType, kHeadDim>(params, stream);
+  }
 }
 
 }  // namespace flash_attn::sm80

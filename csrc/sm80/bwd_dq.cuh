@@ -15,15 +15,14 @@
 // Shared memory: │ Q, in the end dQ │ dO │ K │ V │
 #pragma once
 
-#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
-#include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
 #include "bwd_config.h"
+#include "bwd_score_gradient.cuh"
 
 namespace flash_attn::sm80 {
 
@@ -123,15 +122,12 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   for (int n = range.begin; n < range.end; ++n) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K(n), V(n) are there
-    Scores P, dS, slope;
-    gemm_smem<Element, kHeadDim, Into::kZero>(P, Q, K);  // S = Q K(n)ᵀ
-    const ScorePlace place = {block.first_row + warp_row, n * kBlockN};
-    smem.score.finish(P, slope, place, lane);
-    recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2,
-                            n < range.full_begin || n >= range.full_end,
-                            [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); });
-    gemm_smem<Element, kHeadDim, Into::kZero>(dS, dO, V);            // dP = dO V(n)ᵀ
-    smem.score.gradient(dS, P, delta, params.dropout, place, lane);  // dS = P ∘ (dP - delta)
+    Scores dS, slope;
+    compute_score_gradient<Element, kHeadDim>(
+        params, smem.score, Q, K, dO, V, lse_log2, delta,
+        ScorePlace{block.first_row + warp_row, n * kBlockN},
+        n < range.full_begin || n >= range.full_end,
+        [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); }, lane, dS, slope);
     smem.score.differentiate(dS, slope);
 
     __syncthreads();  // all warps are done with V(n)

@@ -198,6 +198,7 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
     const ScorePlace place = {work.first_row + warp_row, n * kBlockN};
     work.score.finish(S, place, lane);
+    work.score.template add_bias<Element>(S, params.score.bias, place, lane);
     if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
       int query[Traits::Scores::kRows];
 #pragma unroll

@@ -178,6 +178,7 @@ class KeyWalk {
   // Score terms; S = -inf where nothing is seen.
   __device__ __forceinline__ void finish_scores() {
     score.finish(S, place(), self.lane);
+    score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     if (n >= range.full_begin && n < range.full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
     const int first_key = n * Traits::kBlockN;

@@ -2,13 +2,14 @@
 // of both: one text for every kernel.
 //
 //   PlainScores     nothing: it holds nothing, and its calls vanish
-//   GeneralScores   softcap, ALiBi, dropout; which of them is asked at run time, and all threads
+//   GeneralScores   softcap, bias, ALiBi, dropout; which of them is asked at run time, and all threads
 //                   branch alike
 //
 // Scores stay in the unit of Q Kᵀ, that is divided by softmax_scale, so that the softmax's one
 // multiplication for each of them serves as it does without terms:
 //
-//   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale → - slope · |key - diagonal|
+//   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale
+//     → + bias / softmax_scale - slope / softmax_scale · |key - diagonal|
 //
 // Dropout keeps m ∈ {0, 1} of P and divides by the keep probability 1 / ρ. The kernels leave ρ out of
 // their loops and multiply what they store by it: O, and in the backward
@@ -24,6 +25,7 @@
 #include "../ptx/math.cuh"
 #include "../ptx/opaque.cuh"
 #include "../tile/fragment.cuh"
+#include "bias.cuh"
 #include "dropout.cuh"
 #include "online_softmax.cuh"
 #include "softmax_bwd.cuh"
@@ -47,6 +49,9 @@ struct PlainScores {
   template <typename Scores>
   __device__ __forceinline__ void finish(Scores&, Scores& /*slope*/, ScorePlace,
                                          int /*lane*/) const {}
+  template <typename Element, typename Scores>
+  __device__ __forceinline__ void add_bias(Scores&, const BiasParams&, ScorePlace,
+                                           int /*lane*/) const {}
   template <int kMBlocks>
   __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&, ScorePlace,
                                        int /*lane*/) const {}
@@ -60,6 +65,11 @@ struct PlainScores {
                                            ScorePlace, int /*lane*/) const {
     softmax_gradient(dP, P, delta);
   }
+  template <typename Element, typename Scores>
+  __device__ __forceinline__ void store_bias_gradient(const Scores&, const BiasGradientParams&,
+                                                      const DropoutParams&, int /*batch_idx*/,
+                                                      int /*head*/, ScorePlace,
+                                                      int /*lane*/) const {}
   template <typename Scores>
   __device__ __forceinline__ void differentiate(Scores&, const Scores&) const {}
   __device__ __forceinline__ static constexpr float output_scale(const DropoutParams&) {
@@ -77,18 +87,23 @@ class GeneralScores {
   template <typename Params>
   __device__ __forceinline__ GeneralScores(const Params& params, int batch_idx, int head,
                                            int64_t diagonal)
-      : diagonal_(static_cast<int>(diagonal)) {
+      : inverse_scale_(1.f / params.softmax_scale), diagonal_(static_cast<int>(diagonal)) {
     const ScoreParams& score = params.score;
     if (score.softcap > 0.f) {
       // Beyond 1e30 nothing is capped, and products would leave the range of fp32.
-      cap_ = fminf(fmaxf(score.softcap / params.softmax_scale, 1e-30f), 1e30f);
+      cap_ = fminf(fmaxf(score.softcap * inverse_scale_, 1e-30f), 1e30f);
       inverse_cap_ = 1.f / cap_;
     }
     // Varlen: the rows before the first sequence and behind the last have no terms of their own.
     const int sequence = min(max(batch_idx, 0), params.batch - 1);
     if (score.alibi_slopes != nullptr) {
-      alibi_ =
-          score.alibi_slopes[sequence * score.alibi_batch_stride + head] / params.softmax_scale;
+      alibi_ = score.alibi_slopes[sequence * score.alibi_batch_stride + head] * inverse_scale_;
+    }
+    if (score.bias.data != nullptr) {
+      const BiasParams& bias = score.bias;
+      const int bytes = bias.dtype == DType::kBool ? 1 : bias.dtype == DType::kFp32 ? 4 : 2;
+      bias_ = static_cast<const char*>(bias.data) +
+              (sequence * bias.batch_stride + head * bias.head_stride) * bytes;
     }
     if (params.dropout.rng_state != nullptr) {
       dropout_ = DropoutHead::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
@@ -120,6 +135,17 @@ class GeneralScores {
       }
     }
     if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+  }
+
+  // After finish(). -inf for hidden keys.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const BiasParams& params,
+                                           ScorePlace place, int lane) const {
+    if (params.data == nullptr) return;
+    with_bias_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
+      flash_attn::add_bias(S, params, static_cast<const Number*>(bias_), inverse_scale_,
+                           place.query, place.key, local(lane));
+    });
   }
 
   // What is dropped of P, rounded into an operand of 16 columns from place.key on, becomes 0.
@@ -177,6 +203,20 @@ class GeneralScores {
         }
       }
     }
+  }
+
+  // dS / ρ, where the gradient of the bias is dS itself.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void store_bias_gradient(const Accumulator<kMBlocks, kN>& dS,
+                                                      const BiasGradientParams& params,
+                                                      const DropoutParams& dropout, int batch_idx,
+                                                      int head, ScorePlace place, int lane) const {
+    if (params.form != BiasGradientParams::Form::kWhole) return;
+    const int64_t offset = batch_idx * params.batch_stride + head * params.head_stride;
+    with_bias_gradient_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
+      flash_attn::store_bias_gradient(dS, params, static_cast<Number*>(params.data) + offset,
+                                      output_scale(dropout), place.query, place.key, local(lane));
+    });
   }
 
   // dS becomes dX.
@@ -274,7 +314,9 @@ class GeneralScores {
 
   float cap_ = 0.f, inverse_cap_ = 0.f;  // 0: none
   float alibi_ = 0.f;                    // 0: none
+  float inverse_scale_;
   int diagonal_;
+  const void* bias_ = nullptr;
   DropoutHead dropout_;
 };
 
