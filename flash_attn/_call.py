@@ -9,6 +9,7 @@ import operator
 import torch
 from torch import Tensor
 
+from flash_attn._errors import shown
 from flash_attn._library import C
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
@@ -27,11 +28,11 @@ def _ops():
 
 
 def as_int(value, argument: str):
-    """An int, a SymInt, or anything with __index__ (NumPy's ints, 0-dim tensors) as an int."""
-    if isinstance(value, (int, torch.SymInt)):
+    """A SymInt, or as an int what has __index__: bools, NumPy's ints, 0-dim tensors."""
+    if type(value) is int or isinstance(value, torch.SymInt):
         return value
     try:
-        return operator.index(value)
+        return int(operator.index(value))
     except TypeError:
         raise TypeError(
             f"flash_attn: {argument}: expected an int, got {type(value).__name__}"
@@ -44,7 +45,7 @@ def window_sides(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         raise TypeError(
-            f"flash_attn: window_size: expected (left, right), got {window_size!r}"
+            f"flash_attn: window_size: expected (left, right), got {shown(window_size)}"
         ) from None
     if type(left) is int and type(right) is int:
         return left, right
@@ -58,21 +59,26 @@ def _is_top_left(causal_alignment: str) -> bool:
         return True
     raise ValueError(
         'flash_attn: causal_alignment: expected "bottom-right" or "top-left",'
-        f" got {causal_alignment!r}"
+        f" got {shown(causal_alignment)}"
     )
 
 
 def dense_seqlen(x: Tensor) -> int:
     """The length of a (batch, seqlen, heads, d) tensor; 0 for another rank, which C++ reports."""
-    try:
-        return x.size(1) if x.dim() == 4 else 0
-    except AttributeError:
-        raise TypeError(
-            f"flash_attn: q, k: expected torch.Tensor, got {type(x).__name__}"
-        ) from None
+    return x.size(1) if x.dim() == 4 else 0
 
 
-def _check_pages(k: Tensor, v: Tensor, block_table: Tensor) -> None:
+def _check_pages(k: Tensor, v: Tensor, block_table: Tensor, **indices: Tensor | None) -> None:
+    for name, tensor in {"v": v, "block_table": block_table, **indices}.items():
+        if tensor is not None and tensor.device != k.device:
+            raise RuntimeError(
+                f"flash_attn: {name}: expected device {k.device} as k has, got {tensor.device}"
+            )
+    for name, tensor in indices.items():
+        if tensor is not None and (tensor.dim() != 1 or tensor.dtype != torch.int32):
+            raise RuntimeError(
+                f"flash_attn: {name}: expected int32 of one dimension, got {shown(tensor)}"
+            )
     if block_table.dim() != 2 or block_table.dtype != torch.int32:
         raise RuntimeError(
             "flash_attn: block_table: expected int32 of shape (batch, max_pages), got"
@@ -131,7 +137,8 @@ def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k,
     Each sequence is padded to the table's capacity; its true length moves into seqused_k. Returns
     k, v, cu_seqlens_k, seqused_k, attn_bias.
     """
-    _check_pages(k, v, block_table)
+    lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
+    _check_pages(k, v, block_table, leftpad_k=leftpad_k, **lengths)
     (pages, page_size), (batch, columns) = k.shape[:2], block_table.shape
     lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     if pages == 0:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn._call import as_int, decode, decode_arguments, kvcache
+from flash_attn._errors import explain
 
 Window = Sequence[int | None] | Tensor
 
@@ -77,28 +78,32 @@ def flash_decode_func(
 
     Raises: as flash_attn_func.
     """
-    out, softmax_lse = decode(
-        decode_arguments(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=block_table,
-            alibi_slopes=alibi_slopes,
-            learnable_sink=learnable_sink,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
+    try:
+        out, softmax_lse = decode(
+            decode_arguments(
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens=cache_seqlens,
+                cache_batch_idx=cache_batch_idx,
+                cache_leftpad=cache_leftpad,
+                block_table=block_table,
+                alibi_slopes=alibi_slopes,
+                learnable_sink=learnable_sink,
+                k_descale=k_descale,
+                v_descale=v_descale,
+                softmax_scale=softmax_scale,
+                causal=causal,
+                window_size=window_size,
+                softcap=softcap,
+                num_splits=num_splits,
+                batch_invariant=batch_invariant,
+            )
         )
-    )
-    return (out, softmax_lse) if return_softmax_lse else out
+        return (out, softmax_lse) if return_softmax_lse else out
+    except Exception as error:
+        explain(error, flash_decode_func, locals())
+        raise
 
 
 def _expect(condition: bool, argument: str, requirement: str, got: object) -> None:
@@ -191,32 +196,38 @@ def flash_attn_with_kvcache(
         NotImplementedError: an input has a tangent of forward-mode AD. Either way nothing has been
         written.
     """
-    _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        length = as_int(cache_seqlens, "cache_seqlens")
-        new = 0 if k is None else k.size(1)
-        k_cache, v_cache, cache_seqlens = _at_length(q, k_cache, v_cache, block_table, length, new)
-    arguments = decode_arguments(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
-        learnable_sink=learnable_sink,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-    )
-    if k is None:
-        out, softmax_lse = decode(arguments)
-    else:
-        out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
-    return (out, softmax_lse) if return_softmax_lse else out
+    try:
+        _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
+        if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+            length = as_int(cache_seqlens, "cache_seqlens")
+            new = 0 if k is None else k.size(1)
+            k_cache, v_cache, cache_seqlens = _at_length(
+                q, k_cache, v_cache, block_table, length, new
+            )
+        arguments = decode_arguments(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            learnable_sink=learnable_sink,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+        )
+        if k is None:
+            out, softmax_lse = decode(arguments)
+        else:
+            out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
+        return (out, softmax_lse) if return_softmax_lse else out
+    except Exception as error:
+        explain(error, flash_attn_with_kvcache, locals())
+        raise

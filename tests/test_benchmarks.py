@@ -257,3 +257,23 @@ def test_race_without_a_gpu_says_so():
         pytest.skip("there is a GPU")
     done = run("-m", "benchmarks.race", "--kinds", "fwd")
     assert done.returncode == 2 and "need a CUDA GPU" in done.stderr
+
+
+def test_host_overhead_is_of_what_a_user_gets(monkeypatch, tmp_path):
+    """No backend is forced: the record says which one served, beside both forms of SDPA."""
+    import json
+
+    from benchmarks import host_overhead
+
+    monkeypatch.setattr(host_overhead, "CALLS", 2)
+    monkeypatch.setattr(host_overhead, "BLOCKS", 3)
+    out = tmp_path / "host.json"
+    arguments = ["host_overhead", "--device", "cpu", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert host_overhead.main() == 0
+    _, *records = json.loads(out.read_text())
+    assert [r["shape"]["forward"] for r in records] == ["aten"] * 3
+    assert records[2]["shape"]["backward"] == "aten"
+    for record in records:
+        assert set(record["values"]) == {"ours", "sdpa", "sdpa flash"}
+        assert set(record["ratio"]) == {"ours/sdpa", "ours/sdpa flash"}
