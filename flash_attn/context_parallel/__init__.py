@@ -1,5 +1,27 @@
-"""One sequence over many GPUs, on torch.distributed."""
+"""One sequence over many GPUs, on torch.distributed.
 
+    q, k, v = (split(x, group) for x in (q, k, v))                  # this rank's tokens
+    out = flash_attn_func(q, k, v, causal=True, group=group)        # and their output
+    whole = join(out, group)
+
+The functions are those of flash_attn over a process group or a DeviceMesh: exact, forward and
+backward, on gloo with CPUs and on NCCL with GPUs.
+"""
+
+from flash_attn.context_parallel.interface import (
+    choose_scheme,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
 from flash_attn.context_parallel.merge import merge_attention
+from flash_attn.context_parallel.shards import join, position_ids, split
 
-__all__ = ["merge_attention"]
+__all__ = [
+    "choose_scheme",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "join",
+    "merge_attention",
+    "position_ids",
+    "split",
+]

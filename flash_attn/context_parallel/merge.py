@@ -8,32 +8,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_attn._call import expect
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What partial results are added in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _expect(condition: bool, argument: str, requirement: str, got: object) -> None:
-    if not condition:
-        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
-
-
 def _check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
-    _expect(len(outs) > 0, "outs", "at least one partial result", "none")
-    _expect(len(lses) == len(outs), "lses", f"{len(outs)} tensors as in outs", len(lses))
+    expect(len(outs) > 0, "outs", "at least one partial result", "none")
+    expect(len(lses) == len(outs), "lses", f"{len(outs)} tensors as in outs", len(lses))
     first = outs[0]
-    _expect(first.dim() >= 3, "outs", "shape (…, seqlen, heads, d_v)", tuple(first.shape))
+    expect(first.dim() >= 3, "outs", "shape (…, seqlen, heads, d_v)", tuple(first.shape))
     rows = (*first.shape[:-3], first.shape[-2], first.shape[-3])
     for out, lse in zip(outs, lses, strict=True):
         same = out.shape == first.shape and out.dtype == first.dtype
-        _expect(
+        expect(
             same,
             "outs",
             f"{first.dtype} of shape {tuple(first.shape)} as the first",
             f"{out.dtype} of shape {tuple(out.shape)}",
         )
-        _expect(tuple(lse.shape) == rows, "lses", f"shape {rows}", tuple(lse.shape))
+        expect(tuple(lse.shape) == rows, "lses", f"shape {rows}", tuple(lse.shape))
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

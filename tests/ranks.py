@@ -1,0 +1,88 @@
+"""A pool of processes that form a torch.distributed world, and run functions of the tests in it.
+
+The processes are started once, as importing torch takes longer than most tests.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SECONDS = 60  # for one function; the group's own time-out is half of it
+
+
+def _serve(rank: int, size: int, device: str, store: str, pipe) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=SECONDS / 2),
+    )
+    while (task := pipe.recv()) is not None:
+        function, arguments = task
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Pool:
+    def __init__(self, size: int, device: str) -> None:
+        context = mp.get_context("spawn")
+        self.size, self.device = size, device
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, device, store, there), daemon=True
+            )
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable, *arguments: object) -> list:
+        """function(*arguments) on every rank; their results. A rank's error fails the test."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(SECONDS):
+                self.close()
+                pytest.fail(f"rank {rank} has not answered in {SECONDS} s")
+            results.append(pipe.recv())
+        errors = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(results) if not ok]
+        assert not errors, "\n".join(errors)
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self._processes:
+            process.join(5)
+            process.kill()
+        self._folder.cleanup()
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of these ranks, made once; every rank has to call it. None for the others."""
+    if members not in _groups:
+        _groups[members] = dist.new_group(list(members))
+    return _groups[members] if dist.get_rank() in members else None
