@@ -36,6 +36,7 @@ def _serve(rank: int, size: int, device: str, store: str, pipe) -> None:
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
 
 
 class Pool:
@@ -53,6 +54,11 @@ class Pool:
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
+
+    def need(self, ranks: int) -> None:
+        """Skips the test where the world is smaller."""
+        if self.size < min(ranks, 4):
+            pytest.skip(f"needs {min(ranks, 4)} GPUs")
 
     def run(self, function: Callable, *arguments: object) -> list:
         """function(*arguments) on every rank; their results. A rank's error fails the test."""
@@ -78,11 +84,26 @@ class Pool:
         self._folder.cleanup()
 
 
+TWO_DIMENSIONS = 22
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def group_of(members: tuple[int, ...]) -> dist.ProcessGroup | None:
+def group_of(*members: int) -> dist.ProcessGroup | None:
     """The group of these ranks, made once; every rank has to call it. None for the others."""
     if members not in _groups:
         _groups[members] = dist.new_group(list(members))
     return _groups[members] if dist.get_rank() in members else None
+
+
+def place(ranks: int, device: str):
+    """This rank's device and its group, None if it takes no part: of 4 ranks; of 2, which are not
+    neighbours in a world of 4; of 2 times 2, of which the inner ones are not."""
+    rank = dist.get_rank()
+    if device == "cuda":
+        device = f"cuda:{rank}"
+    if ranks == TWO_DIMENSIONS:
+        outer, inner = (group_of(0, 1), group_of(2, 3)), (group_of(0, 2), group_of(1, 3))
+        return device, (outer[rank // 2], inner[rank % 2])
+    if ranks == 4:
+        return device, group_of(0, 1, 2, 3)
+    return device, group_of(1, 3) if dist.get_world_size() == 4 else group_of(0, 1)

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool, group_of
+from ranks import TWO_DIMENSIONS, Pool, place
 from torch import Tensor
 
 import flash_attn
 from flash_attn import context_parallel
-
-RANKS = {2: (1, 3), 4: (0, 1, 2, 3)}  # two ranks that are not neighbours
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def pool(request) -> Iterator[Pool]:
-    if request.param == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("needs 4 GPUs")
-    pool = Pool(4, request.param)
-    yield pool
-    pool.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,20 +160,8 @@ class Whole:
                 yield name, actual, self.part(whole[name], group, name)
 
 
-def place(case: Case, device: str):
-    """This rank's device and its group, None if it takes no part."""
-    if device == "cuda":
-        device = f"cuda:{dist.get_rank()}"
-    if case.ranks == 22:  # two dimensions of two ranks, the inner ones not neighbours
-        outer = [group_of((0, 1)), group_of((2, 3))]
-        inner = [group_of((0, 2)), group_of((1, 3))]
-        rank = dist.get_rank()
-        return device, (outer[rank // 2], inner[rank % 2])
-    return device, group_of(RANKS[case.ranks])
-
-
 def check_exact(case: Case, device: str) -> None:
-    device, group = place(case, device)
+    device, group = place(case.ranks, device)
     if group is None:
         return
     whole = Whole.draw(case, device)
@@ -233,17 +209,18 @@ VARLEN = [
 
 
 @pytest.mark.parametrize("case", [*FEATURES, *VARLEN], ids=str)
-@pytest.mark.parametrize("ranks", [2, 4, 22], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize("ranks", [2, 4, TWO_DIMENSIONS], ids=["2", "4", "2x2"])
 @pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
 def test_exact(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
     """float64, forward and backward: what one process finds, up to rounding."""
-    if ranks == 22 and scheme == "ulysses":
+    if ranks == TWO_DIMENSIONS and scheme == "ulysses":
         scheme = None
+    pool.need(ranks)
     pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks), pool.device)
 
 
 def check_error(case: Case, device: str) -> None:
-    device, group = place(case, device)
+    device, group = place(case.ranks, device)
     if group is None:
         return
     whole = Whole.draw(case, device)
@@ -263,11 +240,12 @@ def test_error_is_that_of_one_process(scheme: str, dtype: torch.dtype, pool: Poo
     case = Case(scheme=scheme, dtype=dtype, batch=1, seqlen_q=400, seqlen_k=400, d=32, d_v=32)
     if scheme == "ulysses":  # that no two ranks share a key head
         case = case.with_(heads_kv=4)
+    pool.need(case.ranks)
     pool.run(check_error, case, pool.device)
 
 
 def check_repeats(case: Case, device: str) -> None:
-    device, group = place(case, device)
+    device, group = place(case.ranks, device)
     if group is None:
         return
     whole = Whole.draw(case, device)
@@ -279,12 +257,13 @@ def check_repeats(case: Case, device: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
 def test_deterministic(scheme: str, ranks: int, pool: Pool) -> None:
+    pool.need(ranks)
     case = Case(scheme=scheme, ranks=ranks, dtype=torch.bfloat16, deterministic=True, sink=True)
     pool.run(check_repeats, case, pool.device)
 
 
 def check_split(length: int, layout: str, ranks: int, device: str) -> None:
-    device, group = place(Case(ranks=ranks), device)
+    device, group = place(ranks, device)
     if group is None:
         return
     whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(0)).to(device)
@@ -308,13 +287,14 @@ def check_split(length: int, layout: str, ranks: int, device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("length", [16, 37, 3, 0])
-@pytest.mark.parametrize("ranks", [2, 4, 22], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize("ranks", [2, 4, TWO_DIMENSIONS], ids=["2", "4", "2x2"])
 def test_split_and_join(ranks: int, length: int, layout: str, pool: Pool) -> None:
+    pool.need(ranks)
     pool.run(check_split, length, layout, ranks, pool.device)
 
 
 def check_mesh(device: str) -> None:
-    whole = Whole.draw(Case(scheme=None, dtype=torch.float64), place(Case(), device)[0])
+    whole = Whole.draw(Case(scheme=None, dtype=torch.float64), place(4, device)[0])
     expected = whole.on_one_process()
     mesh = dist.device_mesh.init_device_mesh(device, (2, 2), mesh_dim_names=("outer", "inner"))
     flat = dist.device_mesh.init_device_mesh(device, (4,))
@@ -328,11 +308,12 @@ def check_mesh(device: str) -> None:
 
 def test_device_mesh(pool: Pool) -> None:
     """A mesh of one or two dimensions, a dimension of one, and no group: the world."""
+    pool.need(4)
     pool.run(check_mesh, pool.device)
 
 
 def check_refusals(device: str) -> None:
-    device, group = place(Case(), device)
+    device, group = place(4, device)
     q = torch.zeros(1, 4, 2, 8, device=device)
 
     def refuses(error, message: str, call=context_parallel.flash_attn_func, x=q, **options) -> None:
@@ -362,6 +343,7 @@ def check_refusals(device: str) -> None:
 
 def test_refusals(pool: Pool) -> None:
     """Every rank refuses by itself, before it waits for the others."""
+    pool.need(4)
     pool.run(check_refusals, pool.device)
 
 
@@ -377,7 +359,7 @@ def check_choice() -> None:
     assert chosen(window_size=(1024, 0)) == "ring"
     assert chosen(heads_kv=2, alibi=True) == "ulysses"
     assert chosen(heads_q=2, heads_kv=2, alibi=True) == "all-gather"
-    _, mesh = place(Case(ranks=22), "cpu")
+    _, mesh = place(TWO_DIMENSIONS, "cpu")
     assert chosen(mesh) == "ring"
     assert chosen(mesh, alibi=True) == "all-gather"
     with pytest.MonkeyPatch.context() as patch:
@@ -387,4 +369,5 @@ def check_choice() -> None:
 
 
 def test_choose_scheme(pool: Pool) -> None:
+    pool.need(4)
     pool.run(check_choice)

@@ -8,6 +8,7 @@ The functions are those of flash_attn over a process group or a DeviceMesh: exac
 backward, on gloo with CPUs and on NCCL with GPUs.
 """
 
+from flash_attn.context_parallel.decode import flash_decode_func
 from flash_attn.context_parallel.interface import (
     choose_scheme,
     flash_attn_func,
@@ -20,6 +21,7 @@ __all__ = [
     "choose_scheme",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_decode_func",
     "join",
     "merge_attention",
     "position_ids",
