@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 60  # for one function; the group's own time-out is half of it
 
-
-def _serve(rank: int, size: int, device: str, store: str, pipe) -> None:
+def _serve(rank: int, size: int, device: str, seconds: float, store: str, pipe) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -28,7 +26,7 @@ def _serve(rank: int, size: int, device: str, store: str, pipe) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=SECONDS / 2),
+        timeout=timedelta(seconds=seconds / 2),
     )
     while (task := pipe.recv()) is not None:
         function, arguments = task
@@ -40,18 +38,21 @@ def _serve(rank: int, size: int, device: str, store: str, pipe) -> None:
 
 
 class Pool:
-    def __init__(self, size: int, device: str) -> None:
+    """seconds: for one function on all ranks; the group's own time-out is half of it."""
+
+    def __init__(self, size: int, device: str, seconds: float = 60) -> None:
         context = mp.get_context("spawn")
-        self.size, self.device = size, device
+        self.size, self.device, self.seconds = size, device, seconds
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, device, store, there), daemon=True
+                target=_serve, args=(rank, size, device, seconds, store, there), daemon=True
             )
             process.start()
+            there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
@@ -60,16 +61,24 @@ class Pool:
         if self.size < min(ranks, 4):
             pytest.skip(f"needs {min(ranks, 4)} GPUs")
 
-    def run(self, function: Callable, *arguments: object) -> list:
-        """function(*arguments) on every rank; their results. A rank's error fails the test."""
+    def outcomes(self, function: Callable, *arguments: object) -> list[tuple[bool, object]]:
+        """Of function(*arguments) on every rank: (True, its result) or (False, its traceback)."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(SECONDS):
+            if not pipe.poll(self.seconds):
                 self.close()
-                pytest.fail(f"rank {rank} has not answered in {SECONDS} s")
-            results.append(pipe.recv())
+                pytest.fail(f"rank {rank} has not answered in {self.seconds} s")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append((False, "the process has ended"))
+        return results
+
+    def run(self, function: Callable, *arguments: object) -> list:
+        """function(*arguments) on every rank; their results. A rank's error fails the test."""
+        results = self.outcomes(function, *arguments)
         errors = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(results) if not ok]
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
