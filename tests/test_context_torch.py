@@ -4,17 +4,22 @@ torch's own context_parallel."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import Pool, place
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
 from flash_attn import context_parallel
+from flash_attn.context_parallel import hooks
 
 SCHEMES = ["ring", "all-gather", "ulysses"]
 
@@ -95,6 +100,82 @@ def check_autocast(scheme: str, device: str) -> None:
 def test_autocast(scheme: str, pool: Pool) -> None:
     pool.need(4)
     pool.run(check_autocast, scheme, pool.device)
+
+
+def check_torch_context_parallel(causal: bool, balanced: bool, device: str) -> None:
+    device, _ = place(4, device)
+    mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (4,))
+    torch_side = hooks._torch_side()
+    whole = [x.detach().transpose(1, 2) for x in inputs(device)]
+    leaves = [x.clone().requires_grad_() for x in whole]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+    expected_grads = grads_of(expected, leaves)
+
+    before = F.scaled_dot_product_attention
+    buffers = [x.clone() for x in whole]
+    shown = dict(buffers=buffers, buffer_seq_dims=[2] * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_side._cp_options, "enable_load_balance", balanced)
+        with context_parallel.serve_torch(), torch_context_parallel(mesh, **shown):
+            parts = [x.clone().requires_grad_() for x in buffers]
+            out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True)
+            results = [out, *grads_of(out, parts)]
+            with pytest.raises(NotImplementedError, match="attn_mask: expected None"):
+                F.scaled_dot_product_attention(*parts, attn_mask=torch.ones(8, 8, device=device))
+        results = context_parallel_unshard(mesh, results, [2] * 4)
+    assert F.scaled_dot_product_attention is before
+    for actual, wanted in zip(results, [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_torch_context_parallel(causal: bool, balanced: bool, pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_torch_context_parallel, causal, balanced, pool.device)
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = hooks._torch_side()
+    monkeypatch.delattr(module, hooks._BEGIN)
+    message = f"serve_torch: expected torch's .* 2.11 .* got torch {re.escape(torch.__version__)}"
+    with (
+        pytest.raises(NotImplementedError, match=message),
+        context_parallel.serve_torch(),
+    ):
+        pass
+
+
+def check_transformers(device: str) -> None:
+    device, group = place(4, device)
+    q, k, v = (x.detach() for x in inputs(device))
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=q.dtype).to(device)
+    attend = context_parallel.transformers_attention(group, layout="contiguous")
+    module = torch.nn.Module()
+    module.is_causal = True
+    parts = [
+        context_parallel.split(x, group, layout="contiguous").transpose(1, 2) for x in (q, k, v)
+    ]
+    options = dict(scaling=0.2, sliding_window=5, softcap=3.0, s_aux=sink, position_ids=None)
+    out, weights = attend(module, *parts, None, **options)
+    # Position p sees the 5 keys p - 4 to p.
+    whole = flash_attn.flash_attn_func(
+        *(q, k, v),
+        softmax_scale=0.2,
+        causal=True,
+        window_size=(4, 0),
+        softcap=3.0,
+        learnable_sink=sink,
+    )
+    assert weights is None
+    torch.testing.assert_close(out, context_parallel.split(whole, group, layout="contiguous"))
+    with pytest.raises(NotImplementedError, match="attention_mask: expected None"):
+        attend(module, *parts, torch.ones(1, 1, 8, 8, device=device))
+
+
+def test_transformers(pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_transformers, pool.device)
 
 
 def check_slow_rank(scheme: str) -> None:

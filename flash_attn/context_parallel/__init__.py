@@ -9,6 +9,7 @@ backward, on gloo with CPUs and on NCCL with GPUs.
 """
 
 from flash_attn.context_parallel.decode import flash_decode_func
+from flash_attn.context_parallel.hooks import serve_torch, transformers_attention
 from flash_attn.context_parallel.interface import (
     choose_scheme,
     flash_attn_func,
@@ -25,5 +26,7 @@ __all__ = [
     "join",
     "merge_attention",
     "position_ids",
+    "serve_torch",
     "split",
+    "transformers_attention",
 ]
