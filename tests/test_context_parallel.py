@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import context_parallel
+from flash_attn.context_parallel import attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +220,19 @@ def test_exact(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
     pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks), pool.device)
 
 
+def check_in_head_groups(case: Case, device: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ROWS_OF_A_GROUP", 1)
+        check_exact(case, device)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all-gather"])
+def test_backward_in_head_groups(scheme: str, pool: Pool) -> None:
+    """One key head at a time, as long sequences go."""
+    case = Case(scheme=scheme, ranks=2, heads_q=6, heads_kv=3, alibi="sequences", sink=True)
+    pool.run(check_in_head_groups, case, pool.device)
+
+
 def check_error(case: Case, device: str) -> None:
     device, group = place(case.ranks, device)
     if group is None:
@@ -365,7 +379,8 @@ def check_choice() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts
         assert chosen() == "ring"
-        assert chosen(seqlen_q=1 << 14) == "all-gather"
+        assert chosen(seqlen_q=1 << 14) == "ring"
+        assert chosen(seqlen_q=1 << 11) == "all-gather"
 
 
 def test_choose_scheme(pool: Pool) -> None:

@@ -10,8 +10,13 @@
 The backward recomputes from the LSE and the output over all keys, as the backward of one GPU does,
 so that the contributions of the blocks add up to the exact gradient. They are added in fp32.
 
+The backward goes through the heads in groups: its fp32 sums and what travels are those of one group
+at a time, beside gradients in the dtype of q.
+
 As torch ops they are one node each for torch.compile, which does not look inside.
 """
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,6 +28,9 @@ from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows
 from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
+
+# Rows of a rank times query heads that fill a GPU many times over: groups of heads are no smaller.
+ROWS_OF_A_GROUP = 1 << 17
 
 
 class _Blocks:
@@ -81,10 +89,9 @@ class _Blocks:
         return exchange(self.group, sent, destination=source, received=received, source=destination)
 
 
-def _zeros(x: Tensor, rows: int | None = None) -> Tensor:
-    """For sums: like x, with other rows if they are given."""
-    shape = (x.size(0), x.size(1) if rows is None else rows, *x.shape[2:])
-    return x.new_zeros(shape, dtype=compute_dtype(x.dtype))
+def _zeros(x: Tensor) -> Tensor:
+    """Like x, for sums."""
+    return torch.zeros_like(x, dtype=compute_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
 def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
@@ -204,12 +211,29 @@ def context_parallel_bwd(
     options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
     queries = Queries(q, out, dout, softmax_lse, dlse)
     backward = _ring_backward if scheme == "ring" else _gather_backward
-    with options.forced_backend():
-        grads = backward(blocks, queries, k, v, options)
-    dq, dk, dv = (grad.to(q.dtype) for grad in grads)
     # Results of an op share no memory with its arguments nor with one another.
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    with options.forced_backend():
+        for heads_q, heads_kv in _head_groups(blocks, q, k):
+            some = queries.of_heads(heads_q), k[:, :, heads_kv], v[:, :, heads_kv]
+            grads = backward(blocks, *some, options.of_heads(heads_q))
+            for whole, heads, part in zip(
+                (dq, dk, dv), (heads_q, heads_kv, heads_kv), grads, strict=True
+            ):
+                whole[:, :, heads] = part
     dsink = q.new_empty(0) if learnable_sink is None else _sink_grad(queries, learnable_sink)
     return dq, dk, dv, dsink
+
+
+def _head_groups(blocks: _Blocks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Query heads with their key heads. Every rank makes the same groups."""
+    heads_kv = k.size(2)
+    heads_per_kv = q.size(2) // heads_kv
+    rows = q.size(0) * max(blocks.documents.q[-1] // blocks.size, 1)
+    step = min(max(ROWS_OF_A_GROUP // (rows * heads_per_kv), 1), heads_kv)
+    for first in range(0, heads_kv, step):
+        last = min(first + step, heads_kv)
+        yield slice(first * heads_per_kv, last * heads_per_kv), slice(first, last)
 
 
 def _sink_grad(queries: Queries, sink: Tensor) -> Tensor:

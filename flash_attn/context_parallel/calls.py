@@ -5,7 +5,7 @@ are the rows of a batch of one.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -33,6 +33,10 @@ class Options:
         """The same block again: the backward may run in another thread."""
         return nullcontext() if self.backend is None else use_backend(self.backend)
 
+    def of_heads(self, heads: slice) -> "Options":
+        slopes = self.alibi_slopes
+        return replace(self, alibi_slopes=None if slopes is None else slopes[..., heads])
+
 
 @dataclass(frozen=True)
 class Queries:
@@ -43,6 +47,11 @@ class Queries:
     dout: Tensor
     lse: Tensor
     dlse: Tensor | None
+
+    def of_heads(self, heads: slice) -> "Queries":
+        rows = (x[:, :, heads] for x in (self.q, self.out, self.dout))
+        dlse = None if self.dlse is None else self.dlse[:, heads]
+        return Queries(*rows, self.lse[:, heads], dlse)
 
 
 def _widened(x: Tensor) -> Tensor:

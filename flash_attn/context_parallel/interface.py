@@ -36,9 +36,12 @@ Window = Sequence[int | None] | Tensor
 Lengths = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
-# Operations a GPU does while its link carries one byte, by whether the link stays in the host: an
-# H100 does 600 T/s beside 400 GB/s of NVLink, or 50 GB/s between hosts.
-OPERATIONS_PER_BYTE = {True: 1_500, False: 12_000}
+# What an H100 computes in a second, what it receives from another of its host or from another host
+# (by whether they share one), and what the host needs to launch a step of the ring. The choice of a
+# scheme needs no more than their order of magnitude.
+OPERATIONS = 600e12
+LINK_BYTES = {True: 370e9, False: 45e9}
+LAUNCH_SECONDS = 150e-6
 
 
 def flash_attn_func(
@@ -202,6 +205,7 @@ def choose_scheme(
     seqlen_q: int,
     heads_q: int,
     heads_kv: int,
+    head_dim: int = 128,
     causal: bool = False,
     window_size: Window = (-1, -1),
     alibi: bool = False,
@@ -213,12 +217,14 @@ def choose_scheme(
     1. A group of two dimensions: rules 2 and 5 for the outer one.
     2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
     3. All ranks in one host, and heads_kv a multiple of their number: "ulysses". It moves 1 / ranks
-       of q, k, v and out, and each rank runs one call over the whole sequence.
+       of q, k, v and out, and each rank runs one call over the whole sequence. Until the backward
+       it holds q, k, v and out twice, by tokens and by heads, where the caller keeps his.
     4. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
-    5. "ring" where a rank computes with a block of keys for longer than the next takes to come:
-       where rows of a rank * heads_q / heads_kv, halved if causal, are at least
-       OPERATIONS_PER_BYTE, 1500 in one host (NVLink) and 12000 between hosts (400 Gb/s). Otherwise
-       "all-gather": the same bytes in one collective.
+    5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
+       a step (150 µs; at 600 T/s, and 370 GB/s in a host or 45 GB/s between hosts). Shorter steps
+       are better taken at once: "all-gather".
+
+    benchmarks/scaling.py predicts what each scheme costs.
 
     One host: the ranks have the same global rank // LOCAL_WORLD_SIZE, which torchrun sets; where it
     is not set, all ranks count as one host.
@@ -241,8 +247,10 @@ def choose_scheme(
             return "ulysses"
     if alibi:
         return "all-gather"
-    per_byte = seqlen_q / ranks.outer_size * heads_q / heads_kv * (0.5 if causal else 1.0)
-    return "ring" if per_byte >= OPERATIONS_PER_BYTE[one_host] else "all-gather"
+    rows = seqlen_q / ranks.outer_size
+    computing = 4 * rows**2 * heads_q * head_dim * (0.5 if causal else 1.0) / OPERATIONS
+    moving = 4 * rows * heads_kv * head_dim / LINK_BYTES[one_host]
+    return "ring" if max(computing, moving) >= LAUNCH_SECONDS else "all-gather"
 
 
 def _in_one_host(group: dist.ProcessGroup) -> bool:
@@ -286,6 +294,7 @@ def _attend(
             seqlen_q=call.cu_seqlens_q[-1],
             heads_q=q.size(2),
             heads_kv=k.size(2),
+            head_dim=q.size(3),
             causal=call.causal,
             window_size=call.window,
             alibi=slopes is not None,
