@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import context_parallel
-from flash_attn.context_parallel import attention
+from flash_attn.context_parallel import attention, exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +218,30 @@ def test_exact(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
         scheme = None
     pool.need(ranks)
     pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks), pool.device)
+
+
+def check_neighbours(device: str) -> None:
+    device, group = place(4, device)
+    whole = Whole.draw(Case(window_size=(12, 0), layout="contiguous"), device)
+    rank, talked = dist.get_rank(group), []
+
+    def listen(group, sent, destination, received, source):
+        talked.extend([destination] * any(x.numel() for x in sent))
+        talked.extend([source] * any(x.numel() for x in received))
+        return exchange.exchange(group, sent, destination, received, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "exchange", listen)
+        whole.on_ranks(group)
+    # Keys twice, for the forward and the backward, and gradients once: from the rank before to the
+    # one behind, or back.
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < 4]
+    assert sorted(talked) == sorted(3 * neighbours)
+
+
+def test_a_window_talks_to_neighbours_only(pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_neighbours, pool.device)
 
 
 def check_in_head_groups(case: Case, device: str) -> None:

@@ -95,13 +95,18 @@ def flash_attn_func(
             and may not be "ulysses". Default: `choose_scheme`.
         layout: which tokens lie where, as given to split: "zigzag" or "contiguous".
         seqlen_q, seqlen_k: tokens of the whole sequences. Default: as many on each rank as on this
-            one. To be given where the ranks have different numbers of rows (a length that does not
-            divide).
+            one. Has to be given where the ranks have different numbers of rows (a length that does
+            not divide): ranks that expect different lengths send one another tensors of the wrong
+            size, which a group does not survive.
 
     Returns:
         As flash_attn.flash_attn_func, for this rank's queries: out (batch, rows, heads_q, d_v) and
         with return_attn_probs softmax_lse (batch, heads_q, rows), differentiable, and an empty
         S_dmask.
+
+    Rounding: what "ring" merges, and the gradients that any scheme adds up, are results of 16 bits
+    where the kernels of a GPU made them: one more rounding than on one GPU. On a CPU they are fp32.
+    "ulysses" where heads_kv is a multiple of the ranks computes as one GPU does.
 
     Not served: attn_bias, as it grows with the square of the sequence.
 

@@ -15,6 +15,7 @@ are at least 0 when counted from the top-left corner, and a call can say them. S
 know D: for ALiBi alone it matters (see `_alibi_parts`).
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -102,20 +103,22 @@ def calls(mask: Mask, documents: Documents, q: Ranges, k: Ranges) -> tuple[Call,
 
 def _rectangles(mask: Mask, documents: Documents, q: Ranges, k: Ranges) -> Iterator[Rectangle]:
     for row, (q_first, q_last) in _with_rows(q):
-        for document in range(len(documents.q) - 1):
+        # Only those that overlap, as there may be thousands.
+        first = bisect_right(documents.q, q_first) - 1
+        for document in range(first, bisect_left(documents.q, q_last)):
             start_q, end_q = documents.q[document : document + 2]
             start_k, end_k = documents.k[document : document + 2]
-            first, last = max(q_first, start_q), min(q_last, end_q)
-            if first >= last:
+            query, last = max(q_first, start_q), min(q_last, end_q)
+            if query >= last:
                 continue
             offset = 0 if mask.top_left else (end_k - start_k) - (end_q - start_q)
-            rows = (row + first - q_first, row + last - q_first)
+            rows = (row + query - q_first, row + last - q_first)
             for column, (k_first, k_last) in _with_rows(k):
                 key, end = max(k_first, start_k), min(k_last, end_k)
                 if key >= end:
                     continue
                 keys = (column + key - k_first, column + end - k_first)
-                distance = (first - start_q) - (key - start_k) + offset
+                distance = (query - start_q) - (key - start_k) + offset
                 if mask.alibi:
                     yield from _alibi_parts(mask, rows, keys, document, distance)
                 elif part := _band(mask, rows, keys, document, distance):
