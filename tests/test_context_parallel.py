@@ -368,6 +368,12 @@ def check_refusals(device: str) -> None:
         RuntimeError, "k: expected a number of heads that divides 2, got 4", x=q.repeat(1, 1, 2, 1)
     )
     refuses(RuntimeError, "alibi_slopes: expected float32", alibi_slopes=torch.zeros(3))
+    slopes = torch.zeros(2, device=device, requires_grad=True)
+    refuses(NotImplementedError, "alibi_slopes: has no gradient", alibi_slopes=slopes)
+    refuses(RuntimeError, "softmax_scale: expected a finite", softmax_scale=-1.0)
+    refuses(RuntimeError, "softcap: expected a finite", softcap=-1.0)
+    refuses(RuntimeError, "window_size: expected numbers of at least -1", window_size=(-2, 0))
+    refuses(RuntimeError, "k: expected 4 dimensions, got 3", x=q[0])
     refuses(RuntimeError, "learnable_sink: expected", learnable_sink=torch.zeros(3))
     varlen = context_parallel.flash_attn_varlen_func
     flat = dict(call=lambda q, k, v, **o: varlen(q[0], k[0], v[0], **o))

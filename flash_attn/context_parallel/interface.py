@@ -1,8 +1,10 @@
 """The calls of flash_attn_interface, over the ranks that share a sequence."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -116,6 +118,7 @@ def flash_attn_func(
         ValueError: scheme, layout, group or causal_alignment. NotImplementedError: dropout.
     """
     _check_dropout(dropout_p)
+    _check_dimensions(q, k, v, 4)
     ranks = ranks_of(group)
     seqlens = [
         global_length(None if n is None else as_int(n, "seqlen"), x.size(1), ranks)
@@ -181,6 +184,7 @@ def flash_attn_varlen_func(
     Raises: as flash_attn_func here; RuntimeError: cu_seqlens do not start with 0 or fall.
     """
     _check_dropout(dropout_p)
+    _check_dimensions(q, k, v, 3)
     call = _WholeCall(
         cu_seqlens_q=_on_host(cu_seqlens_q, "cu_seqlens_q"),
         cu_seqlens_k=_on_host(cu_seqlens_k, "cu_seqlens_k"),
@@ -308,33 +312,43 @@ def _attend(
     device = q.device.type
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    tensors = (q, k, v, slopes, sink)
+    over_keys = partial(_over_keys, call, ranks.outer, scheme, layout)
     with torch.autocast(device, enabled=False):
-        if ranks.inner is None and scheme != "ulysses":
-            return _over_keys(call, ranks.outer, scheme, layout, (q, k, v, slopes, sink))
         if scheme == "ulysses":
-            group, outer = ranks.outer, None
             held = [tuple(s.outer_ranges(r) for r in range(ranks.outer_size)) for s in shards]
-        else:
-            group, outer = ranks.inner, ranks.outer
+            out, lse = _over_heads(
+                partial(_on_one_rank, call), ranks.outer, held, tensors, with_lse
+            )
+        elif ranks.inner is not None:
             held = [s.inner_ranges(ranks.outer_rank) for s in shards]
-        heads = head_shares(q.size(2), k.size(2), dist.get_world_size(group))
-        heads_q, heads_kv = zip(*heads, strict=True)
-        share_q, share_k = Share(held[0], heads_q), Share(held[1], heads_kv)
-        q, k, v = to_heads([q, k, v], [share_q, share_k, share_k], group)
+            out, lse = _over_heads(over_keys, ranks.inner, held, tensors, with_lse)
+        else:
+            out, lse = over_keys(tensors)
+    return out, lse if with_lse else None
+
+
+def _over_heads(attend, group, held, tensors, with_lse: bool):
+    """`attend` to all tokens of `group` with some of the heads on each of its ranks.
+
+    held: of q, and of k and v, what each rank holds (Share.held).
+    """
+    q, k, v, slopes, sink = tensors
+    heads = head_shares(q.size(2), k.size(2), dist.get_world_size(group))
+    heads_q, heads_kv = zip(*heads, strict=True)
+    share_q, share_k = Share(held[0], heads_q), Share(held[1], heads_kv)
+    q, k, v = to_heads([q, k, v], [share_q, share_k, share_k], group)
+    if q.size(2) == 0:
+        out, lse = _without_heads(q, k, v)
+    else:
         mine = slice(*heads_q[dist.get_rank(group)])
         slopes = None if slopes is None else slopes[..., mine]
-        sink = None if sink is None else sink[mine]
-        if q.size(2) == 0:
-            out, lse = _without_heads(q, k, v)
-        elif outer is None:
-            out, lse = _on_one_rank(call, q, k, v, slopes, sink)
-        else:
-            out, lse = _over_keys(call, outer, scheme, layout, (q, k, v, slopes, sink))
-        out = to_rows(out, share_q, group)
-        if with_lse:
-            lse = to_rows(lse.transpose(1, 2).unsqueeze(-1), share_q, group)
-            lse = lse.squeeze(-1).transpose(1, 2)
-        return out, lse
+        out, lse = attend((q, k, v, slopes, None if sink is None else sink[mine]))
+    out = to_rows(out, share_q, group)
+    if with_lse:
+        lse = to_rows(lse.transpose(1, 2).unsqueeze(-1), share_q, group)
+        lse = lse.squeeze(-1).transpose(1, 2)
+    return out, lse
 
 
 def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors):
@@ -357,8 +371,9 @@ def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors):
     )
 
 
-def _on_one_rank(call: _WholeCall, q, k, v, slopes, sink):
+def _on_one_rank(call: _WholeCall, tensors):
     """All rows and keys are here."""
+    q, k, v, slopes, sink = tensors
     lengths = {}
     if call.varlen:
         q, k, v = (x.squeeze(0) for x in (q, k, v))
@@ -401,6 +416,12 @@ def _check_dropout(dropout_p: float) -> None:
         )
 
 
+def _check_dimensions(q: Tensor, k: Tensor, v: Tensor, dims: int) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect(x.dim() == dims, name, f"{dims} dimensions", x.dim())
+        expect(x.size(-1) > 0, name, "a head_dim of at least 1", 0)
+
+
 def _check_scheme(scheme: str, ranks: Ranks) -> None:
     allowed = SCHEMES if ranks.inner is None else SCHEMES[:2]
     if scheme not in allowed:
@@ -413,9 +434,12 @@ def _check_scheme(scheme: str, ranks: Ranks) -> None:
 def _check(call: _WholeCall, ranks: Ranks, shards: list[Shards], tensors) -> None:
     """What every rank has to find wrong by itself, before it waits for the others."""
     q, k, v, slopes, sink = tensors
+    scale = call.softmax_scale
+    expect(math.isfinite(scale) and scale > 0, "softmax_scale", "a finite number above 0", scale)
+    capped = math.isfinite(call.softcap) and call.softcap >= 0
+    expect(capped, "softcap", "a finite number of at least 0", call.softcap)
+    expect(min(call.window) >= -1, "window_size", "numbers of at least -1", call.window)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        dims = 3 if call.varlen else 4
-        expect(x.dim() == 4, name, f"{dims} dimensions", x.dim() - 4 + dims)
         expect(x.dtype == q.dtype, name, f"dtype {q.dtype} as q has", x.dtype)
         expect(x.device == q.device, name, f"device {q.device} as q has", x.device)
         expect(x.size(0) == q.size(0), name, f"batch {q.size(0)} as q has", x.size(0))
@@ -431,6 +455,10 @@ def _check(call: _WholeCall, ranks: Ranks, shards: list[Shards], tensors) -> Non
         fits = tuple(slopes.shape) in ((heads,), (sequences, heads))
         wanted = f"float32 ({heads}) or ({sequences}, {heads})"
         expect(fits and slopes.dtype == torch.float32, "alibi_slopes", wanted, _described(slopes))
+        if slopes.requires_grad:
+            raise NotImplementedError(
+                "flash_attn: alibi_slopes: has no gradient, expected requires_grad=False, got True"
+            )
     if sink is not None:
         fits = tuple(sink.shape) == (heads,) and sink.is_floating_point()
         expect(fits, "learnable_sink", f"a floating dtype of shape ({heads})", _described(sink))
