@@ -54,6 +54,8 @@ def check_compiled(scheme: str | None, device: str) -> None:
 
     actual = attend(*parts)
     torch.testing.assert_close(actual, context_parallel.split(out, group))
+    with torch.inference_mode():
+        torch.testing.assert_close(attend(*(x.clone() for x in parts)), actual)
     for grad, wanted in zip(grads_of(actual, parts), grads, strict=True):
         torch.testing.assert_close(grad, context_parallel.split(wanted, group))
 
@@ -100,6 +102,24 @@ def check_autocast(scheme: str, device: str) -> None:
 def test_autocast(scheme: str, pool: Pool) -> None:
     pool.need(4)
     pool.run(check_autocast, scheme, pool.device)
+
+
+def check_without_grad(scheme: str, device: str) -> None:
+    device, group = place(4, device)
+    whole = [x.detach() for x in inputs(device)]
+    expected = flash_attn.flash_attn_func(*whole, causal=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            parts = [context_parallel.split(x, group) for x in whole]
+            out = context_parallel.flash_attn_func(*parts, causal=True, group=group, scheme=scheme)
+            torch.testing.assert_close(context_parallel.join(out, group), expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_grad(scheme: str, pool: Pool) -> None:
+    """Under no_grad and in inference mode."""
+    pool.need(4)
+    pool.run(check_without_grad, scheme, pool.device)
 
 
 def check_torch_context_parallel(causal: bool, balanced: bool, device: str) -> None:

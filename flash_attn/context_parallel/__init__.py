@@ -16,7 +16,7 @@ from flash_attn.context_parallel.interface import (
     flash_attn_varlen_func,
 )
 from flash_attn.context_parallel.merge import merge_attention
-from flash_attn.context_parallel.shards import join, position_ids, split
+from flash_attn.context_parallel.tokens import join, position_ids, split
 
 __all__ = [
     "choose_scheme",

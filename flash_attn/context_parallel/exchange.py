@@ -11,6 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 
 from flash_attn.context_parallel.shards import Ranges, in_order, size_of
 
@@ -53,6 +58,14 @@ def exchange(
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
     return Transfer(works, tuple(received), tuple(sent))
+
+
+def all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The next sent[r] rows of x go to rank r, received[r] come from it; differentiable."""
+    if torch.is_grad_enabled():
+        return all_to_all_single_autograd(x, received, sent, group)
+    # In inference mode the differentiable op does not exist.
+    return wait_tensor(all_to_all_single(x, received, sent, group))
 
 
 def gather_rows(x: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -> Tensor:

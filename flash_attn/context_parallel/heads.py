@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from flash_attn.context_parallel.exchange import all_to_all
 from flash_attn.context_parallel.merge import compute_dtype
 from flash_attn.context_parallel.shards import Range, Ranges, even_part, in_order, size_of
 
@@ -93,6 +93,6 @@ def _all_to_all(sent: list[Tensor], shapes: list, size: int, group) -> list[Tens
         return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(size)]
 
     outgoing = per_rank([x.numel() for x in sent])
-    received = all_to_all_single_autograd(torch.cat(sent), per_rank(numbers), outgoing, group)
+    received = all_to_all(torch.cat(sent), per_rank(numbers), outgoing, group)
     parts = received.split(numbers)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
