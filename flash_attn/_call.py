@@ -27,6 +27,12 @@ def _ops():
     return torch.ops.flash_attn if torch.compiler.is_compiling() else C
 
 
+def expect(condition: bool, argument: str, requirement: str, got: object) -> None:
+    """Raises unless the condition holds: which argument, what was expected, what came."""
+    if not condition:
+        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
+
+
 def as_int(value, argument: str):
     """A SymInt, or as an int what has __index__: bools, NumPy's ints, 0-dim tensors."""
     if type(value) is int or isinstance(value, torch.SymInt):
@@ -52,7 +58,7 @@ def window_sides(window_size):
     return tuple(-1 if side is None else as_int(side, "window_size") for side in (left, right))
 
 
-def _is_top_left(causal_alignment: str) -> bool:
+def is_top_left(causal_alignment: str) -> bool:
     if causal_alignment == "bottom-right":
         return False
     if causal_alignment == "top-left":
@@ -213,7 +219,7 @@ def fwd_arguments(
         causal,
         window_left,
         window_right,
-        _is_top_left(causal_alignment),
+        is_top_left(causal_alignment),
         softcap,
         deterministic,
         return_probs,
@@ -239,24 +245,31 @@ def bwd(
     out,
     softmax_lse,
     *,
+    dlse=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
-    alibi_slopes,
-    rng_state,
+    attn_bias=None,
+    alibi_slopes=None,
+    rng_state=None,
     max_seqlen_q=None,
     max_seqlen_k=None,
-    dropout_p,
+    dropout_p=0.0,
     softmax_scale,
-    causal,
+    causal=False,
     window_size,
+    causal_alignment="bottom-right",
     softcap,
     deterministic,
 ):
-    """Runs the op `bwd` for q, k and v. Returns dq, dk, dv."""
+    """Runs the op `bwd` for q, k and v. Returns dq, dk, dv.
+
+    k and v may be some of the keys only, where out and softmax_lse belong to all of them: the
+    results then are what these keys contribute to dq, and dk and dv of these keys.
+    """
     window_left, window_right = window_sides(window_size)
     dq, dk, dv, _, _ = _ops().bwd(
         dout,
-        None,  # dlse
+        dlse,
         out,
         softmax_lse,
         q,
@@ -268,7 +281,7 @@ def bwd(
         None,  # seqused_k
         None,  # leftpad_k
         None,  # block_table
-        None,  # attn_bias
+        attn_bias,
         alibi_slopes,
         None,  # learnable_sink
         rng_state,
@@ -279,7 +292,7 @@ def bwd(
         causal,
         window_left,
         window_right,
-        False,  # top_left
+        is_top_left(causal_alignment),
         softcap,
         deterministic,
         [True, True, True, False, False],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import as_int, decode, decode_arguments, kvcache
+from flash_attn._call import as_int, decode, decode_arguments, expect, kvcache
 from flash_attn._errors import explain
 
 Window = Sequence[int | None] | Tensor
@@ -106,20 +106,15 @@ def flash_decode_func(
         raise
 
 
-def _expect(condition: bool, argument: str, requirement: str, got: object) -> None:
-    if not condition:
-        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
-
-
 def _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
     """What the op cannot say, as it exists only with k and v."""
-    _expect((k is None) == (v is None), "v", "k and v together", "one of them")
+    expect((k is None) == (v is None), "v", "k and v together", "one of them")
     if k is not None:
-        _expect(cache_seqlens is not None, "cache_seqlens", "where to append k and v", "None")
+        expect(cache_seqlens is not None, "cache_seqlens", "where to append k and v", "None")
         return
     both = (rotary_cos is None) == (rotary_sin is None)
-    _expect(both, "rotary_sin", "rotary_cos and rotary_sin together", "one of them")
-    _expect(rotary_cos is None, "rotary_cos", "k and v to append with it", "none")
+    expect(both, "rotary_sin", "rotary_cos and rotary_sin together", "one of them")
+    expect(rotary_cos is None, "rotary_cos", "k and v to append with it", "none")
 
 
 def _at_length(q, k_cache, v_cache, block_table, length, new):
@@ -127,9 +122,9 @@ def _at_length(q, k_cache, v_cache, block_table, length, new):
 
     Unpaged caches are cut to their tokens, views, so that no lengths have to reach the device.
     """
-    _expect(k_cache.dim() == 4, "k_cache", "4 dimensions", k_cache.dim())
+    expect(k_cache.dim() == 4, "k_cache", "4 dimensions", k_cache.dim())
     capacity = k_cache.size(1) * (1 if block_table is None else block_table.size(-1))
-    _expect(0 <= length <= capacity, "cache_seqlens", f"0 to {capacity} (the capacity)", length)
+    expect(0 <= length <= capacity, "cache_seqlens", f"0 to {capacity} (the capacity)", length)
     if block_table is None and length + new <= capacity:
         return k_cache[:, : length + new], v_cache[:, : length + new], None
     lengths = torch.full((q.size(0),), length, dtype=torch.int32, device=q.device)

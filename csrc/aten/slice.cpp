@@ -1,7 +1,6 @@
 #include "aten/slice.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 
 #include <algorithm>
 
@@ -104,7 +103,11 @@ Call::Call(const Args& args)
     : args(args),
       queries({args.q, args.cu_seqlens_q, args.seqused_q, std::nullopt, args.max_seqlen_q}),
       keys({args.k, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.max_seqlen_k}),
-      one_slice_(!host_reads(args.q)) {}
+      one_slice_(!host_reads(args.q)) {
+  if (args.dropout_p > 0) {
+    dropout_ = Dropout(args.dropout_p, *args.rng_state, queries.batch(), args.q.size(-2));
+  }
+}
 
 int64_t Call::count_slices() const {
   if (args.q.numel() == 0 || queries.batch() == 0) return 0;
@@ -189,14 +192,7 @@ void Call::add_terms(Slice& slice) const {
   if (queries.padded()) terms.query_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
   if (keys.padded()) terms.key_exists = keys.exists().unsqueeze(1).unsqueeze(1);
   if (args.attn_bias) terms.bias = broadcast_part(*args.attn_bias, slice);
-  if (args.dropout_p > 0) {
-    const auto int64 = args.q.options().dtype(at::kLong);
-    const Tensor batch = at::arange(slice.batches.first, slice.batches.last, int64);
-    const Tensor head = at::arange(slice.heads.first, slice.heads.last, int64);
-    const Tensor batch_head = batch.unsqueeze(-1) * args.q.size(-2) + head;
-    terms.dropout =
-        Dropout(args.dropout_p, *args.rng_state, batch_head.unsqueeze(-1).unsqueeze(-1));
-  }
+  if (dropout_) terms.dropout = dropout_.part(slice.batches, slice.heads);
 }
 
 Tensor lse_tokens(const Tensor& lse) { return lse.transpose(-2, -1).unsqueeze(-1); }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_attn.reference.philox import philox_keep_mask
+from flash_attn.reference.philox import keep_probability, philox_keep_mask
 
 # csrc/core/score_range.h
 _MAX_SCORE = torch.finfo(torch.float32).max * math.log(2)
@@ -74,6 +74,12 @@ def _window(causal, window_size) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
+def _drop(x: Tensor, kept: Tensor, dropout_p: float) -> Tensor:
+    """x, scaled, where it is kept, else 0."""
+    keep = keep_probability(dropout_p)
+    return x * kept / keep if keep > 0 else torch.zeros_like(x)
+
+
 def _limited(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores < -_MAX_SCORE, -torch.inf).clamp(max=_MAX_SCORE)
 
@@ -129,7 +135,7 @@ def _attend(
     P = e / total
     lse = (m + torch.log(total)).masked_fill(empty, -torch.inf).squeeze(-1)
 
-    weights = P if x.kept is None else P * x.kept / (1 - dropout_p)
+    weights = P if x.kept is None else _drop(P, x.kept, dropout_p)
     largest = max(
         (z.abs().nan_to_num(posinf=0.0).max().item() for z in (uncapped, S) if len_q * len_k),
         default=0.0,
@@ -368,7 +374,7 @@ def condition_tensors(
         dO = dout[rows.q].transpose(0, 1)
         dP = dO @ x.v.mT
         if x.kept is not None:
-            dP = dP * x.kept / (1 - call.dropout_p)
+            dP = _drop(dP, x.kept, call.dropout_p)
         D = (dO * y.out).sum(-1, keepdim=True)
         D_magnitude = (dO * y.out).abs().sum(-1, keepdim=True)
         L = 0.0 if dlse is None else call.lse_rows(dlse.double(), rows)[..., None]
