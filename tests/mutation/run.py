@@ -46,8 +46,8 @@ PYTHON = {
         "test_cache_forms.py --part=0/4",
     ],
     "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
-    "flash_attn/_positional.py": ["test_upstream.py test_api.py"],
-    "flash_attn/_upstream.py": ["test_upstream.py test_api.py"],
+    "flash_attn/_positional.py": ["test_positional.py", "test_upstream.py test_api.py"],
+    "flash_attn/_upstream.py": ["test_positional.py", "test_upstream.py test_api.py"],
     "flash_attn/layers/rotary.py": ["test_padding.py test_wrong_arguments.py -k rotary"],
 }
 ATTENTION = ["test_score_range.py", "test_forward.py --part=0/8", "test_backward.py --part=0/8"]
