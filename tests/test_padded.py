@@ -25,13 +25,13 @@ RUNS = [
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory):
     sys.path.insert(0, str(Path(__file__).parent / "mutation"))
-    from workplace import ROOT, Workplace
+    from workplace import ROOT, Workplace, find_ninja
 
     commands = ROOT / "build" / "compile_commands.json"
     if not commands.is_file() or str(ROOT / FILE) not in commands.read_text():
         pytest.skip("no build tree of this checkout")
-    if shutil.which("c++") is None:
-        pytest.skip("no compiler")
+    if shutil.which("c++") is None or find_ninja() is None:
+        pytest.skip("no compiler, or no ninja")
     place = Workplace(tmp_path_factory.mktemp("padded") / "copy")
     text = (ROOT / FILE).read_text()
     other = text.replace("const at::Tensor& x", "const at::Tensor&").replace("x.is_cpu()", "false")

@@ -12,6 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 STEP_SECONDS = 400  # of one pytest; a mutant that takes longer hangs, and is caught
 
 
+def find_ninja() -> str | None:
+    return shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
 class Workplace:
     """A copy of the package, and what compiles and links one object of the library into it."""
 
@@ -51,8 +55,7 @@ class Workplace:
         words += ["-iquote", str((ROOT / file).parent), "-w"]
         if subprocess.run(words, cwd=self.build, capture_output=True, check=False).returncode:
             return False
-        ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        listing = [ninja, "-t", "commands", "libflash_attn.so"]
+        listing = [find_ninja(), "-t", "commands", "libflash_attn.so"]
         links = subprocess.run(listing, cwd=self.build, capture_output=True, text=True, check=True)
         link = links.stdout.splitlines()[-1].replace(f" {was} ", f" {now} ")
         link = link.replace("-o libflash_attn.so", f"-o {self.library}")
@@ -64,7 +67,7 @@ class Workplace:
         words = [f"tests/{w}" if w.endswith(".py") else w for w in arguments.split()]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
         environment = os.environ | {
-            "PYTHONPATH": str(self.scratch),
+            "PYTHONPATH": os.pathsep.join([str(self.scratch), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "2",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
