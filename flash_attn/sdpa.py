@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 from flash_attn._call import fwd, fwd_arguments
+from flash_attn._errors import explain
+
+# The op's names of the arguments.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attn_bias": "attn_mask",
+    "softmax_scale": "scale",
+}
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -83,7 +93,8 @@ def scaled_dot_product_attention(
         query: (…, heads, seqlen_q, d); key: (…, heads, seqlen_k, d); value: (…, heads, seqlen_k,
             d_v). The leading dimensions are any number, and broadcast. fp16, bf16, fp32 or fp64.
         attn_mask: broadcastable to (…, heads, seqlen_q, seqlen_k). bool: True takes part. Float:
-            added to the scores; it has a gradient.
+            added to the scores; it has a gradient. -inf and what is below -2.358e38, as
+            torch.finfo(torch.float32).min, hide a key; see flash_attn_func.
         dropout_p: probability that a weight is dropped. Not tied to any module's training flag.
         is_causal: query i sees keys 0 to i (top-left), whatever the lengths; 1: seen. Not together
             with attn_mask. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:
@@ -107,28 +118,32 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it.
     """
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask should"
-            " not be set when is_causal=True), got a tensor"
+    try:
+        if attn_mask is not None and is_causal:
+            raise RuntimeError(
+                "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask"
+                " should not be set when is_causal=True), got a tensor"
+            )
+        leading, dims = None, query.dim()
+        if not _is_plain(query, key, value, enable_gqa):
+            dims = max(dims, key.dim(), value.dim())
+            query, key, value, leading = _broadcast(query, key, value, enable_gqa)
+            if attn_mask is not None:
+                attn_mask = _mask_as_batch(attn_mask, leading)
+        arguments = fwd_arguments(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_bias=attn_mask,
+            dropout_p=dropout_p,
+            softmax_scale=scale,
+            causal=is_causal,
+            causal_alignment="top-left",
         )
-    leading, dims = None, query.dim()
-    if not _is_plain(query, key, value, enable_gqa):
-        dims = max(dims, key.dim(), value.dim())
-        query, key, value, leading = _broadcast(query, key, value, enable_gqa)
-        if attn_mask is not None:
-            attn_mask = _mask_as_batch(attn_mask, leading)
-    arguments = fwd_arguments(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_bias=attn_mask,
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        causal=is_causal,
-        causal_alignment="top-left",
-    )
-    out = fwd(arguments)[0].transpose(1, 2)
-    if leading is None:
-        return out
-    return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
+        out = fwd(arguments)[0].transpose(1, 2)
+        if leading is None:
+            return out
+        return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
+    except Exception as error:
+        explain(error, scaled_dot_product_attention, locals(), _NAMES, of_torch=True)
+        raise

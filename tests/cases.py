@@ -168,15 +168,14 @@ class Case:
         """What core/backend.cpp says of the kernels; test_backends.py holds the two together."""
         if backend == "aten":
             return True
-        terms = (self.bias or self.dropout_p) and backend == SM90.backend
         head_dim = max(self.d, self.d_v or self.d)
-        return self.dtype in ("fp16", "bf16") and not terms and head_dim <= 256
+        return self.dtype in ("fp16", "bf16") and head_dim <= 256
 
     def gradients_served_by(self, backend: str) -> bool:
         """The same of the backward."""
         if backend != SM90.backend:
             return self.served_by(backend)
-        terms = self.softcap or self.alibi or self.deterministic
+        terms = self.softcap or self.alibi or self.bias or self.dropout_p or self.deterministic
         return self.served_by(backend) and not terms and max(self.d, self.d_v or self.d) <= 128
 
     def with_(self, **changes: object) -> Case:

@@ -39,7 +39,7 @@ def test_a_named_backend_serves_or_raises(name: str) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match="flash_attn: backend: expected one of .*aten.*got 'sm70'"):
+    with pytest.raises(ValueError, match="flash_attn: name: expected one of .*aten.*got 'sm70'"):
         flash_attn.use_backend("sm70")
     arguments = op_arguments(Problem(Case(), 0, "cpu")) | dict(zip("qkv", tensors(), strict=True))
     with pytest.raises(RuntimeError, match="flash_attn: backend: expected one of .*got sm70"):

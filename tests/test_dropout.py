@@ -11,12 +11,14 @@ from cases import (
     ATEN_CPU,
     ATEN_CUDA,
     SM80,
+    SM90,
     Case,
     Problem,
     Target,
     check,
     each_case,
     each_target,
+    expect,
     run,
     use,
 )
@@ -152,6 +154,25 @@ def test_varlen_mask_counts_inside_its_sequence(target: Target, seed: int) -> No
         assert torch.equal(probs[b, :, :n_q, :n_k] > 0, expected)
 
 
+@each_case(
+    [
+        Case(d=d, dtype="bf16", dropout_p=0.2, seqlen_q=70, seqlen_k=200, window=(30, 10))
+        for d in (64, 128, 256)
+    ],
+    [ATEN_CPU, ATEN_CUDA, SM80, SM90],
+)
+def test_nan_in_front_of_a_window(case: Case, target: Target, seed: int) -> None:
+    """Keys are drawn for in blocks of 16: one that begins in front of the window reads nothing
+    there."""
+    problem = Problem(case, seed, target.device)
+    clean = run(problem, target.backend, backward=False)
+    first_seen = case.keys - case.seqlen_q - case.window[0]
+    problem.k[:, :first_seen] = math.nan
+    problem.v[:, :first_seen] = math.nan
+    dirty = run(problem, target.backend, backward=False)
+    assert torch.equal(dirty["out"], clean["out"]) and torch.equal(dirty["lse"], clean["lse"])
+
+
 @each_target(ATEN_CPU, ATEN_CUDA)
 @pytest.mark.parametrize("p", PROBABILITIES)
 def test_thresholds(p: float, target: Target, seed: int) -> None:
@@ -169,16 +190,18 @@ MASK_CASES = [
         dict(seqlen_q=77, seqlen_k=150),
         dict(seqlen_q=130, seqlen_k=33, causal=True, top_left=True),
         dict(lengths_q=(20, 0, 70), lengths_k=(33, 4, 131), tail=3),
+        dict(seqlen_q=200, seqlen_k=355, window=(41, 5), batch=1),
     )
 ]
 
 
-@each_case(MASK_CASES, [ATEN_CPU, ATEN_CUDA, SM80])
+@each_case(MASK_CASES, [ATEN_CPU, ATEN_CUDA, SM80, SM90])
 def test_mask_read_out_of_the_results(case: Case, target: Target, seed: int) -> None:
     """With equal scores and one-hot rows of v and dout, what is not 0 of out and of dv is what is
     kept: bit for bit, forward and backward, whatever the tiles."""
     problem = Problem(case, seed, target.device)
     problem.q.zero_()
+    seen = expect(problem, backward=False).probs != 0
     sequences = zip(case.lengths_q, case.lengths_k, strict=True) if case.is_varlen else None
     lengths = list(sequences or [(case.seqlen_q, case.keys)] * case.batch)
     longest = max(max(pair) for pair in lengths)
@@ -194,8 +217,7 @@ def test_mask_read_out_of_the_results(case: Case, target: Target, seed: int) -> 
     row_q = row_k = 0
     for b, (n_q, n_k) in enumerate(lengths):
         kept = keep_mask(problem.rng, case.dropout_p, b, case.heads_q, n_q, n_k)
-        if case.causal:
-            kept = kept & torch.ones(n_q, n_k, dtype=torch.bool).tril()
+        kept = kept & seen[b, :, :n_q, :n_k]
         of_q = (slice(row_q, row_q + n_q),) if case.is_varlen else (b,)
         of_k = (slice(row_k, row_k + n_k),) if case.is_varlen else (b,)
         row_q, row_k = row_q + n_q, row_k + n_k
@@ -209,7 +231,7 @@ def test_mask_read_out_of_the_results(case: Case, target: Target, seed: int) -> 
         assert torch.equal(backward, group), f"backward, sequence {b}"
 
 
-@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 def test_nothing_kept_gives_zeros(target: Target, seed: int) -> None:
     """Not infinity times zero, where the probability rounds to 1."""
     case = Case(dropout_p=1 - STEP / 4, dtype="bf16")
@@ -257,13 +279,13 @@ def test_places_are_independent(p: float) -> None:
         for p in (1e-6, 0.1, 0.83, 0.999, 1 - STEP / 4)
         for dtype in ("fp32", "bf16")
     ],
-    [ATEN_CPU, ATEN_CUDA, SM80],
+    [ATEN_CPU, ATEN_CUDA, SM80, SM90],
 )
 def test_forward_and_backward_use_one_mask(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 def test_lse_ignores_dropout(target: Target, seed: int) -> None:
     """Both calls with a cap, so that both run on the same kernels."""
     case = Case(dropout_p=0.5, dtype="fp16", softcap=30.0)
@@ -275,7 +297,7 @@ def test_lse_ignores_dropout(target: Target, seed: int) -> None:
     assert not torch.equal(dropped["out"], plain["out"])
 
 
-@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 def test_generator(target: Target) -> None:
     """manual_seed repeats a call; calls differ; without dropout the generator stays where it is."""
     q = torch.randn(2, 33, 4, 32, device=target.device).half()

@@ -46,7 +46,7 @@ ALLOWED = {
     },
     "sm90/inst": {"core", "sm90", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
     "tests": {"bindings", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx", "sm90/tile", "sm90/ptx"},
-    "aten": set(),
+    "aten": {"core"},
     "bindings": {"core", "aten", "cuda", "cuda/cache", "cuda/decode", "sm80", "sm90"},
 }
 TORCH_FOLDERS = {"bindings", "aten"}

@@ -33,6 +33,7 @@ TERMS = {
     "ALiBi of each sequence": dict(alibi="batch"),
     "sink": dict(sink=True),
     "dropout": dict(dropout_p=0.2),
+    "little kept": dict(dropout_p=0.83),
     "bias": dict(bias="full"),
     "mask": dict(bias="bool"),
     "all": dict(

@@ -6,6 +6,7 @@
 
 #include "aten/parallel.h"
 #include "aten/tile.h"
+#include "core/score_range.h"
 
 namespace flash_attn::aten {
 
@@ -81,8 +82,10 @@ Tensor Slice::sink_column(Block rows) const {
 }
 
 Tensor Slice::lse_column(const Tensor& lse, Block rows) const {
-  const Tensor column = tile(lse, rows) * kLog2E;
-  column.masked_fill_(column.eq(-kInf), kInf);
+  const double limit = lse.scalar_type() == at::kDouble ? kMaxLseFp64 : kMaxLse;
+  const Tensor natural = tile(lse, rows);
+  const Tensor column = natural * kLog2E;
+  column.masked_fill_(natural.abs().gt(limit), kInf);
   if (row_exists.defined()) {
     const Tensor missing = row_exists.narrow(2, rows.first, rows.size()).logical_not();
     unpack_queries(column).masked_fill_(missing, kInf);
@@ -154,8 +157,8 @@ Slice start_slice(const Args& args, Block batches, Block kv_heads) {
   slice.terms.softcap = args.softcap;
   slice.terms.band = {0, limit(args.window_left), limit(args.window_right)};
   if (args.alibi_slopes) {
-    slice.terms.alibi_slopes =
-        broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice);
+    slice.terms.alibi_slopes = broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice)
+                                   .clamp(-kMaxSlope, kMaxSlope);
   }
   if (args.learnable_sink) {
     const Tensor sink = args.learnable_sink->narrow(0, slice.heads.first, slice.heads.size());

@@ -45,8 +45,8 @@ struct Slice {
   at::Tensor scaled_queries(Block rows) const;
   // The sink's logit for each of the rows as a column, or undefined.
   at::Tensor sink_column(Block rows) const;
-  // lse as a column in units of log 2. Rows without keys: +inf in place of −inf, so that
-  // exp2(S − LSE) is 0 there.
+  // lse as a column in units of log 2. Rows that give no gradient (core/score_range.h), those
+  // without keys among them: +inf, so that exp2(S − LSE) is 0 there.
   at::Tensor lse_column(const at::Tensor& lse, Block rows) const;
 };
 

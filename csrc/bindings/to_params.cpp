@@ -11,6 +11,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "../core/score_range.h"
 #include "checks.h"
 #include "families.h"
 
@@ -46,10 +47,8 @@ CallShape backward_shape_of(const AttnArgs& args) {
   return call;
 }
 
-// Beyond 1e30 nothing is capped, and quotients and products would leave the range of fp32.
 double finite_softcap(double softcap) {
-  constexpr double kMaxSoftcap = 1e30;
-  return std::min(softcap, kMaxSoftcap);
+  return softcap > 0 ? std::clamp(softcap, kMinSoftcap, kMaxSoftcap) : 0;
 }
 
 void warn_once(const std::string& reasons) {

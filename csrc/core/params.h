@@ -35,7 +35,8 @@ struct DropoutParams {
   const int64_t* rng_state = nullptr;  // (2) seed, offset, on the device; null: no dropout
   uint32_t bound = 0;                  // at most 2^14 a half, so no NaN
   uint32_t mirror = 0;                 // 0: kept iff number >= bound; all bits: iff below it
-  float scale = 1;                     // of what is kept: the inverse of the keep probability
+  float keep = 1;                      // the keep probability
+  float scale = 1;                     // of what is kept: its inverse
 
   // probability: in [0, 1], of being dropped.
   static constexpr DropoutParams make(double probability, const int64_t* rng_state) {
@@ -47,6 +48,7 @@ struct DropoutParams {
             .bound = (threshold <= kNumbers / 2 ? threshold : keeping) * kTwice,
             .mirror = threshold <= kNumbers / 2 ? 0 : ~0u,
             // Where nothing is kept, nothing is scaled, and 1 keeps infinity out of the gradients.
+            .keep = keeping == 0 ? 1 : static_cast<float>(1.0 * keeping / kNumbers),
             .scale = keeping == 0 ? 1 : static_cast<float>(1.0 * kNumbers / keeping)};
   }
 };

@@ -38,4 +38,12 @@ auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<256>();
 }
 
+// Of FwdParams or BwdParams: more than PlainScores does. A sink is no more.
+template <typename Params>
+bool has_score_terms(const Params& params) {
+  const ScoreParams& score = params.score;
+  return score.softcap != 0 || score.alibi_slopes != nullptr || score.bias.data != nullptr ||
+         params.dropout.rng_state != nullptr;
+}
+
 }  // namespace flash_attn::cuda

@@ -17,13 +17,7 @@ auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
   return cuda::with_head_dim_class(std::max(head_dim, head_dim_v), std::forward<F>(f));
 }
 
-// Of FwdParams or BwdParams: more than PlainScores does. A sink is no more.
-template <typename Params>
-bool has_score_terms(const Params& params) {
-  const ScoreParams& score = params.score;
-  return score.softcap != 0 || score.alibi_slopes != nullptr || score.bias.data != nullptr ||
-         params.dropout.rng_state != nullptr;
-}
+using cuda::has_score_terms;
 
 // Shared memory that one block may have.
 enum class SmemBudget : uint8_t {

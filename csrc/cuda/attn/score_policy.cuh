@@ -56,6 +56,9 @@ struct PlainScores {
   __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&, ScorePlace,
                                        int /*lane*/) const {}
   template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
+                                       int /*lane*/) const {}
+  template <int kMBlocks, int kN>
   __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
                                            const Accumulator<kMBlocks, kN>& P,
                                            const float (&delta)[2 * kMBlocks], const DropoutParams&,
@@ -155,6 +158,21 @@ class GeneralScores {
     for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], place.query + 16 * m, place.key);
   }
 
+  // The same of a whole operand.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
+                                       ScorePlace place, int lane) const {
+    if (params.rng_state == nullptr) return;
+    const DropoutMask<false> mask(params, dropout_, local(lane));
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int k = 0; k < kN / 16; ++k) {
+        mask.drop(P.data[m][k], place.query + 16 * m, place.key + 16 * k);
+      }
+    }
+  }
+
   // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
   template <bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
@@ -165,7 +183,6 @@ class GeneralScores {
     static_assert(!kTransposed, "delta belongs to rows");
     if (params.rng_state == nullptr) return softmax_gradient(dP, P, delta);
     const DropoutMask<false> mask(params, dropout_, local(lane));
-    const float keep = 1.f / params.scale;
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
 #pragma unroll
@@ -174,7 +191,7 @@ class GeneralScores {
         mask.find_kept(kept, place.query + 16 * m, place.key + k);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          const float row_delta = delta[2 * m + row] * keep;
+          const float row_delta = delta[2 * m + row] * params.keep;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float& p = P.at(2 * m + row, k / 4 + i);
