@@ -5,6 +5,7 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "bwd_config.h"
 #include "config.h"
 
 namespace flash_attn::sm90 {
