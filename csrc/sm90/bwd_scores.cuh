@@ -68,9 +68,9 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
   }
 }
 
-// With score terms: P, rounded, as dV wants it, 0 where it is dropped; and in `weights` what dS consists of
-// beside dP and delta, P ∘ dS/dX undropped, negative where it is dropped. 16 queries at a time, so
-// that neither S nor dS/dX is kept. place: of the warp's S.
+// The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
+// dX consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. 16
+// queries at a time, so that neither S nor that slope is kept. place: of the warp's S.
 template <typename Element, int kBlockM>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S,
@@ -115,7 +115,8 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
   }
 }
 
-// dX / ρ = weights ∘ (dP - delta / ρ), without dP where it is dropped, in place of the weights.
+// dX = weights ∘ (dP - delta), without dP where they are negative, in place of the weights. With dropout
+// this lacks the factor ρ (cuda/attn/score_policy.cuh), and delta is delta / ρ.
 template <typename Element, int kBlockM>
 __device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
                                                       const Accumulator<1, kBlockM>& dP,
@@ -137,8 +138,8 @@ __device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
   }
 }
 
-// differentiate() in place of dP, from P in shared memory (store_operand): fewer registers. first_row: of the
-// warp's rows in the tile.
+// differentiate() in place of dP, from P in shared memory (store_operand): fewer registers. first_row:
+// of the warp's rows in the tile.
 template <typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, const float (&delta)[kBlockM],
