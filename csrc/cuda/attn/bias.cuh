@@ -89,6 +89,26 @@ __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const Bia
   }
 }
 
+// The same with keys as rows.
+template <typename Number, int kMBlocks, int kN>
+__device__ __forceinline__ void add_bias_transposed(Accumulator<kMBlocks, kN>& S,
+                                                    const BiasParams& params, const Number* bias,
+                                                    float factor, int query, int key, int lane) {
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    const int key_of_row = key + row / 2 * 16 + fragment_row(row, lane);
+    const Number* const numbers = bias + key_of_row * params.key_stride;
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      const int query_of_col = min(query + fragment_col(i, lane), params.rows - 1);
+      const float number = key_of_row < params.keys
+                               ? load_bias(numbers + query_of_col * params.row_stride)
+                               : -INFINITY;
+      S.at(row, i) = fmaf(number, factor, S.at(row, i));
+    }
+  }
+}
+
 // The gradient of a bias that broadcasts nothing: factor · dS, where it belongs. gradient: of the
 // sequence and the head.
 template <typename Number, int kMBlocks, int kN>
