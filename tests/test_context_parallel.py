@@ -193,6 +193,9 @@ FEATURES = [
     BASE.with_(softcap=2.0, sink=True, deterministic=True),
     BASE.with_(heads_q=6, heads_kv=1, causal=False, sink=True),
     BASE.with_(heads_q=2, heads_kv=1),  # fewer heads than ranks
+    BASE.with_(heads_q=1, heads_kv=1, sink=True),
+    BASE.with_(seqlen_q=0, seqlen_k=0),
+    BASE.with_(seqlen_q=6, seqlen_k=0, sink=True),
 ]
 PACKED = ((0, 5, 5, 30, 48), (0, 5, 5, 30, 48))
 PACKED_CROSS = ((0, 9, 20, 20, 50), (0, 3, 30, 33, 60))

@@ -340,12 +340,10 @@ def _over_heads(attend, group, held, tensors, with_lse: bool):
     heads_q, heads_kv = zip(*heads, strict=True)
     share_q, share_k = Share(held[0], heads_q), Share(held[1], heads_kv)
     q, k, v = to_heads([q, k, v], [share_q, share_k, share_k], group)
-    if q.size(2) == 0:
-        out, lse = _without_heads(q, k, v)
-    else:
-        mine = slice(*heads_q[dist.get_rank(group)])
-        slopes = None if slopes is None else slopes[..., mine]
-        out, lse = attend((q, k, v, slopes, None if sink is None else sink[mine]))
+    mine = slice(*heads_q[dist.get_rank(group)])
+    slopes = None if slopes is None else slopes[..., mine]
+    sink = None if sink is None else sink[mine]
+    out, lse = (attend if q.size(2) else _without_heads)((q, k, v, slopes, sink))
     out = to_rows(out, share_q, group)
     if with_lse:
         lse = to_rows(lse.transpose(1, 2).unsqueeze(-1), share_q, group)
@@ -402,10 +400,13 @@ def _on_one_rank(call: _WholeCall, tensors):
     return (out.unsqueeze(0), lse.unsqueeze(0)) if call.varlen else (out, lse)
 
 
-def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of a rank that got no heads. They depend on q, k and v, so that the backward
-    comes through here, too, and exchanges nothing with the others, who wait for it."""
+def _without_heads(tensors) -> tuple[Tensor, Tensor]:
+    """The results of a rank that got no heads. They depend on q, k, v and the sink, so that the
+    backward comes through here, too, and exchanges nothing with the others, who wait for it."""
+    q, k, v, _, sink = tensors
     nothing = k.sum() + v.sum()
+    if sink is not None:
+        nothing = nothing + sink.sum().to(q.dtype)
     out = q[..., :1].expand(*q.shape[:-1], v.size(-1)) + nothing
     return out, q[..., 0].transpose(1, 2).to(compute_dtype(q.dtype)) + nothing
 
