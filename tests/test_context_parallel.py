@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -221,6 +222,43 @@ def test_exact(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
         scheme = None
     pool.need(ranks)
     pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks), pool.device)
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    heads_kv = rng.randint(1, 5)
+    seqlen_q = rng.choice([0, 1, 2, 5, rng.randint(3, 70)])
+    case = Case(
+        ranks=rng.choice([2, 4, TWO_DIMENSIONS]),
+        layout=rng.choice(["zigzag", "contiguous"]),
+        batch=rng.randint(1, 2),
+        seqlen_q=seqlen_q,
+        seqlen_k=rng.choice([seqlen_q, rng.randint(0, 70)]),
+        heads_q=heads_kv * rng.randint(1, 3),
+        heads_kv=heads_kv,
+        d_v=rng.choice([4, 8]),
+        causal=rng.random() < 0.5,
+        causal_alignment=rng.choice(["bottom-right", "top-left"]),
+        window_size=tuple(rng.choice([-1, 0, rng.randint(0, 20)]) for _ in range(2)),
+        softcap=rng.choice([0.0, 3.0]),
+        alibi=rng.choice(["", "heads", "sequences"]),
+        sink=rng.random() < 0.3,
+    )
+    schemes = ["ring", "all-gather", None]
+    case = case.with_(scheme=rng.choice(schemes + ["ulysses"] * (case.ranks != TWO_DIMENSIONS)))
+    if rng.random() < 0.5:
+        return case
+    count = rng.randint(1, 6)
+    ends = [sorted(rng.choices(range(50), k=count)) for _ in range(2)]
+    documents = tuple((0, *ends[i * rng.randint(0, 1)]) for i in range(2))
+    return case.with_(documents=documents, seqlen_q=documents[0][-1], seqlen_k=documents[1][-1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(seed: int, pool: Pool) -> None:
+    case = random_case(seed)
+    pool.need(case.ranks)
+    pool.run(check_exact, case, pool.device)
 
 
 def check_neighbours(device: str) -> None:
