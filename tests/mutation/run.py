@@ -22,12 +22,8 @@ import ast
 import dataclasses
 import hashlib
 import json
-import os
 import random
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,8 +31,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-STEP_SECONDS = 400  # of one pytest; a mutant that takes longer hangs, and is caught
+from workplace import ROOT, Workplace
 
 # The tests of a file: pytest's arguments, one run after the other until one fails.
 PYTHON = {
@@ -51,8 +46,8 @@ PYTHON = {
         "test_cache_forms.py --part=0/4",
     ],
     "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
-    "flash_attn/_positional.py": ["test_upstream.py test_api.py"],
-    "flash_attn/_upstream.py": ["test_upstream.py test_api.py"],
+    "flash_attn/_positional.py": ["test_positional.py", "test_upstream.py test_api.py"],
+    "flash_attn/_upstream.py": ["test_positional.py", "test_upstream.py test_api.py"],
     "flash_attn/layers/rotary.py": ["test_padding.py test_wrong_arguments.py -k rotary"],
 }
 ATTENTION = ["test_score_range.py", "test_forward.py --part=0/8", "test_backward.py --part=0/8"]
@@ -109,6 +104,9 @@ class Mutant:
     start: int  # in the file's text
     end: int
     text: str  # what stands there instead
+
+    def applied_to(self, source: str) -> str:
+        return source[: self.start] + self.text + source[self.end :]
 
     def key(self, source: str) -> str:
         """The same for the same change to the same line of a file that has changed elsewhere."""
@@ -189,77 +187,6 @@ def cpp_mutants(file: str, source: str) -> Iterator[Mutant]:
         yield Mutant(file, *match.span(), str(int(match[0]) + 1))
 
 
-class Workplace:
-    """A copy of the package, and what compiles and links one object of the library into it."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-        for part in ("flash_attn", "tests", "fa3"):
-            shutil.copytree(ROOT / part, scratch / part, ignore=shutil.ignore_patterns("__pyc*"))
-        for file in ("flash_attn_2_cuda.py", "pyproject.toml"):
-            shutil.copy(ROOT / file, scratch)
-        self.library = scratch / "flash_attn" / "lib" / "libflash_attn.so"
-        self.original = scratch / "libflash_attn.original"
-        shutil.copy(self.library, self.original)
-        self.build = ROOT / "build"
-
-    def restore(self, file: str) -> None:
-        if file.endswith(".cpp"):
-            shutil.copy(self.original, self.library)
-        else:
-            shutil.copy(ROOT / file, self.scratch / file)
-
-    def install(self, mutant: Mutant, source: str) -> bool:
-        """False: it does not compile, and is no mutant."""
-        text = source[: mutant.start] + mutant.text + source[mutant.end :]
-        if not mutant.file.endswith(".cpp"):
-            (self.scratch / mutant.file).write_text(text)
-            return True
-        return self.compile(mutant.file, text)
-
-    def compile(self, file: str, text: str) -> bool:
-        commands = json.loads((self.build / "compile_commands.json").read_text())
-        [entry] = [c for c in commands if c["file"] == str(ROOT / file)]
-        mutated = self.scratch / "mutated.cpp"
-        mutated.write_text(text)
-        words = shlex.split(entry["command"])
-        was, now = words[words.index("-o") + 1], str(self.scratch / "mutated.o")
-        words[words.index("-o") + 1] = now
-        words[words.index(str(ROOT / file))] = str(mutated)
-        words[1:1] = ["-iquote", str((ROOT / file).parent), "-w"]
-        if subprocess.run(words, cwd=self.build, capture_output=True, check=False).returncode:
-            return False
-        ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        listing = [ninja, "-t", "commands", "libflash_attn.so"]
-        links = subprocess.run(listing, cwd=self.build, capture_output=True, text=True, check=True)
-        link = links.stdout.splitlines()[-1].replace(f" {was} ", f" {now} ")
-        link = link.replace("-o libflash_attn.so", f"-o {self.library}")
-        subprocess.run(link, cwd=self.build, shell=True, capture_output=True, check=True)
-        return True
-
-    def sees(self, arguments: str) -> bool:
-        """Whether these tests fail."""
-        words = [f"tests/{w}" if w.endswith(".py") else w for w in arguments.split()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
-        environment = os.environ | {
-            "PYTHONPATH": str(self.scratch),
-            "OMP_NUM_THREADS": "2",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self.scratch,
-                env=environment,
-                capture_output=True,
-                timeout=STEP_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return True
-        return done.returncode not in (0, 5)  # 5: no test has that name
-
-
 def try_mutant(
     place: Workplace, mutant: Mutant, source: str, tests: list[str], passing: set[str]
 ) -> dict | None:
@@ -267,16 +194,16 @@ def try_mutant(
     started = time.monotonic()
     caught_by = None
     try:
-        if not place.install(mutant, source):
+        if not place.install(mutant.file, mutant.applied_to(source)):
             return None
         for arguments in tests:
-            if place.sees(arguments):
+            if place.failure(arguments):
                 caught_by = arguments
                 break
     finally:
         place.restore(mutant.file)
     if caught_by is not None and caught_by not in passing:
-        if place.sees(caught_by):
+        if place.failure(caught_by):
             sys.exit(f"without any mutant, too, these fail: {caught_by}")
         passing.add(caught_by)
     seconds = round(time.monotonic() - started)

@@ -1,0 +1,45 @@
+"""On a GPU the host does not know the lengths, and aten pads: that way of it, run on a CPU.
+
+csrc/aten/host_reads.cpp says whether the host may read a tensor. Here it is linked with another
+answer, into a copy of the package whose tests then run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = "csrc/aten/host_reads.cpp"
+# pytest's arguments; of the long files every 80th test. Not those of the same bits, which padding
+# changes.
+RUNS = [
+    "test_score_range.py --device=cpu --part=0/8",
+    "test_varlen.py test_forward.py test_backward.py --device=cpu -k not(hint) --part=3/80",
+    "test_decode.py test_kvcache.py test_cache_forms.py --device=cpu --part=5/80",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory):
+    sys.path.insert(0, str(Path(__file__).parent / "mutation"))
+    from workplace import ROOT, Workplace, find_ninja
+
+    commands = ROOT / "build" / "compile_commands.json"
+    if not commands.is_file() or str(ROOT / FILE) not in commands.read_text():
+        pytest.skip("no build tree of this checkout")
+    if shutil.which("c++") is None or find_ninja() is None:
+        pytest.skip("no compiler, or no ninja")
+    place = Workplace(tmp_path_factory.mktemp("padded") / "copy")
+    text = (ROOT / FILE).read_text()
+    other = text.replace("const at::Tensor& x", "const at::Tensor&").replace("x.is_cpu()", "false")
+    assert other.count("false") == 1 and place.install(FILE, other)
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", RUNS)
+def test_the_way_of_a_device(arguments: str, place) -> None:
+    assert place.failure(arguments) is None
