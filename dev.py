@@ -2,6 +2,7 @@
 """Sets everything up on a fresh machine, then runs one job.
 
     python3 dev.py demo | test | lint | build
+    python3 dev.py test --downstream     other people's programs, installed into .venv
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
 where the machine has none (no GPU is needed to compile); for lint the formatters alone. Run again,
@@ -119,8 +120,18 @@ def demo(extra: list[str]) -> None:
     run(PYTHON, "-m", "flash_attn", "demo", *extra)
 
 
+def downstream(extra: list[str]) -> None:
+    """Other people's programs, of the versions that tests/downstream names."""
+    folder = ROOT / "tests" / "downstream"
+    lines = (folder / "requirements.txt").read_text().splitlines()
+    pip_install("other people's programs", *(x for x in lines if not x.startswith("#")))
+    run(PYTHON, "-m", "pytest", folder, *extra)
+
+
 def test(extra: list[str]) -> None:
     """Python tests, then the C++ program against the installed CMake package."""
+    if "--downstream" in extra:
+        return downstream([x for x in extra if x != "--downstream"])
     run(PYTHON, "-m", "pytest", *extra)
     say("C++: building and testing csrc/example against the installed package")
     example = ROOT / "build" / "example"

@@ -159,6 +159,7 @@ def public_functions() -> list[tuple[str, Callable]]:
         "",
         ".reference",
         ".bert_padding",
+        ".integrations.transformers",
         ".layers.rotary",
         ".losses.cross_entropy",
         ".modules.mha",
