@@ -1,7 +1,7 @@
 """From Python's options to the ops' argument lists: the one place that knows their order.
 
 Eager calls go to `_C` (pybind11 into a typed dispatcher handle), traced ones to
-`torch.ops.flash_attn`.
+`torch.ops.flash_attn`, those inside torch.func's transforms to `_functorch`.
 """
 
 import operator
@@ -9,6 +9,7 @@ import operator
 import torch
 from torch import Tensor
 
+from flash_attn import _functorch
 from flash_attn._library import C
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
@@ -216,7 +217,11 @@ def fwd_arguments(
 
 def fwd(arguments):
     """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask."""
-    return _ops().fwd(*arguments)
+    if torch.compiler.is_compiling():
+        return torch.ops.flash_attn.fwd(*arguments)
+    if _functorch.is_active():
+        return _functorch.fwd(arguments)
+    return C.fwd(*arguments)
 
 
 def draw_rng_state(like):
@@ -234,6 +239,7 @@ def bwd(
     *,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
+    attn_bias=None,
     alibi_slopes,
     rng_state,
     max_seqlen_q=None,
@@ -242,6 +248,7 @@ def bwd(
     softmax_scale,
     causal,
     window_size,
+    causal_alignment="bottom-right",
     softcap,
     deterministic,
 ):
@@ -261,7 +268,7 @@ def bwd(
         None,  # seqused_k
         None,  # leftpad_k
         None,  # block_table
-        None,  # attn_bias
+        attn_bias,
         alibi_slopes,
         None,  # learnable_sink
         rng_state,
@@ -272,7 +279,7 @@ def bwd(
         causal,
         window_left,
         window_right,
-        False,  # top_left
+        _is_top_left(causal_alignment),
         softcap,
         deterministic,
         [True, True, True, False, False],
