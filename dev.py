@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sets everything up on a fresh machine, then runs one job.
 
-    python3 dev.py demo | test | lint | build
+    python3 dev.py demo | test | lint | build | wheel
     python3 dev.py test --downstream     other people's programs, installed into .venv
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
@@ -116,6 +116,12 @@ def build() -> None:
     say(f"Built in {time.time() - start:.0f} s")
 
 
+def wheel(extra: list[str]) -> None:
+    """Wheels of both distributions in dist/, for this Python, this machine and .venv's torch."""
+    pip = (PYTHON, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", "dist")
+    run(*pip, *extra, ".", "./fa3")
+
+
 def demo(extra: list[str]) -> None:
     run(PYTHON, "-m", "flash_attn", "demo", *extra)
 
@@ -160,13 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("job", choices=["demo", "test", "lint", "build"])
+    parser.add_argument("job", choices=["demo", "test", "lint", "build", "wheel"])
     arguments, extra = parser.parse_known_args()
     make_environment()
     if arguments.job != "lint":
         install_build()
+    if arguments.job not in ("lint", "wheel"):
         build()
-    jobs = {"demo": demo, "test": test, "lint": lint, "build": lambda extra: None}
+    jobs = {"demo": demo, "test": test, "lint": lint, "wheel": wheel, "build": lambda extra: None}
     jobs[arguments.job](extra)
 
 

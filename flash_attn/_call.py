@@ -9,7 +9,7 @@ import operator
 import torch
 from torch import Tensor
 
-from flash_attn import _functorch
+from flash_attn import _checks, _functorch, _log
 from flash_attn._library import C
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
@@ -179,6 +179,19 @@ def fwd_arguments(
         max_seqlen_q = dense_seqlen(q)
     if max_seqlen_k is None:
         max_seqlen_k = dense_seqlen(k)
+    if _checks.ENABLED:
+        _checks.fwd(
+            q,
+            k,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            block_table=block_table,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
     if block_table is not None:
         k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
             k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
@@ -219,6 +232,8 @@ def fwd(arguments):
     """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask."""
     if torch.compiler.is_compiling():
         return torch.ops.flash_attn.fwd(*arguments)
+    if _log.ENABLED:
+        _log.call("fwd", arguments)
     if _functorch.is_active():
         return _functorch.fwd(arguments)
     return C.fwd(*arguments)
@@ -307,8 +322,19 @@ def decode_arguments(
     softcap=0.0,
     num_splits=0,
     batch_invariant=False,
+    new=0,
 ):
-    """The argument list of the op `decode`, and the end of that of `kvcache`."""
+    """The argument list of the op `decode`, and the end of that of `kvcache`, with `new` tokens."""
+    if _checks.ENABLED:
+        _checks.decode(
+            q,
+            k_cache,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            new=new,
+        )
     window_left, window_right = window_sides(window_size)
     return (
         q,
@@ -335,9 +361,14 @@ def decode_arguments(
 
 def decode(arguments):
     """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse."""
+    if _log.ENABLED:
+        _log.call("decode", arguments)
     return _ops().decode(*arguments)
 
 
 def kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments):
     """The same after k and v were written to the caches, from cache_seqlens on."""
-    return _ops().kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, *arguments)
+    arguments = (k, v, rotary_cos, rotary_sin, rotary_interleaved, *arguments)
+    if _log.ENABLED:
+        _log.call("kvcache", arguments)
+    return _ops().kvcache(*arguments)
