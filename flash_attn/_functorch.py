@@ -58,6 +58,6 @@ class _Attention(torch.autograd.Function):
         )
 
 
-def fwd(arguments):
-    """The op `fwd` inside a transform. Returns out, softmax_lse, S_dmask."""
+def fwd(*arguments):
+    """The op `fwd` inside a transform."""
     return _Attention.apply(*arguments)
