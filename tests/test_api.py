@@ -189,6 +189,7 @@ def public_functions() -> list[tuple[str, Callable]]:
         "",
         ".reference",
         ".bert_padding",
+        ".integrations.dtensor",
         ".integrations.transformers",
         ".layers.rotary",
         ".losses.cross_entropy",
