@@ -139,10 +139,10 @@ def test(extra: list[str]) -> None:
     if "--downstream" in extra:
         return downstream([x for x in extra if x != "--downstream"])
     run(PYTHON, "-m", "pytest", *extra)
-    say("C++: building and testing csrc/example against the installed package")
+    say("C++: building and testing examples/cpp against the installed package")
     example = ROOT / "build" / "example"
     run(
-        *("cmake", "-G", "Ninja", "-S", ROOT / "csrc" / "example", "-B", example),
+        *("cmake", "-G", "Ninja", "-S", ROOT / "examples" / "cpp", "-B", example),
         *(f"-DCMAKE_PREFIX_PATH={ROOT / 'flash_attn'}", f"-DPython_EXECUTABLE={PYTHON}"),
     )
     run("cmake", "--build", example)
