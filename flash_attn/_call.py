@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _checks, _functorch, _log
+from flash_attn._errors import shown
 from flash_attn._library import C
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
@@ -27,12 +28,18 @@ def _ops():
     return torch.ops.flash_attn if torch.compiler.is_compiling() else C
 
 
+def expect(condition: bool, argument: str, requirement: str, got: object) -> None:
+    """Raises unless the condition holds: which argument, what was expected, what came."""
+    if not condition:
+        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
+
+
 def as_int(value, argument: str):
-    """An int, a SymInt, or anything with __index__ (NumPy's ints, 0-dim tensors) as an int."""
-    if isinstance(value, (int, torch.SymInt)):
+    """A SymInt, or as an int what has __index__: bools, NumPy's ints, 0-dim tensors."""
+    if type(value) is int or isinstance(value, torch.SymInt):
         return value
     try:
-        return operator.index(value)
+        return int(operator.index(value))
     except TypeError:
         raise TypeError(
             f"flash_attn: {argument}: expected an int, got {type(value).__name__}"
@@ -45,35 +52,40 @@ def window_sides(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         raise TypeError(
-            f"flash_attn: window_size: expected (left, right), got {window_size!r}"
+            f"flash_attn: window_size: expected (left, right), got {shown(window_size)}"
         ) from None
     if type(left) is int and type(right) is int:
         return left, right
     return tuple(-1 if side is None else as_int(side, "window_size") for side in (left, right))
 
 
-def _is_top_left(causal_alignment: str) -> bool:
+def is_top_left(causal_alignment: str) -> bool:
     if causal_alignment == "bottom-right":
         return False
     if causal_alignment == "top-left":
         return True
     raise ValueError(
         'flash_attn: causal_alignment: expected "bottom-right" or "top-left",'
-        f" got {causal_alignment!r}"
+        f" got {shown(causal_alignment)}"
     )
 
 
 def dense_seqlen(x: Tensor) -> int:
     """The length of a (batch, seqlen, heads, d) tensor; 0 for another rank, which C++ reports."""
-    try:
-        return x.size(1) if x.dim() == 4 else 0
-    except AttributeError:
-        raise TypeError(
-            f"flash_attn: q, k: expected torch.Tensor, got {type(x).__name__}"
-        ) from None
+    return x.size(1) if x.dim() == 4 else 0
 
 
-def _check_pages(k: Tensor, v: Tensor, block_table: Tensor) -> None:
+def _check_pages(k: Tensor, v: Tensor, block_table: Tensor, **indices: Tensor | None) -> None:
+    for name, tensor in {"v": v, "block_table": block_table, **indices}.items():
+        if tensor is not None and tensor.device != k.device:
+            raise RuntimeError(
+                f"flash_attn: {name}: expected device {k.device} as k has, got {tensor.device}"
+            )
+    for name, tensor in indices.items():
+        if tensor is not None and (tensor.dim() != 1 or tensor.dtype != torch.int32):
+            raise RuntimeError(
+                f"flash_attn: {name}: expected int32 of one dimension, got {shown(tensor)}"
+            )
     if block_table.dim() != 2 or block_table.dtype != torch.int32:
         raise RuntimeError(
             "flash_attn: block_table: expected int32 of shape (batch, max_pages), got"
@@ -132,7 +144,8 @@ def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k,
     Each sequence is padded to the table's capacity; its true length moves into seqused_k. Returns
     k, v, cu_seqlens_k, seqused_k, attn_bias.
     """
-    _check_pages(k, v, block_table)
+    lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
+    _check_pages(k, v, block_table, leftpad_k=leftpad_k, **lengths)
     (pages, page_size), (batch, columns) = k.shape[:2], block_table.shape
     lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     if pages == 0:
@@ -220,7 +233,7 @@ def fwd_arguments(
         causal,
         window_left,
         window_right,
-        _is_top_left(causal_alignment),
+        is_top_left(causal_alignment),
         softcap,
         deterministic,
         return_probs,
@@ -265,26 +278,31 @@ def bwd(
     out,
     softmax_lse,
     *,
+    dlse=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
     attn_bias=None,
-    alibi_slopes,
-    rng_state,
+    alibi_slopes=None,
+    rng_state=None,
     max_seqlen_q=None,
     max_seqlen_k=None,
-    dropout_p,
+    dropout_p=0.0,
     softmax_scale,
-    causal,
+    causal=False,
     window_size,
     causal_alignment="bottom-right",
     softcap,
     deterministic,
 ):
-    """Runs the op `bwd` for q, k and v. Returns dq, dk, dv."""
+    """Runs the op `bwd` for q, k and v. Returns dq, dk, dv.
+
+    k and v may be some of the keys only, where out and softmax_lse belong to all of them: the
+    results then are what these keys contribute to dq, and dk and dv of these keys.
+    """
     window_left, window_right = window_sides(window_size)
     dq, dk, dv, _, _ = _ops().bwd(
         dout,
-        None,  # dlse
+        dlse,
         out,
         softmax_lse,
         q,
@@ -307,7 +325,7 @@ def bwd(
         causal,
         window_left,
         window_right,
-        _is_top_left(causal_alignment),
+        is_top_left(causal_alignment),
         softcap,
         deterministic,
         [True, True, True, False, False],

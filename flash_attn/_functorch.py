@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_attn._library import C
+from flash_attn._log import argument_names
 
 is_active = torch._C._are_functorch_transforms_active
 
@@ -52,9 +53,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
+        named = zip(argument_names("fwd"), tangents, strict=True)
+        name = next((name for name, tangent in named if tangent is not None), "q")
         raise NotImplementedError(
-            "flash_attn: forward-mode AD is not implemented, expected tensors without a tangent,"
-            " got one with"
+            f"flash_attn: {name}: forward-mode AD is not implemented, expected a tensor without a"
+            " tangent, got one with"
         )
 
 

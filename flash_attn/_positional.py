@@ -19,7 +19,10 @@ def _check_generator(gen):
 
 
 def _into(given, value):
-    return value if given is None else given.copy_(value)
+    if given is None:
+        return value
+    _upstream.check_result("out", given, "the result", value)
+    return given.copy_(value)
 
 
 def fwd(

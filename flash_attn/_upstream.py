@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from flash_attn._call import bwd, draw_rng_state, fwd, fwd_arguments
+from flash_attn._errors import explain, shown
+
+# The op's names of the arguments.
+_NAMES = {"window_size": "window_size_left, window_size_right"}
 
 
 @torch.no_grad()
@@ -31,18 +35,22 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The dense forward: out, softmax_lse, S_dmask (or empty), rng_state (int64 (2))."""
-    return _forward(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_probs=return_softmax,
-    )
+    try:
+        return _forward(
+            q,
+            k,
+            v,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_probs=return_softmax,
+        )
+    except Exception as error:
+        explain(error, _flash_attn_forward, locals(), _NAMES)
+        raise
 
 
 def _flash_attn_varlen_forward(
@@ -72,30 +80,44 @@ def _flash_attn_varlen_forward(
     zero_tensors: rows outside every sequence are zero in any case. num_splits: 0 or 1, more raises
     NotImplementedError.
     """
-    if num_splits > 1:
-        raise NotImplementedError(
-            "flash_attn: num_splits: num_splits > 1 is not supported with cu_seqlens,"
-            f" got {num_splits}"
+    try:
+        if num_splits > 1:
+            raise NotImplementedError(
+                "flash_attn: num_splits: num_splits > 1 is not supported with cu_seqlens,"
+                f" got {num_splits}"
+            )
+        return _forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            block_table=block_table,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_probs=return_softmax,
         )
-    return _forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
-        block_table=block_table,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_probs=return_softmax,
-    )
+    except Exception as error:
+        explain(error, _flash_attn_varlen_forward, locals(), _NAMES)
+        raise
+
+
+def check_result(name: str, given: Tensor, like_name: str, like: Tensor) -> None:
+    """Raises unless `given`, which a caller has for a result, has the form of `like`."""
+    fits = given.shape == like.shape and given.dtype == like.dtype and given.device == like.device
+    if not fits or given.is_nested or given.layout != torch.strided:
+        raise RuntimeError(
+            f"flash_attn: {name}: expected {shown(like)} on {like.device} as {like_name} has, got"
+            f" {shown(given)} on {given.device}"
+        )
 
 
 @torch.no_grad()
@@ -104,6 +126,9 @@ def _backward(dout, q, k, v, out, softmax_lse, gradients, **options):
 
     Returns softmax_d = rowsum(dout ∘ out), laid out like softmax_lse.
     """
+    for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        if given is not None:
+            check_result(name, given, name[1:], like)
     computed = bwd(dout, q, k, v, out, softmax_lse, **options)
     for given, gradient in zip(gradients, computed, strict=True):
         if given is not None:
@@ -135,23 +160,27 @@ def _flash_attn_backward(
 
     rng_state: what _flash_attn_forward returned; needed with dropout.
     """
-    return _backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        (dq, dk, dv),
-        alibi_slopes=alibi_slopes,
-        rng_state=rng_state,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        deterministic=deterministic,
-    )
+    try:
+        return _backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse,
+            (dq, dk, dv),
+            alibi_slopes=alibi_slopes,
+            rng_state=rng_state,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+    except Exception as error:
+        explain(error, _flash_attn_backward, locals(), _NAMES)
+        raise
 
 
 def _flash_attn_varlen_backward(
@@ -180,27 +209,31 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> Tensor:
     """The varlen backward: writes into dq, dk and dv; returns softmax_d (heads_q, total_q)."""
-    return _backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        (dq, dk, dv),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        alibi_slopes=alibi_slopes,
-        rng_state=rng_state,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        deterministic=deterministic,
-    )
+    try:
+        return _backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse,
+            (dq, dk, dv),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            alibi_slopes=alibi_slopes,
+            rng_state=rng_state,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+    except Exception as error:
+        explain(error, _flash_attn_varlen_backward, locals(), _NAMES)
+        raise
 
 
 # Upstream wraps its functions as custom ops under these names.

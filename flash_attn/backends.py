@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _call
+from flash_attn._errors import explain, shown
 from flash_attn._library import C
 
 # Read once: torch.compile traces use_backend, but no pybind11 function.
@@ -36,9 +37,9 @@ class use_backend:
     """
 
     def __init__(self, name: str) -> None:
-        if name not in _NAMES:
+        if not isinstance(name, str) or name not in _NAMES:
             raise ValueError(
-                f"flash_attn: backend: expected one of {', '.join(_NAMES)}, got {name!r}"
+                f"flash_attn: name: expected one of {', '.join(_NAMES)}, got {shown(name)}"
             )
         self.name = name
 
@@ -123,68 +124,72 @@ def can_use(
         RuntimeError: what the call itself would raise: no backend serves such tensors.
         ValueError: op, or causal_alignment.
     """
-    if op in ("fwd", "bwd"):
-        dropout = dropout_p > 0.0
-        explain = C.explain_fwd if op == "fwd" else C.explain_bwd
-        chosen, reasons, plans = explain(
-            *_call.fwd_arguments(
+    try:
+        if op in ("fwd", "bwd"):
+            dropout = dropout_p > 0.0
+            ask = C.explain_fwd if op == "fwd" else C.explain_bwd
+            chosen, reasons, plans = ask(
+                *_call.fwd_arguments(
+                    q,
+                    k,
+                    v,
+                    cu_seqlens_q=cu_seqlens_q,
+                    cu_seqlens_k=cu_seqlens_k,
+                    seqused_q=seqused_q,
+                    seqused_k=seqused_k,
+                    leftpad_k=leftpad_k,
+                    block_table=block_table,
+                    attn_bias=attn_bias,
+                    alibi_slopes=alibi_slopes,
+                    learnable_sink=learnable_sink,
+                    # Not drawn: asking must not move the generator.
+                    rng_state=q.new_empty(2, dtype=torch.int64) if dropout else None,
+                    max_seqlen_q=max_seqlen_q,
+                    max_seqlen_k=max_seqlen_k,
+                    dropout_p=dropout_p,
+                    softmax_scale=softmax_scale,
+                    causal=causal,
+                    window_size=window_size,
+                    causal_alignment=causal_alignment,
+                    softcap=softcap,
+                    deterministic=deterministic,
+                    return_probs=return_attn_probs and dropout,
+                )[:-1],
+                None,
+            )
+        elif op == "decode":
+            arguments = _call.decode_arguments(
                 q,
                 k,
                 v,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                seqused_q=seqused_q,
-                seqused_k=seqused_k,
-                leftpad_k=leftpad_k,
+                cache_seqlens=cache_seqlens,
+                cache_batch_idx=cache_batch_idx,
+                cache_leftpad=cache_leftpad,
                 block_table=block_table,
-                attn_bias=attn_bias,
                 alibi_slopes=alibi_slopes,
                 learnable_sink=learnable_sink,
-                # Not drawn: asking must not move the generator.
-                rng_state=q.new_empty(2, dtype=torch.int64) if dropout else None,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                dropout_p=dropout_p,
+                k_descale=k_descale,
+                v_descale=v_descale,
                 softmax_scale=softmax_scale,
                 causal=causal,
                 window_size=window_size,
-                causal_alignment=causal_alignment,
                 softcap=softcap,
-                deterministic=deterministic,
-                return_probs=return_attn_probs and dropout,
-            )[:-1],
-            None,
+                num_splits=num_splits,
+                batch_invariant=batch_invariant,
+            )
+            chosen, reasons, plans = C.explain_decode(*arguments[:-1], None)
+        else:
+            raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {shown(op)}')
+        forced = _call.forced_backend()
+        if forced is None or forced == chosen:
+            return Support(chosen, reasons, plans.get(chosen))
+        if reasons[forced]:
+            return Support(None, reasons)
+        return Support(
+            forced,
+            {name: why for name, why in reasons.items() if name != forced} | {chosen: []},
+            plans.get(forced),
         )
-    elif op == "decode":
-        arguments = _call.decode_arguments(
-            q,
-            k,
-            v,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=block_table,
-            alibi_slopes=alibi_slopes,
-            learnable_sink=learnable_sink,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-        )
-        chosen, reasons, plans = C.explain_decode(*arguments[:-1], None)
-    else:
-        raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {op!r}')
-    forced = _call.forced_backend()
-    if forced is None or forced == chosen:
-        return Support(chosen, reasons, plans.get(chosen))
-    if reasons[forced]:
-        return Support(None, reasons)
-    return Support(
-        forced,
-        {name: why for name, why in reasons.items() if name != forced} | {chosen: []},
-        plans.get(forced),
-    )
+    except Exception as error:
+        explain(error, can_use, locals(), {"k_cache": "k", "v_cache": "v"})
+        raise

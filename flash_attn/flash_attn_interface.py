@@ -13,6 +13,7 @@ from torch import Tensor
 # Other packages reach the next two imports through this module.
 from flash_attn import _positional as flash_attn_gpu  # noqa: F401
 from flash_attn._call import as_int, fwd, fwd_arguments
+from flash_attn._errors import explain
 from flash_attn._functions import (  # noqa: F401
     _get_block_size_n,
     applied,
@@ -76,8 +77,8 @@ def flash_attn_func(
         k: (batch, seqlen_k, heads_kv, d). Same dtype and device as q. heads_kv divides heads_q:
             query head h reads key head h // (heads_q // heads_kv) (GQA, MQA).
         v: (batch, seqlen_k, heads_kv, d_v). d_v may differ from d.
-        dropout_p: probability in [0, 1) that a weight is dropped; the others are scaled by
-            1 / (1 - dropout_p). Pass 0.0 in evaluation.
+        dropout_p: probability in [0, 1) that a weight is dropped, rounded to a multiple of 2⁻¹⁵;
+            the others are scaled by 1 / (1 - that). Pass 0.0 in evaluation.
         softmax_scale: factor of Q Kᵀ. Default: d ** -0.5.
         causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q. Aligned
             bottom-right; 1: seen. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:
@@ -103,7 +104,9 @@ def flash_attn_func(
         deterministic: the backward gives the same bits every run (it may take longer).
         return_attn_probs: also return softmax_lse and S_dmask.
         attn_bias: broadcastable to (batch, heads_q, seqlen_q, seqlen_k). A float tensor is added to
-            S (-inf allowed) and has a gradient; a bool tensor keeps the keys where it is True.
+            S and has a gradient; a bool tensor keeps the keys where it is True. -inf hides a key,
+            and so does what is below -2.358e38: torch.finfo(...).min of fp32 and bf16, but not of
+            fp16, which is a number.
         learnable_sink: float (heads_q): a key without a value, of score learnable_sink[h]: it adds
             exp(learnable_sink[h]) to the softmax's denominator. Has a gradient.
         causal_alignment: "bottom-right", or "top-left": the diagonal of query i is key i, as in
@@ -115,6 +118,12 @@ def flash_attn_func(
                                  1 1
                                  1 1
                                  1 1
+
+    Extreme scores, with all their terms, have one meaning in every dtype and on every backend: a
+    key with one below -2.358e38 is hidden, and a query with no other key has nothing to attend to;
+    one above 2.358e38 counts as that. A query whose softmax_lse lies beyond ±2^22 (fp64: ±2^51),
+    one with a bias of -1e9 for every key, say, has its out but gives no gradient: from such a
+    softmax_lse the weights can't be computed again.
 
     Returns:
         out: (batch, seqlen_q, heads_q, d_v), dtype of q. A query with nothing to attend to gives 0.
@@ -131,24 +140,28 @@ def flash_attn_func(
         TypeError: not a tensor, not a number. ValueError: causal_alignment. NotImplementedError: an
             input has a tangent of forward-mode AD.
     """
-    arguments = fwd_arguments(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_probs=_wants_probs(return_attn_probs, dropout_p),
-        attn_bias=attn_bias,
-        learnable_sink=learnable_sink,
-        causal_alignment=causal_alignment,
-    )
-    out, softmax_lse, S_dmask = fwd(arguments)
-    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    try:
+        arguments = fwd_arguments(
+            q,
+            k,
+            v,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_probs=_wants_probs(return_attn_probs, dropout_p),
+            attn_bias=attn_bias,
+            learnable_sink=learnable_sink,
+            causal_alignment=causal_alignment,
+        )
+        out, softmax_lse, S_dmask = fwd(arguments)
+        return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    except Exception as error:
+        explain(error, flash_attn_func, locals())
+        raise
 
 
 def _wants_probs(return_attn_probs: bool, dropout_p: float) -> bool:
@@ -213,36 +226,42 @@ def flash_attn_varlen_func(
 
     Raises: as flash_attn_func.
     """
-    lengths_k = cu_seqlens_k if block_table is None or seqused_k is None else seqused_k
-    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", lengths_k)):
-        if lengths is None:
-            raise TypeError(f"flash_attn: {name}: expected int32 of shape (batch + 1), got None")
-    arguments = fwd_arguments(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
-        block_table=block_table,
-        max_seqlen_q=as_int(max_seqlen_q, "max_seqlen_q"),
-        max_seqlen_k=as_int(max_seqlen_k, "max_seqlen_k"),
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_probs=_wants_probs(return_attn_probs, dropout_p),
-        attn_bias=attn_bias,
-        learnable_sink=learnable_sink,
-        causal_alignment=causal_alignment,
-    )
-    out, softmax_lse, S_dmask = fwd(arguments)
-    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    try:
+        lengths_k = cu_seqlens_k if block_table is None or seqused_k is None else seqused_k
+        for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", lengths_k)):
+            if lengths is None:
+                raise TypeError(
+                    f"flash_attn: {name}: expected int32 of shape (batch + 1), got None"
+                )
+        arguments = fwd_arguments(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            block_table=block_table,
+            max_seqlen_q=as_int(max_seqlen_q, "max_seqlen_q"),
+            max_seqlen_k=as_int(max_seqlen_k, "max_seqlen_k"),
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_probs=_wants_probs(return_attn_probs, dropout_p),
+            attn_bias=attn_bias,
+            learnable_sink=learnable_sink,
+            causal_alignment=causal_alignment,
+        )
+        out, softmax_lse, S_dmask = fwd(arguments)
+        return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    except Exception as error:
+        explain(error, flash_attn_varlen_func, locals())
+        raise
 
 
 def _unpack(packed: Tensor, argument: str, count: int, dims: int):
@@ -272,23 +291,27 @@ def flash_attn_qkvpacked_func(
     causal_alignment: str = "bottom-right",
 ) -> Result:
     """flash_attn_func(q, k, v, …) of qkv (batch, seqlen, 3, heads, d); packed gradient."""
-    q, k, v = _unpack(qkv, "qkv", 3, 5)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        attn_bias=attn_bias,
-        learnable_sink=learnable_sink,
-        causal_alignment=causal_alignment,
-    )
+    try:
+        q, k, v = _unpack(qkv, "qkv", 3, 5)
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            attn_bias=attn_bias,
+            learnable_sink=learnable_sink,
+            causal_alignment=causal_alignment,
+        )
+    except Exception as error:
+        explain(error, flash_attn_qkvpacked_func, locals(), {"q": "qkv", "k": "qkv", "v": "qkv"})
+        raise
 
 
 def flash_attn_kvpacked_func(
@@ -308,23 +331,27 @@ def flash_attn_kvpacked_func(
     causal_alignment: str = "bottom-right",
 ) -> Result:
     """flash_attn_func(q, k, v, …) of q and kv (batch, seqlen_k, 2, heads_kv, d)."""
-    k, v = _unpack(kv, "kv", 2, 5)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        attn_bias=attn_bias,
-        learnable_sink=learnable_sink,
-        causal_alignment=causal_alignment,
-    )
+    try:
+        k, v = _unpack(kv, "kv", 2, 5)
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            attn_bias=attn_bias,
+            learnable_sink=learnable_sink,
+            causal_alignment=causal_alignment,
+        )
+    except Exception as error:
+        explain(error, flash_attn_kvpacked_func, locals(), {"k": "kv", "v": "kv"})
+        raise
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -345,27 +372,35 @@ def flash_attn_varlen_qkvpacked_func(
     causal_alignment: str = "bottom-right",
 ) -> Result:
     """flash_attn_varlen_func(q, k, v, …) of qkv (total, 3, heads, d), one set of lengths."""
-    q, k, v = _unpack(qkv, "qkv", 3, 4)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        attn_bias=attn_bias,
-        learnable_sink=learnable_sink,
-        causal_alignment=causal_alignment,
-    )
+    try:
+        q, k, v = _unpack(qkv, "qkv", 3, 4)
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            attn_bias=attn_bias,
+            learnable_sink=learnable_sink,
+            causal_alignment=causal_alignment,
+        )
+    except Exception as error:
+        packed = {"q": "qkv", "k": "qkv", "v": "qkv"}
+        lengths = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
+        longest = {"max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen"}
+        names = packed | lengths | longest
+        explain(error, flash_attn_varlen_qkvpacked_func, locals(), names)
+        raise
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -389,27 +424,31 @@ def flash_attn_varlen_kvpacked_func(
     causal_alignment: str = "bottom-right",
 ) -> Result:
     """flash_attn_varlen_func(q, k, v, …) of q and kv (total_k, 2, heads_kv, d)."""
-    k, v = _unpack(kv, "kv", 2, 4)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        attn_bias=attn_bias,
-        learnable_sink=learnable_sink,
-        causal_alignment=causal_alignment,
-    )
+    try:
+        k, v = _unpack(kv, "kv", 2, 4)
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            attn_bias=attn_bias,
+            learnable_sink=learnable_sink,
+            causal_alignment=causal_alignment,
+        )
+    except Exception as error:
+        explain(error, flash_attn_varlen_kvpacked_func, locals(), {"k": "kv", "v": "kv"})
+        raise
 
 
 FlashAttnFunc = applied("FlashAttnFunc", flash_attn_func)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import as_int, decode, decode_arguments, dense_seqlen, kvcache
+from flash_attn._call import as_int, decode, decode_arguments, dense_seqlen, expect, kvcache
+from flash_attn._errors import explain
 
 Window = Sequence[int | None] | Tensor
 
@@ -77,44 +78,43 @@ def flash_decode_func(
 
     Raises: as flash_attn_func.
     """
-    out, softmax_lse = decode(
-        decode_arguments(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=block_table,
-            alibi_slopes=alibi_slopes,
-            learnable_sink=learnable_sink,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
+    try:
+        out, softmax_lse = decode(
+            decode_arguments(
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens=cache_seqlens,
+                cache_batch_idx=cache_batch_idx,
+                cache_leftpad=cache_leftpad,
+                block_table=block_table,
+                alibi_slopes=alibi_slopes,
+                learnable_sink=learnable_sink,
+                k_descale=k_descale,
+                v_descale=v_descale,
+                softmax_scale=softmax_scale,
+                causal=causal,
+                window_size=window_size,
+                softcap=softcap,
+                num_splits=num_splits,
+                batch_invariant=batch_invariant,
+            )
         )
-    )
-    return (out, softmax_lse) if return_softmax_lse else out
-
-
-def _expect(condition: bool, argument: str, requirement: str, got: object) -> None:
-    if not condition:
-        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
+        return (out, softmax_lse) if return_softmax_lse else out
+    except Exception as error:
+        explain(error, flash_decode_func, locals())
+        raise
 
 
 def _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
     """What the op cannot say, as it exists only with k and v."""
-    _expect((k is None) == (v is None), "v", "k and v together", "one of them")
+    expect((k is None) == (v is None), "v", "k and v together", "one of them")
     if k is not None:
-        _expect(cache_seqlens is not None, "cache_seqlens", "where to append k and v", "None")
+        expect(cache_seqlens is not None, "cache_seqlens", "where to append k and v", "None")
         return
     both = (rotary_cos is None) == (rotary_sin is None)
-    _expect(both, "rotary_sin", "rotary_cos and rotary_sin together", "one of them")
-    _expect(rotary_cos is None, "rotary_cos", "k and v to append with it", "none")
+    expect(both, "rotary_sin", "rotary_cos and rotary_sin together", "one of them")
+    expect(rotary_cos is None, "rotary_cos", "k and v to append with it", "none")
 
 
 def _at_length(q, k_cache, v_cache, block_table, length, new):
@@ -122,9 +122,9 @@ def _at_length(q, k_cache, v_cache, block_table, length, new):
 
     Unpaged caches are cut to their tokens, views, so that no lengths have to reach the device.
     """
-    _expect(k_cache.dim() == 4, "k_cache", "4 dimensions", k_cache.dim())
+    expect(k_cache.dim() == 4, "k_cache", "4 dimensions", k_cache.dim())
     capacity = k_cache.size(1) * (1 if block_table is None else block_table.size(-1))
-    _expect(0 <= length <= capacity, "cache_seqlens", f"0 to {capacity} (the capacity)", length)
+    expect(0 <= length <= capacity, "cache_seqlens", f"0 to {capacity} (the capacity)", length)
     if block_table is None and length + new <= capacity:
         return k_cache[:, : length + new], v_cache[:, : length + new], None
     lengths = torch.full((q.size(0),), length, dtype=torch.int32, device=q.device)
@@ -191,33 +191,39 @@ def flash_attn_with_kvcache(
         NotImplementedError: an input has a tangent of forward-mode AD. Either way nothing has been
         written.
     """
-    _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
-    new = 0 if k is None else dense_seqlen(k)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        length = as_int(cache_seqlens, "cache_seqlens")
-        k_cache, v_cache, cache_seqlens = _at_length(q, k_cache, v_cache, block_table, length, new)
-    arguments = decode_arguments(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
-        learnable_sink=learnable_sink,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        new=new,
-    )
-    if k is None:
-        out, softmax_lse = decode(arguments)
-    else:
-        out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
-    return (out, softmax_lse) if return_softmax_lse else out
+    try:
+        _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
+        new = 0 if k is None else dense_seqlen(k)
+        if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+            length = as_int(cache_seqlens, "cache_seqlens")
+            k_cache, v_cache, cache_seqlens = _at_length(
+                q, k_cache, v_cache, block_table, length, new
+            )
+        arguments = decode_arguments(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            learnable_sink=learnable_sink,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            new=new,
+        )
+        if k is None:
+            out, softmax_lse = decode(arguments)
+        else:
+            out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
+        return (out, softmax_lse) if return_softmax_lse else out
+    except Exception as error:
+        explain(error, flash_attn_with_kvcache, locals())
+        raise

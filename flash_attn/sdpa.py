@@ -10,8 +10,18 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flash_attn._call import fwd, fwd_arguments
+from flash_attn._errors import explain
 from flash_attn._torch_flash import override
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+# The op's names of the arguments.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attn_bias": "attn_mask",
+    "softmax_scale": "scale",
+}
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -81,7 +91,13 @@ def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _jagged(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Tensor:
     """Of nested tensors (batch, heads, ragged, d): each sequence by itself."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -93,6 +109,8 @@ def _jagged(
             )
     if attn_mask is not None:
         raise RuntimeError("flash_attn: attn_mask: expected None with nested tensors, got a tensor")
+    if scale is not None and scale <= 0:
+        query, scale = _with_positive_scale(query, scale)
     sequences = [x.transpose(1, 2).contiguous() for x in (query, key, value)]
     offsets_q, offsets_k, offsets_v = (x.offsets() for x in sequences)
     # On a GPU, offsets that are not one tensor could be compared by waiting for it alone.
@@ -107,8 +125,10 @@ def _jagged(
         offsets_k.int(),
         longest_q,
         longest_k,
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=is_causal,
         causal_alignment="top-left",
-        **options,
     )
     out = torch.nested.nested_tensor_from_jagged(out, offsets_q, max_seqlen=longest_q)
     return out.transpose(1, 2)
@@ -131,7 +151,9 @@ def scaled_dot_product_attention(
             d_v). The leading dimensions are any number, and broadcast. fp16, bf16, fp32 or fp64.
             Or all three nested tensors of layout torch.jagged, (batch, heads, ragged, d).
         attn_mask: broadcastable to (…, heads, seqlen_q, seqlen_k). bool: True takes part. Float:
-            added to the scores; it has a gradient. None for nested tensors.
+            added to the scores; it has a gradient. -inf and what is below -2.358e38, as
+            torch.finfo(torch.float32).min, hide a key; see flash_attn_func. None
+            for nested tensors.
         dropout_p: probability that a weight is dropped. Not tied to any module's training flag.
         is_causal: query i sees keys 0 to i (top-left), whatever the lengths; 1: seen. Not together
             with attn_mask. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:
@@ -168,43 +190,39 @@ def scaled_dot_product_attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask should"
-            " not be set when is_causal=True), got a tensor"
-        )
-    if scale is not None and scale <= 0:
-        query, scale = _with_positive_scale(query, scale)
-    if query.is_nested:
-        return _jagged(
-            query,
-            key,
-            value,
-            attn_mask,
+    if getattr(query, "is_nested", False):
+        return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    try:
+        if attn_mask is not None and is_causal:
+            raise RuntimeError(
+                "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask"
+                " should not be set when is_causal=True), got a tensor"
+            )
+        if scale is not None and scale <= 0:
+            query, scale = _with_positive_scale(query, scale)
+        leading, dims = None, query.dim()
+        if not _is_plain(query, key, value, enable_gqa):
+            dims = max(dims, key.dim(), value.dim())
+            query, key, value, leading = _broadcast(query, key, value, enable_gqa)
+            if attn_mask is not None:
+                attn_mask = _mask_as_batch(attn_mask, leading)
+        arguments = fwd_arguments(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_bias=attn_mask,
             dropout_p=dropout_p,
             softmax_scale=scale,
             causal=is_causal,
+            causal_alignment="top-left",
         )
-    leading, dims = None, query.dim()
-    if not _is_plain(query, key, value, enable_gqa):
-        dims = max(dims, key.dim(), value.dim())
-        query, key, value, leading = _broadcast(query, key, value, enable_gqa)
-        if attn_mask is not None:
-            attn_mask = _mask_as_batch(attn_mask, leading)
-    arguments = fwd_arguments(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_bias=attn_mask,
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        causal=is_causal,
-        causal_alignment="top-left",
-    )
-    out = fwd(arguments)[0].transpose(1, 2)
-    if leading is None:
-        return out
-    return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
+        out = fwd(arguments)[0].transpose(1, 2)
+        if leading is None:
+            return out
+        return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])
+    except Exception as error:
+        explain(error, scaled_dot_product_attention, locals(), _NAMES, of_torch=True)
+        raise
 
 
 def _serve(

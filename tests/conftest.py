@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ranks import Pool
 
 HANG_SECONDS = 300
 
@@ -74,6 +75,17 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(autouse=True)
 def seeded(seed: int) -> None:
     torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Processes that form a torch.distributed world: 4, or as many as there are GPUs."""
+    size = 4 if request.param == "cpu" else min(4, torch.cuda.device_count())
+    if size < 2:
+        pytest.skip("needs at least 2 GPUs")
+    pool = Pool(size, request.param)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,11 @@
-"""The dropout mask from the definition: Philox4x32-10 (Salmon et al., SC 2011) in NumPy,
-independent of the library.
+"""The dropout mask from the definition, in NumPy, independent of the library: Philox (Salmon et
+al., SC 2011), element by element.
 
-key = (seed_lo, seed_hi), counter = (key index // 4, query index, batch * heads_q + head, offset_lo
-^ offset_hi); word key index % 4 of the output decides: kept iff word >= round(dropout_p * 2^32).
+Of each head: K, X, Y = three words of Philox4x32-10, key = (seed_lo, seed_hi), counter =
+(head_lo, head_hi, offset_lo, offset_hi), head = batch * heads_q + head.
+Of an element: word (i / 8) % 2 of Philox2x32-7, key = K, counter = ((i / 16 * 8 + i % 8) ^ X,
+(j / 16 * 8 + j % 8) ^ Y); of it the 15 bits from 16 * ((j / 8) % 2) on are its number. It is kept
+iff number >= T, or where T > 2^14 iff number < 2^15 - T, with T = dropout_p * 2^15 rounded.
 """
 
 from __future__ import annotations
@@ -10,26 +13,68 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-MASK_32 = np.uint64(0xFFFFFFFF)
+MASK_32 = 0xFFFFFFFF
 MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+MULTIPLIER = np.uint64(0xD256D193)
 WEYL = 0x9E3779B9, 0xBB67AE85
-ROUNDS = 10
+
+
+def words_of(number: object) -> tuple[np.ndarray, np.ndarray]:
+    """The low and high 32 bits of a 64-bit number."""
+    number = np.asarray(number, dtype=np.uint64)
+    return number & np.uint64(MASK_32), number >> np.uint64(32)
 
 
 def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Four 32-bit words for each counter; the counter's words broadcast against one another."""
+    """Four 32-bit words for each counter, after 10 rounds; the counter's words broadcast."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        product_0, product_1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (product_1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
-            product_1 & MASK_32,
-            (product_0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1),
-            product_0 & MASK_32,
-        )
-        k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
+    k0, k1 = (int(word) for word in key)
+    for _ in range(10):
+        low_0, high_0 = words_of(MULTIPLIERS[0] * c0)
+        low_1, high_1 = words_of(MULTIPLIERS[1] * c2)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ np.uint64(k0), low_1, high_0 ^ c3 ^ np.uint64(k1), low_0
+        k0, k1 = (k0 + WEYL[0]) & MASK_32, (k1 + WEYL[1]) & MASK_32
     return c0, c1, c2, c3
+
+
+def philox2x32(counter: tuple, key: object) -> tuple[np.ndarray, np.ndarray]:
+    """Two 32-bit words for each counter, after 7 rounds; the counter's words and the key
+    broadcast."""
+    c0, c1 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    key = np.asarray(key, dtype=np.uint64)
+    for _ in range(7):
+        low, high = words_of(MULTIPLIER * c0)
+        c0, c1 = high ^ c1 ^ key, low
+        key = (key + np.uint64(WEYL[0])) & np.uint64(MASK_32)
+    return c0, c1
+
+
+def threshold(dropout_p: float) -> int:
+    return int(dropout_p * 2**15 + 0.5)
+
+
+def keep_probability(dropout_p: float) -> float:
+    return (2**15 - threshold(dropout_p)) / 2**15
+
+
+def draw(
+    rng_state: tuple[int, int], batch: int | range, heads: int, seqlen_q: int, seqlen_k: int
+) -> np.ndarray:
+    """The number of each element: (batch, heads, seqlen_q, seqlen_k), or without batch for one
+    sequence's index."""
+    seed, offset = (int(word) & 0xFFFFFFFFFFFFFFFF for word in rng_state)
+    batches = np.arange(batch, batch + 1) if isinstance(batch, int) else np.asarray(batch)
+    number = (batches[:, None] * heads + np.arange(heads))[:, :, None, None]
+    key, x, y, _ = philox4x32((*words_of(number), *words_of(offset)), words_of(seed))
+    i = np.arange(seqlen_q, dtype=np.uint64)[:, None]
+    j = np.arange(seqlen_k, dtype=np.uint64)
+    eight, sixteen = np.uint64(8), np.uint64(16)
+    words = philox2x32(
+        ((i // sixteen * eight + i % eight) ^ x, (j // sixteen * eight + j % eight) ^ y), key
+    )
+    word = np.where(i // eight % np.uint64(2) == 0, *words)
+    numbers = (word >> (j // eight % np.uint64(2) * sixteen)) & np.uint64(2**15 - 1)
+    return numbers[0] if isinstance(batch, int) else numbers
 
 
 def keep_mask(
@@ -40,18 +85,6 @@ def keep_mask(
     seqlen_q: int,
     seqlen_k: int,
 ) -> torch.Tensor:
-    """True where dropout keeps: (batch, heads, seqlen_q, seqlen_k), or without batch for one
-    sequence's index."""
-    seed, offset = (word & 0xFFFFFFFFFFFFFFFF for word in rng_state)
-    batches = np.arange(batch, batch + 1) if isinstance(batch, int) else np.asarray(batch)
-    rows = (batches[:, None] * heads + np.arange(heads))[:, :, None, None]
-    queries = np.arange(seqlen_q)[None, None, :, None]
-    quads = np.arange((seqlen_k + 3) // 4)[None, None, None, :]
-    words = philox4x32(
-        (quads, queries, rows, (offset ^ (offset >> 32)) & 0xFFFFFFFF),
-        (seed & 0xFFFFFFFF, seed >> 32),
-    )
-    words = np.stack(np.broadcast_arrays(*words), axis=-1)
-    words = words.reshape(*words.shape[:3], 4 * words.shape[3])[..., :seqlen_k]
-    kept = torch.from_numpy(words >= np.uint64(round(dropout_p * 2**32)))
-    return kept[0] if isinstance(batch, int) else kept
+    """True where dropout keeps; shaped as draw."""
+    numbers, t = draw(rng_state, batch, heads, seqlen_q, seqlen_k), threshold(dropout_p)
+    return torch.from_numpy(numbers >= t if t <= 2**14 else numbers < 2**15 - t)

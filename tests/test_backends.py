@@ -39,7 +39,7 @@ def test_a_named_backend_serves_or_raises(name: str) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match="flash_attn: backend: expected one of .*aten.*got 'sm70'"):
+    with pytest.raises(ValueError, match="flash_attn: name: expected one of .*aten.*got 'sm70'"):
         flash_attn.use_backend("sm70")
     arguments = op_arguments(Problem(Case(), 0, "cpu")) | dict(zip("qkv", tensors(), strict=True))
     with pytest.raises(RuntimeError, match="flash_attn: backend: expected one of .*got sm70"):
@@ -173,7 +173,7 @@ def test_every_reason_is_given() -> None:
     assert support and support.backend == "aten"
     assert set(support.reasons) >= BACKENDS - {"aten"}
     why = " ".join(support.reasons["sm80"])
-    for word in ("CUDA", "dtype", "320", "softcap", "dropout_p", "alibi", "attn_bias", "sink"):
+    for word in ("CUDA", "dtype", "320"):
         assert word in why, f"{word} missing from: {why}"
     for name in support.reasons:
         assert name in str(support)
@@ -287,12 +287,12 @@ q = torch.randn(1, 9, 2, 64, device="cuda", dtype=torch.float16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
-    with flash_attn.use_backend("aten"):
         flash_attn.flash_attn_func(q.float(), q.float(), q.float())
-    flash_attn.flash_attn_func(q, q, q)
+    with flash_attn.use_backend("aten"):
+        flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
+    flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
 messages = [str(w.message) for w in caught if "flash_attn" in str(w.message)]
-assert len(messages) == 1 and "dropout_p" in messages[0] and "aten" in messages[0], messages
+assert len(messages) == 1 and "dtype" in messages[0] and "aten" in messages[0], messages
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

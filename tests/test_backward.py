@@ -10,6 +10,7 @@ from cases import (
     ATEN_CPU,
     ATEN_CUDA,
     ATTENTION_TARGETS,
+    OP_TARGETS,
     SM80,
     Case,
     Problem,
@@ -24,17 +25,30 @@ from cases import (
     sample,
 )
 from numerics import assert_close
-from test_forward import HEAD_DIM_CASES, KERNEL_CHOICES, TERM_CHOICES, VALUE_DIM_CASES, cases_of
+from test_forward import (
+    HEAD_DIM_CASES,
+    KERNEL_CHOICES,
+    SCORE_CHOICES,
+    TERM_CHOICES,
+    VALUE_DIM_CASES,
+    cases_of,
+)
 
 KERNEL_BACKWARD = KERNEL_CHOICES | {
     "lse_grad": [False, False, True],
     "deterministic": [False, True],
 }
+SCORE_BACKWARD = KERNEL_BACKWARD | SCORE_CHOICES
 TERM_BACKWARD = TERM_CHOICES | {"lse_grad": [False, True]}
 
 
 @each_case(cases_of(sample(80, seed=3, **KERNEL_BACKWARD)))
 def test_lengths_and_masks(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(cases_of(sample(80, seed=5, **SCORE_BACKWARD)))
+def test_softcap_alibi_sinks(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
@@ -77,6 +91,7 @@ def test_long_rows(case: Case, target: Target, seed: int) -> None:
 
 
 BIAS_FORMS = ["full", "head", "batch", "key", "row", "matrix", "scalar", "inf"]
+BIAS_DTYPES = [(True, "bf16", False), (False, "bf16", True), (False, "fp32", True)]
 
 
 @each_case(
@@ -90,11 +105,8 @@ BIAS_FORMS = ["full", "head", "batch", "key", "row", "matrix", "scalar", "inf"]
             causal=causal,
             heads_q=6,
         )
-        for form, (bias_fp32, dtype, causal) in itertools.product(
-            BIAS_FORMS, [(True, "bf16", False), (False, "bf16", True), (False, "fp32", True)]
-        )
-    ],
-    [ATEN_CPU, ATEN_CUDA],
+        for form, (bias_fp32, dtype, causal) in itertools.product(BIAS_FORMS, BIAS_DTYPES)
+    ]
 )
 def test_bias_gradient(case: Case, target: Target, seed: int) -> None:
     """Summed over what the bias broadcasts, in the bias's shape and dtype."""
@@ -105,19 +117,48 @@ def test_bias_gradient(case: Case, target: Target, seed: int) -> None:
     compare(problem, results, expect(problem))
 
 
-@each_case(
-    [
-        Case(sink=True, dtype=dtype, seqlen_q=40, seqlen_k=50, lse_grad=lse_grad, causal=True)
-        for dtype in ("fp16", "fp32", "fp64")
-        for lse_grad in (False, True)
-    ],
-    [ATEN_CPU, ATEN_CUDA],
-)
+SINK_CASES = [
+    Case(sink=True, dtype=dtype, seqlen_q=40, seqlen_k=50, lse_grad=lse_grad, causal=True)
+    for dtype in ("fp16", "fp32", "fp64")
+    for lse_grad in (False, True)
+] + [
+    # Rows that see only the sink; more rows than the reduction has threads; rows of no sequence.
+    Case(sink=True, dtype="bf16", seqlen_q=90, seqlen_k=30, causal=True, lse_grad=True, d=128),
+    Case(sink=True, dtype="bf16", seqlen_q=2100, seqlen_k=33, heads_q=6, lse_grad=True, d=32),
+    Case(
+        sink=True,
+        dtype="fp16",
+        lengths_q=(65, 0, 9),
+        lengths_k=(33, 7, 130),
+        tail=3,
+        seqused_q=(60, 0, 9),
+        leftpad_k=(5, 0, 0),
+        lse_grad=True,
+        d=256,
+    ),
+    Case(sink=True, dtype="bf16", seqlen_q=40, seqlen_k=50, deterministic=True, d=96),
+]
+
+
+@each_case(SINK_CASES)
 def test_sink_gradient(case: Case, target: Target, seed: int) -> None:
     problem = Problem(case, seed, target.device)
     results = run(problem, target.backend)
     assert results["dsink"].abs().min() > 0
+    assert results["dsink"].dtype == problem.learnable_sink.dtype
     compare(problem, results, expect(problem))
+
+
+@each_target(*OP_TARGETS)
+def test_sink_gradient_without_keys(target: Target, seed: int) -> None:
+    """LSE is the sink then, whose gradient is that of LSE."""
+    problem = Problem(
+        Case(sink=True, dtype="bf16", seqlen_q=9, seqlen_k=0, lse_grad=True), seed, target.device
+    )
+    results = run(problem, target.backend)
+    assert not results["out"].count_nonzero()
+    expected = problem.dlse.double().sum((0, 2))
+    assert_close("dsink", results["dsink"], expected, expected.abs(), torch.bfloat16)
 
 
 @each_target(*ATTENTION_TARGETS)
@@ -150,12 +191,7 @@ SUBSETS = [
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
 def test_requires_grad_on_a_subset(subset: tuple[str, ...], target: Target, seed: int) -> None:
     """Each gradient is the one of the full call, bit for bit; inputs that need none get none."""
-    with_terms = target.backend == "aten"
-    if not with_terms and {"attn_bias", "learnable_sink"} & set(subset):
-        pytest.skip(f"{target.backend} has no bias and no sink")
-    case = Case(
-        seqlen_q=20, seqlen_k=30, dtype="bf16", bias="head" * with_terms, sink=with_terms, d=32
-    )
+    case = Case(seqlen_q=20, seqlen_k=30, dtype="bf16", bias="head", sink=True, d=32)
     problem = Problem(case, seed, target.device)
     full = run(problem, target.backend, deterministic=True)
     tensors = {name: x.detach().clone() for name, x in problem.float_tensors().items()}

@@ -257,3 +257,49 @@ def test_race_without_a_gpu_says_so():
         pytest.skip("there is a GPU")
     done = run("-m", "benchmarks.race", "--kinds", "fwd")
     assert done.returncode == 2 and "need a CUDA GPU" in done.stderr
+
+
+def test_host_overhead_is_of_what_a_user_gets(monkeypatch, tmp_path):
+    """No backend is forced: the record says which one served, beside both forms of SDPA."""
+    import json
+
+    from benchmarks import host_overhead
+
+    monkeypatch.setattr(host_overhead, "CALLS", 2)
+    monkeypatch.setattr(host_overhead, "BLOCKS", 3)
+    out = tmp_path / "host.json"
+    arguments = ["host_overhead", "--device", "cpu", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert host_overhead.main() == 0
+    _, *records = json.loads(out.read_text())
+    assert [r["shape"]["forward"] for r in records] == ["aten"] * 3
+    assert records[2]["shape"]["backward"] == "aten"
+    for record in records:
+        assert set(record["values"]) == {"ours", "sdpa", "sdpa flash"}
+        assert set(record["ratio"]) == {"ours/sdpa", "ours/sdpa flash"}
+
+
+def test_scaling_counts_the_pairs_of_the_plan():
+    """All ranks together see what one GPU sees, and every rank the same number of pairs."""
+    from benchmarks import scaling
+    from flash_attn.context_parallel.shards import Shards
+
+    shards = Shards(1024, "zigzag", 4)
+    held = [shards.ranges(rank) for rank in range(4)]
+    pairs = [
+        sum(scaling.seen_pairs(r) for k in held for r in scaling.planned(q, k, 1024)) for q in held
+    ]
+    assert sum(pairs) == 1024 * 1025 // 2
+    assert len(set(pairs)) == 1
+
+
+def test_scaling_predicts_more_from_longer_sequences():
+    from benchmarks import scaling
+
+    for name in ("ring", "all-gather", "ulysses"):
+        speedups = [
+            scaling.one_gpu(n).both / scaling.schemes(n, 2)[name].both for n in (1 << 15, 1 << 19)
+        ]
+        assert 1 < speedups[0] < speedups[1] < 2, name
+    assert "ulysses" not in scaling.schemes(1 << 17, 64)  # more ranks than heads
+    assert "ring x ulysses" not in scaling.schemes(1 << 17, 8)  # one host

@@ -30,15 +30,15 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def choose(archs, gpu, op, cache="fp16", tokens=1, softcap=False, dropout=False) -> list[str]:
+def choose(archs, gpu, op, cache="fp16", tokens=1, softcap=False, return_probs=False) -> list[str]:
     """The backend, and the reasons of the fastest one that was possible."""
-    served, reasons = explain(archs, gpu, op, cache, tokens, softcap, dropout).split(": ", 1)
+    served, reasons = explain(archs, gpu, op, cache, tokens, softcap, return_probs).split(": ", 1)
     return [served.split("; ")[0], reasons]
 
 
-def explain(archs, gpu, op, cache="fp16", tokens=1, softcap=False, dropout=False) -> str:
+def explain(archs, gpu, op, cache="fp16", tokens=1, softcap=False, return_probs=False) -> str:
     answer = library().flash_attn_choose(
-        archs.encode(), gpu, OPS[op], cache.encode(), tokens, softcap, dropout
+        archs.encode(), gpu, OPS[op], cache.encode(), tokens, softcap, return_probs
     )
     return answer.decode()
 
@@ -107,11 +107,9 @@ def test_fp8_needs_code_that_widens_it(archs: str, gpu: int, backend: str) -> No
 
 
 def test_a_call_on_aten_hears_of_the_fastest_that_was_possible() -> None:
-    """On Hopper sm90's reasons, which has softcap; on Ampere those of sm80, which has not."""
-    backend, reasons = choose(DEFAULT, H100, "fwd", softcap=True, dropout=True)
-    assert backend == "aten" and "dropout_p" in reasons and "softcap" not in reasons
-    backend, reasons = choose(DEFAULT, A100, "fwd", softcap=True, dropout=True)
-    assert backend == "aten" and "dropout_p" in reasons and "softcap" in reasons
+    for gpu in (H100, A100):
+        backend, reasons = choose(DEFAULT, gpu, "fwd", softcap=True, return_probs=True)
+        assert backend == "aten" and "return_attn_probs" in reasons and "softcap" not in reasons
     assert "9.0" not in reasons
 
 
@@ -127,12 +125,13 @@ def test_many_new_tokens_against_a_cache() -> None:
     [
         (dict(op="fwd"), "sm90; fwd:"),
         (dict(op="bwd"), "sm90; bwd:"),
+        (dict(op="bwd", softcap=True), "sm80; bwd:"),
         (dict(op="decode", tokens=9), "cuda; decode:"),
         (dict(op="decode", tokens=20), "cuda; decode, each sequence in 2 pieces:"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", cache="int8"), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),
-        (dict(op="fwd", dropout=True), "aten; ATen operations:"),
+        (dict(op="fwd", return_probs=True), "aten; ATen operations:"),
     ],
 )
 def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:

@@ -421,3 +421,28 @@ def test_decode_has_no_gradient(target: Target, seed: int) -> None:
         out = flash_attn.flash_decode_func(problem.q.requires_grad_(), problem.k, problem.v)
         with pytest.raises(RuntimeError):
             out.sum().backward()
+
+
+@each_target(*SPLIT_TARGETS)
+@pytest.mark.parametrize("pages, columns", [(0, 3), (4, 0), (0, 0)])
+def test_no_pages(pages: int, columns: int, target: Target) -> None:
+    """No keys, and no error: neither in decode nor in an append, which drops its tokens."""
+    dtype = torch.float32 if target.backend == "aten" else torch.float16
+    make = dict(device=target.device, dtype=dtype)
+    q, cache = torch.randn(2, 1, 4, 32, **make), torch.randn(pages, 16, 2, 32, **make)
+    before = cache.clone()
+    index = dict(device=target.device, dtype=torch.int32)
+    options = dict(
+        block_table=torch.zeros(2, columns, **index),
+        cache_seqlens=torch.full((2,), 5, **index),
+        return_softmax_lse=True,
+    )
+    new = torch.randn(2, 0 if columns == 0 else 1, 2, 32, **make)
+    with use(target):
+        results = [
+            flash_attn.flash_decode_func(q, cache, cache, **options),
+            flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, **options),
+        ]
+    for out, lse in results:
+        assert not out.any() and (lse == -torch.inf).all()
+    assert torch.equal(cache, before)

@@ -60,11 +60,18 @@ def kernel_cases() -> list[Case]:
     cases.append(Case(d=192, d_v=128, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))
     cases.append(Case(d=13, dtype="bf16", seqlen_q=33, seqlen_k=20))
     # Score terms, which are instances of their own.
-    terms = (dict(softcap=5.0), dict(alibi="batch", causal=True), dict(sink=True, softcap=20.0))
+    terms = (
+        dict(softcap=5.0),
+        dict(alibi="batch", causal=True),
+        dict(sink=True, softcap=20.0),
+        dict(dropout_p=0.2, alibi="head"),
+    )
     for i, d in enumerate((56, 128, 160)):
         for j, shape in enumerate(SHAPES.values()):
-            term, dtype = terms[(i + j) % 3], ("fp16", "bf16")[(i + j) // 3 % 2]
-            cases.append(Case(d=d, dtype=dtype, heads_q=4, heads_kv=2, **shape | term))
+            for deterministic in (False, True):
+                term, dtype = terms[(i + j) % 4], ("fp16", "bf16")[(i + j + deterministic) % 2]
+                more = dict(deterministic=deterministic, heads_q=4, heads_kv=2)
+                cases.append(Case(d=d, dtype=dtype, **more | shape | term))
     # Long enough for the other tile of d = 64 on Hopper.
     for dtype in ("fp16", "bf16"):
         cases.append(

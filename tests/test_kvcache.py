@@ -336,3 +336,30 @@ def test_negative_views_are_appended(target: Target) -> None:
     with use(target):
         appended_to(caches, k=view)
     assert (caches[0][0, 1] == 3).all() and (caches[1][0, 1] == 1).all()
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("new", [0, 3])
+@pytest.mark.parametrize("length", [0, 5, 29])
+def test_one_length_for_all_pages(length: int, new: int, target: Target) -> None:
+    """An int as cache_seqlens means the same as a tensor of it: of pages nothing is cut off."""
+    q, k, v, k_cache, v_cache, _ = problem(target)
+    table = torch.arange(12, dtype=torch.int32, device=target.device).flip(0).view(3, 4)
+    pages = [x.reshape(12, 10, 2, 16) for x in (k_cache, v_cache)]
+    tokens = (k[:, :new], v[:, :new]) if new else ()
+    results = []
+    with use(target):
+        for lengths in (length, torch.full((3,), length, dtype=torch.int32, device=q.device)):
+            written = [x.clone() for x in pages]
+            out, lse = flash_attn.flash_attn_with_kvcache(
+                q,
+                *written,
+                *tokens,
+                cache_seqlens=lengths,
+                block_table=table,
+                causal=True,
+                return_softmax_lse=True,
+            )
+            results.append([out, lse, *written])
+    for a, e in zip(*results, strict=True):
+        assert torch.equal(a, e)

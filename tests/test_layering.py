@@ -41,8 +41,8 @@ ALLOWED = {
         "sm90/ptx",
     },
     "sm90/inst": {"core", "sm90", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
-    "tests": {"bindings", "cuda", "cuda/tile", "cuda/ptx", "sm90/tile", "sm90/ptx"},
-    "aten": set(),
+    "tests": {"bindings", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx", "sm90/tile", "sm90/ptx"},
+    "aten": {"core"},
     "bindings": {"core", "aten", "cuda", "cuda/cache", "cuda/decode", "sm80", "sm90"},
 }
 TORCH_FOLDERS = {"bindings", "aten"}

@@ -14,6 +14,7 @@ from cases import (
     ATTENTION_TARGETS,
     BITWISE_TARGETS,
     SM80,
+    SM90,
     Case,
     Problem,
     Target,
@@ -395,6 +396,33 @@ def test_a_max_seqlen_below_the_longest_is_refused(name: str) -> None:
     assert flash_attn.flash_attn_varlen_func(q, *packed, **wrong, **used).isfinite().all()
 
 
+@each_target(SM80, SM90)
+def test_a_max_seqlen_below_the_longest_is_no_matter_to_kernels(target: Target) -> None:
+    """They read the lengths where they are: out, lse and gradients (sm80's are deterministic) are
+    those of the true one."""
+    q, k, v, lengths, _ = paged_problem(target, torch.float16)
+    packed = [x.flatten(0, 1)[:17] for x in (k, v)]
+
+    with_gradients = target == SM80
+
+    def run(**changes: int) -> list[torch.Tensor]:
+        inputs = [x.clone().requires_grad_(with_gradients) for x in (q, *packed)]
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            *inputs,
+            **lengths | changes,
+            causal=True,
+            deterministic=with_gradients,
+            return_attn_probs=True,
+        )
+        return [out, lse, *(torch.autograd.grad(out.sum(), inputs) if with_gradients else [])]
+
+    with use(target):
+        expected = run()
+        for changes in ({"max_seqlen_q": 2}, {"max_seqlen_k": 4}):
+            for a, e in zip(run(**changes), expected, strict=True):
+                assert torch.equal(a, e), changes
+
+
 @each_target(ATEN_CUDA)
 def test_a_max_seqlen_below_the_longest_gives_nan(target: Target) -> None:
     """What the host cannot refuse shows: never 0."""
@@ -412,3 +440,25 @@ def test_a_max_seqlen_below_the_longest_gives_nan(target: Target) -> None:
         )
     assert out[:3].isnan().all()
     torch.testing.assert_close(out[3:], right[3:])
+
+
+@each_target(ATEN_CUDA)
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_max_seqlen_below_the_longest_gives_no_gradient_of_zero(
+    name: str, target: Target
+) -> None:
+    """The first sequence is too long: of its queries those that are lost, or with a lost key all;
+    of its keys all that a lost query sees, or those that are lost."""
+    q, k, v, lengths, _ = paged_problem(target)
+    inputs = [x.requires_grad_() for x in (q, *(x.flatten(0, 1)[:17].detach() for x in (k, v)))]
+    wrong = lengths | {name: lengths[name] - 1}
+    with use(target):
+        out = flash_attn.flash_attn_varlen_func(*inputs, **wrong)
+        right = flash_attn.flash_attn_varlen_func(*inputs, **lengths)
+        dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
+        expected = torch.autograd.grad(right.sum(), inputs)
+    lost_q, lost_k = ([2], range(10)) if name == "max_seqlen_q" else (range(3), [9])
+    assert dq[list(lost_q)].isnan().all()
+    assert dk[list(lost_k)].isnan().all() and dv[list(lost_k)].isnan().all()
+    for a, e, rest in zip((dq, dk, dv), expected, (3, 10, 10), strict=True):
+        torch.testing.assert_close(a[rest:], e[rest:])

@@ -17,6 +17,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -131,10 +132,17 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
           .copy_(slice.unpack_queries(r.dq) * terms.softmax_scale);
     }
     if (need.sink) {
-      const Tensor p_sink = (slice.sink_column(r.rows) * kLog2E - r.lse).exp2_();
+      const Tensor logits = slice.sink_column(r.rows) * kLog2E;
+      limit_scores(logits);
+      const Tensor p_sink = (logits - r.lse).exp2_();
       grads.dsink.sub_(slice.unpack_queries(p_sink * r.delta).sum({2, 3}));
     }
   }
+}
+
+// x (total, heads, d) with NaN in these tokens, bool (total).
+void mark_lost(const Tensor& x, const Tensor& tokens) {
+  x.masked_fill_(tokens.unsqueeze(-1).unsqueeze(-1), std::numeric_limits<double>::quiet_NaN());
 }
 
 }  // namespace
@@ -180,6 +188,14 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
   if (dq) dq->finish();
   if (dk) dk->finish();
   if (dv) dv->finish();
+  // As in forward: what a max_seqlen below the true length has lost is NaN, never 0.
+  if (args.cu_seqlens_q && call.queries.padded() && call.count_slices() > 0) {
+    const Tensor queries_lost = call.queries.lost_tokens(call.keys.too_long());
+    const Tensor keys_lost = call.keys.lost_tokens(call.queries.too_long());
+    if (dq) mark_lost(grads.dq, queries_lost);
+    if (dk) mark_lost(grads.dk, keys_lost);
+    if (dv) mark_lost(grads.dv, keys_lost);
+  }
   if (need.bias) grads.dbias = grads.dbias.to(args.attn_bias->scalar_type());
   grads.dsink =
       need.sink ? dsink.sum(0).to(args.learnable_sink->scalar_type()) : at::empty({0}, options);

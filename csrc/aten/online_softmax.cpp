@@ -23,7 +23,9 @@ OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Te
   OnlineSoftmax state;
   state.o = at::zeros(values, q.options());
   if (sink.defined()) {
-    const Tensor logit = (sink * kLog2E).expand(column);
+    const Tensor logits = sink * kLog2E;
+    limit_scores(logits);
+    const Tensor logit = logits.expand(column);
     state.row_max = logit.clamp_min(lowest);
     state.row_sum = (logit - state.row_max).exp2_();
   } else {

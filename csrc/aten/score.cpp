@@ -6,10 +6,17 @@
 #include <ATen/ops/where.h>
 
 #include "aten/tile.h"
+#include "core/score_range.h"
 
 namespace flash_attn::aten {
 
 using at::Tensor;
+
+void limit_scores(Tensor s) {
+  s.clamp_max_(kMaxScoreLog2);
+  // In fp32 what lies below is −inf by itself.
+  if (s.scalar_type() == at::kDouble) s.masked_fill_(s.lt(-kMaxScoreLog2), -kInf);
+}
 
 Block ScoreTerms::visible_keys(Block rows, Block keys) const {
   return band_offset.defined() ? keys : keys & band.visible_keys(rows);
@@ -36,18 +43,23 @@ ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows
   const bool additive_bias = bias.defined() && bias.scalar_type() != at::kBool;
   if (additive_bias) {
     s.add_(bias_tile(bias, rows, keys).to(options), kLog2E);  // S += bias
+    limit_scores(s);
   }
   if (alibi_slopes.defined()) {  // S −= slope · |key − diagonal|
     const Tensor distance = steps_beyond(0, rows, keys, options).abs_();
     s.addcmul_(alibi_slopes.to(options), distance, -kLog2E);
+    limit_scores(s);
   }
   const std::vector<Tensor> bounds = this->bounds(rows, keys, options);
   for (const Tensor& bound : bounds) at::minimum_out(s, s, bound);  // S = −inf where masked
 
   tile.careful = (!bounds.empty() || additive_bias) && !known_finite(operands);
   if (tile.careful) {
-    // min(NaN, −inf) is NaN, and so is NaN − inf with a bias of −inf.
-    Tensor masked = additive_bias ? bias_tile(bias, rows, keys).eq(-kInf) : Tensor();
+    // min(NaN, −inf) is NaN, and so is NaN − inf with a bias that hides a key.
+    Tensor masked;
+    if (additive_bias) {
+      masked = bias_tile(bias, rows, keys).to(options).mul(kLog2E).lt(-kMaxScoreLog2);
+    }
     for (const Tensor& bound : bounds) {
       masked = masked.defined() ? masked.logical_or(bound.lt(0)) : bound.lt(0);
     }

@@ -15,6 +15,9 @@
 
 namespace flash_attn::aten {
 
+// Scores, in units of log 2, in the range that core/score_range.h gives them, in place.
+void limit_scores(at::Tensor s);
+
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 

@@ -1,12 +1,12 @@
 #include "aten/slice.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 
 #include <algorithm>
 
 #include "aten/parallel.h"
 #include "aten/tile.h"
+#include "core/score_range.h"
 
 namespace flash_attn::aten {
 
@@ -82,8 +82,10 @@ Tensor Slice::sink_column(Block rows) const {
 }
 
 Tensor Slice::lse_column(const Tensor& lse, Block rows) const {
-  const Tensor column = tile(lse, rows) * kLog2E;
-  column.masked_fill_(column.eq(-kInf), kInf);
+  const double limit = lse.scalar_type() == at::kDouble ? kMaxLseFp64 : kMaxLse;
+  const Tensor natural = tile(lse, rows);
+  const Tensor column = natural * kLog2E;
+  column.masked_fill_(natural.abs().gt(limit), kInf);
   if (row_exists.defined()) {
     const Tensor missing = row_exists.narrow(2, rows.first, rows.size()).logical_not();
     unpack_queries(column).masked_fill_(missing, kInf);
@@ -101,7 +103,11 @@ Call::Call(const Args& args)
     : args(args),
       queries({args.q, args.cu_seqlens_q, args.seqused_q, std::nullopt, args.max_seqlen_q}),
       keys({args.k, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.max_seqlen_k}),
-      one_slice_(!host_reads(args.q)) {}
+      one_slice_(!host_reads(args.q)) {
+  if (args.dropout_p > 0) {
+    dropout_ = Dropout(args.dropout_p, *args.rng_state, queries.batch(), args.q.size(-2));
+  }
+}
 
 int64_t Call::count_slices() const {
   if (args.q.numel() == 0 || queries.batch() == 0) return 0;
@@ -151,8 +157,8 @@ Slice start_slice(const Args& args, Block batches, Block kv_heads) {
   slice.terms.softcap = args.softcap;
   slice.terms.band = {0, limit(args.window_left), limit(args.window_right)};
   if (args.alibi_slopes) {
-    slice.terms.alibi_slopes =
-        broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice);
+    slice.terms.alibi_slopes = broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice)
+                                   .clamp(-kMaxSlope, kMaxSlope);
   }
   if (args.learnable_sink) {
     const Tensor sink = args.learnable_sink->narrow(0, slice.heads.first, slice.heads.size());
@@ -186,14 +192,7 @@ void Call::add_terms(Slice& slice) const {
   if (queries.padded()) terms.query_exists = queries.exists().unsqueeze(1).unsqueeze(-1);
   if (keys.padded()) terms.key_exists = keys.exists().unsqueeze(1).unsqueeze(1);
   if (args.attn_bias) terms.bias = broadcast_part(*args.attn_bias, slice);
-  if (args.dropout_p > 0) {
-    const auto int64 = args.q.options().dtype(at::kLong);
-    const Tensor batch = at::arange(slice.batches.first, slice.batches.last, int64);
-    const Tensor head = at::arange(slice.heads.first, slice.heads.last, int64);
-    const Tensor batch_head = batch.unsqueeze(-1) * args.q.size(-2) + head;
-    terms.dropout =
-        Dropout(args.dropout_p, *args.rng_state, batch_head.unsqueeze(-1).unsqueeze(-1));
-  }
+  if (dropout_) terms.dropout = dropout_.part(slice.batches, slice.heads);
 }
 
 Tensor lse_tokens(const Tensor& lse) { return lse.transpose(-2, -1).unsqueeze(-1); }

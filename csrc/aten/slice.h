@@ -39,14 +39,14 @@ struct Slice {
   at::Tensor unpack_queries(const at::Tensor& tile) const;
   at::Tensor unpack_keys(const at::Tensor& tile) const;
 
-  // Dropout's factors for a tile, 0 or 1 / (1 - dropout_p); undefined without dropout.
+  // Dropout's factors for a tile; undefined without dropout.
   at::Tensor dropout_factors(Block rows, Block keys) const;
   // Rows of q, times ScoreTerms::query_scale.
   at::Tensor scaled_queries(Block rows) const;
   // The sink's logit for each of the rows as a column, or undefined.
   at::Tensor sink_column(Block rows) const;
-  // lse as a column in units of log 2. Rows without keys: +inf in place of −inf, so that
-  // exp2(S − LSE) is 0 there.
+  // lse as a column in units of log 2. Rows that give no gradient (core/score_range.h), those
+  // without keys among them: +inf, so that exp2(S − LSE) is 0 there.
   at::Tensor lse_column(const at::Tensor& lse, Block rows) const;
 };
 
@@ -73,6 +73,7 @@ class Call {
   void add_terms(Slice& slice) const;
 
   bool one_slice_;
+  Dropout dropout_;  // of all batches and heads
 };
 
 // A slice but for its q, k and v, and with those score terms that depend on no length.

@@ -1,5 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "../cuda/bwd.h"
@@ -14,6 +16,35 @@ namespace {
 // dx in the shape that the caller's x had before padding.
 at::Tensor unpadded(const at::Tensor& dx, int64_t head_dim) {
   return dx.size(-1) == head_dim ? dx : dx.narrow(-1, 0, head_dim).contiguous();
+}
+
+// Where the kernels leave the gradient of the bias, or what is to be summed further, as zeros; undefined
+// if nothing is wanted. attn: readable().
+at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wanted) {
+  if (!wanted || !attn.attn_bias || attn.attn_bias->scalar_type() == at::kBool) return {};
+  using Form = BiasGradientParams::Form;
+  const at::Tensor& bias = *attn.attn_bias;
+  const auto fp32 = bias.options().dtype(at::kFloat);
+  BiasGradientParams& gradient = params.dbias;
+  at::Tensor sums;
+  if (bias.size(3) == 1) {
+    gradient.form = Form::kRows;
+    sums = at::zeros({params.batch, params.heads_q, params.seqlen_q, 1}, fp32);
+  } else if (bias.size(2) == 1) {
+    gradient.form = Form::kKeys;
+    sums = at::zeros({params.batch, params.heads_q, 1, bias.size(3)}, fp32);
+  } else {
+    const bool shared = bias.size(0) < params.batch || bias.size(1) < params.heads_q;
+    gradient.form = shared ? Form::kShared : Form::kWhole;
+    sums = at::zeros(bias.sizes(), bias.options());
+  }
+  gradient.data = sums.data_ptr();
+  gradient.dtype = dtype_of(sums);
+  gradient.rows = static_cast<int>(sums.size(2));
+  gradient.keys = static_cast<int>(sums.size(3));
+  gradient.batch_stride = sums.size(0) < params.batch ? 0 : sums.stride(0);
+  gradient.head_stride = sums.size(1) < params.heads_q ? 0 : sums.stride(1);
+  return sums;
 }
 
 // What the kernels need room for, and then their launches.
@@ -47,11 +78,20 @@ BwdResult run(Backend backend, const BwdArgs& args) {
   };
   at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k),
              dv = contiguous_like(attn.v);
+  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
+  const auto none = [&] { return at::empty({0}, attn.q.options()); };
+  at::Tensor dsink =
+      args.grad_mask[4] && attn.learnable_sink ? at::zeros_like(*attn.learnable_sink) : none();
+  at::Tensor dbias = none();
   if (attn.q.numel() == 0 || attn.k.numel() == 0) {
     for (at::Tensor* gradient : {&dq, &dk, &dv}) gradient->zero_();
+    if (args.grad_mask[3] && args.attn.attn_bias) {
+      dbias = at::zeros(args.attn.attn_bias->sizes(), args.attn.attn_bias->options());
+    }
   } else {
     BwdParams params;
     fill_params(params, attn);
+    params.score = score_params(attn);
     params.out = out.const_data_ptr();
     params.dout = dout.const_data_ptr();
     params.out_strides = strides_of(out);
@@ -66,16 +106,22 @@ BwdResult run(Backend backend, const BwdArgs& args) {
     params.dq_strides = strides_of(dq);
     params.dk_strides = strides_of(dk);
     params.dv_strides = strides_of(dv);
+    params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
     params.deterministic = is_deterministic(attn);
+    const at::Tensor sums = start_bias_gradient(params, attn, args.grad_mask[3]);
     launch(backend, params, attn.q, lse);
+    if (sums.defined()) {
+      dbias = sums.sum_to_size(attn.attn_bias->sizes())
+                  .to(args.attn.attn_bias->scalar_type())
+                  .view(args.attn.attn_bias->sizes());
+    }
   }
-  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
-  const auto none = [&] { return at::empty({0}, attn.q.options()); };
+  if (dsink.numel() > 0) dsink = dsink.to(args.attn.learnable_sink->scalar_type());
   const auto wanted = [&](int which, const at::Tensor& gradient, int64_t size) {
     return args.grad_mask[which] ? unpadded(gradient, size) : none();
   };
-  return {wanted(0, dq, head_dim), wanted(1, dk, head_dim), wanted(2, dv, head_dim_v), none(),
-          none()};
+  return {wanted(0, dq, head_dim), wanted(1, dk, head_dim), wanted(2, dv, head_dim_v), dbias,
+          dsink};
 }
 
 }  // namespace
@@ -85,7 +131,9 @@ BwdResult bwd(const BwdArgs& args) {
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Backend backend = select_backend(call_shape(args), args.backend);
-  if (backend != Backend::kAten) return run(backend, args);
+  // As in the forward: without keys, no kernel runs, but a sink has its gradient through LSE.
+  const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
+  if (backend != Backend::kAten && !only_sink) return run(backend, args);
   aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,
                                 args.softmax_lse, args.grad_mask);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};

@@ -166,6 +166,10 @@ SymInt check_lengths(const AttnArgs& args) {
                 v.sym_size(0));
     TORCH_CHECK(v.sym_size(1) == k.sym_size(1), "flash_attn: v: expected seqlen ", k.sym_size(1),
                 " as k has, got ", v.sym_size(1));
+    TORCH_CHECK(args.max_seqlen_q == q.sym_size(1), "flash_attn: max_seqlen_q: expected ",
+                q.sym_size(1), " as q has, got ", args.max_seqlen_q);
+    TORCH_CHECK(args.max_seqlen_k == k.sym_size(1), "flash_attn: max_seqlen_k: expected ",
+                k.sym_size(1), " as k has, got ", args.max_seqlen_k);
     return batch;
   }
   TORCH_CHECK(args.cu_seqlens_k, "flash_attn: cu_seqlens_k: expected with cu_seqlens_q, got none");
@@ -187,7 +191,7 @@ SymInt check_lengths(const AttnArgs& args) {
 
 void check(const AttnArgs& args) {
   if (args.is_varlen()) {
-    check_qkv(args.q, args.k, args.v, 3, "(total, heads, head_dim) with cu_seqlens");
+    check_qkv(args.q, args.k, args.v, 3, "(total, heads, head_dim) with cu_seqlens_q");
   } else {
     check_qkv(args.q, args.k, args.v, 4, "(batch, seqlen, heads, head_dim)");
   }
@@ -308,12 +312,12 @@ void check_rows_of_cache(const DecodeArgs& args, const SymInt& batch) {
     TORCH_CHECK(table.scalar_type() == at::kInt,
                 "flash_attn: block_table: expected dtype int32, got ", table.scalar_type());
     TORCH_CHECK(table.dim() == 2 && (args.cache_batch_idx || table.sym_size(0) == batch),
-                "flash_attn: block_table: must have shape (", batch, ", max_pages), got ",
-                table.sym_sizes());
+                "flash_attn: block_table: must have shape (", batch,
+                ", max_pages) without cache_batch_idx, got ", table.sym_sizes());
   } else {
     TORCH_CHECK(args.cache_batch_idx || args.k_cache.sym_size(0) == batch,
-                "flash_attn: k_cache: expected batch ", batch, " as q has, got ",
-                args.k_cache.sym_size(0));
+                "flash_attn: k_cache: expected batch ", batch,
+                " as q has without cache_batch_idx, got ", args.k_cache.sym_size(0));
   }
 }
 

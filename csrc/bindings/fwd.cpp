@@ -30,11 +30,7 @@ FwdResult run(const Plan& plan, AttnArgs attn) {
   } else {
     FwdParams params = {};
     fill_params(params, attn);
-    const OptTensor slopes = contiguous(attn.alibi_slopes);
-    const OptTensor sink = attn.learnable_sink
-                               ? OptTensor(attn.learnable_sink->to(at::kFloat).contiguous())
-                               : OptTensor();
-    params.score = score_params(attn.softcap, slopes, sink, params.heads_q);
+    params.score = score_params(attn);
     launch_fwd(plan, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();

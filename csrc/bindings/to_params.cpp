@@ -6,10 +6,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <stdexcept>
 
+#include "../core/score_range.h"
 #include "checks.h"
 #include "families.h"
 
@@ -45,10 +47,8 @@ CallShape backward_shape_of(const AttnArgs& args) {
   return call;
 }
 
-// Beyond 1e30 nothing is capped, and quotients and products would leave the range of fp32.
 double finite_softcap(double softcap) {
-  constexpr double kMaxSoftcap = 1e30;
-  return std::min(softcap, kMaxSoftcap);
+  return softcap > 0 ? std::clamp(softcap, kMinSoftcap, kMaxSoftcap) : 0;
 }
 
 void warn_once(const std::string& reasons) {
@@ -170,14 +170,51 @@ Strides strides_of(const at::Tensor& tensor) {
   return {.batch = stride(0), .row = stride(1), .head = stride(2)};
 }
 
+namespace {
+
+// (batch or 1, heads or 1, rows or 1, keys or 1) of a dtype that the kernels read.
+at::Tensor readable_bias(at::Tensor bias, at::ScalarType dtype_of_q) {
+  const auto dtype = bias.scalar_type();
+  if (dtype != at::kBool && dtype != at::kFloat && dtype != dtype_of_q) bias = bias.to(at::kFloat);
+  while (bias.dim() < 4) bias = bias.unsqueeze(0);
+  return bias;
+}
+
+// bias: of readable_bias().
+BiasParams bias_params(const at::Tensor& bias) {
+  const auto stride = [&](int64_t d) { return bias.size(d) == 1 ? 0 : bias.stride(d); };
+  const auto length = [&](int64_t d) {
+    return bias.size(d) == 1 ? std::numeric_limits<int>::max() : static_cast<int>(bias.size(d));
+  };
+  BiasParams params = {.data = bias.const_data_ptr(),
+                       .dtype = bias.scalar_type() == at::kBool ? DType::kBool : dtype_of(bias),
+                       .rows = length(2),
+                       .keys = length(3),
+                       .batch_stride = stride(0),
+                       .head_stride = stride(1),
+                       .row_stride = stride(2),
+                       .key_stride = stride(3)};
+  const auto pair_bytes = static_cast<uintptr_t>(2 * bias.element_size());
+  params.in_pairs = params.key_stride == 1 && params.keys % 2 == 0 &&
+                    params.batch_stride % 2 == 0 && params.head_stride % 2 == 0 &&
+                    params.row_stride % 2 == 0 &&
+                    reinterpret_cast<uintptr_t>(params.data) % pair_bytes == 0;
+  return params;
+}
+
+}  // namespace
+
 AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
-                            &args.seqused_k, &args.leftpad_k}) {
+  for (OptTensor* vector :
+       {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k,
+        &args.alibi_slopes, &args.rng_state}) {
     *vector = contiguous(*vector);
   }
+  if (args.learnable_sink) args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
+  if (args.attn_bias) args.attn_bias = readable_bias(*args.attn_bias, args.q.scalar_type());
   return args;
 }
 
@@ -211,6 +248,9 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
             .window_left = window_to_params(args.window_left),
             .window_right = args.causal ? 0 : window_to_params(args.window_right),
             .top_left = args.top_left};
+  if (args.dropout_p > 0) {
+    params.dropout = DropoutParams::make(args.dropout_p, args.rng_state->const_data_ptr<int64_t>());
+  }
 }
 
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
@@ -219,6 +259,13 @@ ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
           .alibi_slopes = alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
           .alibi_batch_stride = alibi_slopes && alibi_slopes->dim() == 2 ? heads_q : 0,
           .learnable_sink = learnable_sink ? learnable_sink->const_data_ptr<float>() : nullptr};
+}
+
+ScoreParams score_params(const AttnArgs& args) {
+  ScoreParams params = score_params(args.softcap, args.alibi_slopes, args.learnable_sink,
+                                    static_cast<int>(args.q.size(-2)));
+  if (args.attn_bias) params.bias = bias_params(*args.attn_bias);
+  return params;
 }
 
 bool is_deterministic(const AttnArgs& args) {

@@ -39,9 +39,11 @@ int64_t capacity_of(const DecodeArgs& args);
 // whatever it says.
 Strides strides_of(const at::Tensor& tensor);
 
-// What forward and backward share; `args` must hold readable tensors and contiguous index vectors.
+// Every tensor of the call as the kernels read it.
 AttnArgs readable(AttnArgs args);
+// What forward and backward share, of readable() arguments.
 void fill_params(AttnParams& params, const AttnArgs& args);
+ScoreParams score_params(const AttnArgs& args);
 // alibi_slopes and learnable_sink: contiguous, fp32.
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
                          const OptTensor& learnable_sink, int heads_q);

@@ -19,12 +19,38 @@ namespace flash_attn {
 
 using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 
-enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8 };  // 8 bits: caches only
+// 8 bits: caches only. kBool: masks only, a byte each.
+enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool };
 
 struct Strides {
   int64_t batch = 0;  // 0 for varlen
   int64_t row = 0;    // from one token to the next
   int64_t head = 0;
+};
+
+// Which elements of P count: a pure function of the state and of an element's place, as
+// aten/dropout.h defines it. What kernels compare an element's number of 15 bits with stands here
+// twice, in both halves of a word: as those of two fp16 numbers, whose order is the same.
+struct DropoutParams {
+  const int64_t* rng_state = nullptr;  // (2) seed, offset, on the device; null: no dropout
+  uint32_t bound = 0;                  // at most 2^14 a half, so no NaN
+  uint32_t mirror = 0;                 // 0: kept iff number >= bound; all bits: iff below it
+  float keep = 1;                      // the keep probability
+  float scale = 1;                     // of what is kept: its inverse
+
+  // probability: in [0, 1], of being dropped.
+  static constexpr DropoutParams make(double probability, const int64_t* rng_state) {
+    constexpr uint32_t kNumbers = 1 << 15, kTwice = 0x00010001;
+    const auto threshold = static_cast<uint32_t>(probability * kNumbers + 0.5);
+    const uint32_t keeping = kNumbers - threshold;
+    if (threshold == 0) return {};
+    return {.rng_state = rng_state,
+            .bound = (threshold <= kNumbers / 2 ? threshold : keeping) * kTwice,
+            .mirror = threshold <= kNumbers / 2 ? 0 : ~0u,
+            // Where nothing is kept, nothing is scaled, and 1 keeps infinity out of the gradients.
+            .keep = keeping == 0 ? 1 : static_cast<float>(1.0 * keeping / kNumbers),
+            .scale = keeping == 0 ? 1 : static_cast<float>(1.0 * kNumbers / keeping)};
+  }
 };
 
 // What forward and backward share. Sizes and offsets are 64-bit; only the length of one sequence
@@ -52,16 +78,49 @@ struct AttnParams {
   int window_left = -1, window_right = -1;
   // Diagonal of query i at key i; otherwise at key i + len_k - len_q (bottom-right).
   bool top_left = false;
+
+  DropoutParams dropout;
+};
+
+// An additive bias, or a mask, that broadcasts to (batch, heads_q, rows, keys): a stride is 0 in a
+// dimension that it broadcasts. Element (i, j) belongs to query i and key j of a sequence; what lies
+// beyond the tensor is not read: keys there are hidden, queries take the last row.
+struct BiasParams {
+  const void* data = nullptr;  // null: none
+  DType dtype = DType::kFp32;  // that of q, kFp32 or kBool (false: hidden)
+  int rows = 0, keys = 0;      // 2³¹ - 1 in a dimension that it broadcasts
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
+  // Keys lie side by side, and those of an even number and the next are aligned, and both exist.
+  bool in_pairs = false;
 };
 
 // What happens to the scores between Q Kᵀ and the mask. All zero: plain.
 //
-//   S = softcap · tanh(S / softcap),    S -= slope · |key - diagonal|,    l = Σ exp(S) + exp(sink)
+//   S = softcap · tanh(S / softcap),    S += bias - slope · |key - diagonal|,
+//   l = Σ exp(S) + exp(sink)
 struct ScoreParams {
   float softcap = 0;                      // 0: none
   const float* alibi_slopes = nullptr;    // (heads_q) or (batch, heads_q), or null
   int64_t alibi_batch_stride = 0;         // 0: the same for all sequences
   const float* learnable_sink = nullptr;  // (heads_q), or null
+  BiasParams bias;
+};
+
+// Where the gradient of a bias goes: contiguous, zeroed by the caller, as blocks that no query sees are
+// not visited.
+struct BiasGradientParams {
+  enum class Form : uint8_t {
+    kNone,   // not wanted
+    kRows,   // of a bias that broadcasts the keys: (batch, heads_q, rows) fp32
+    kKeys,   // of one that broadcasts the queries: (batch, heads_q, keys) fp32
+    kWhole,  // of one that broadcasts nothing: (batch, heads_q, rows, keys) of its dtype
+    kShared  // of one that broadcasts sequences, heads or both: likewise, 1 in their place
+  };
+  Form form = Form::kNone;
+  void* data = nullptr;
+  DType dtype = DType::kFp32;  // that of q or kFp32
+  int rows = 0, keys = 0;
+  int64_t batch_stride = 0, head_stride = 0;  // 0 in a dimension that the bias broadcasts
 };
 
 // Workspace: the normalised results of pieces of the keys, to be merged. Which row is whose:
@@ -94,6 +153,8 @@ struct FwdParams : AttnParams {
 };
 
 struct BwdParams : AttnParams {
+  ScoreParams score;
+
   const void* out = nullptr;   // like q, with head_dim_v
   const void* dout = nullptr;  // like out
   Strides out_strides, dout_strides;
@@ -103,6 +164,8 @@ struct BwdParams : AttnParams {
 
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
+  float* dsink = nullptr;  // (heads_q), or null: not wanted
+  BiasGradientParams dbias;
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of

@@ -1,4 +1,4 @@
-// dQ = softmax_scale · dq_accum, from the fp32 sums to 16 bits.
+// dQ = softmax_scale · dropout's scale · dq_accum, from the fp32 sums to 16 bits.
 #include "attn/dq_accum.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   Element* const dq =
       static_cast<Element*>(params.dq) +
       SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
+  const float scale = params.softmax_scale * params.dropout.scale;
   for (int first_col = 0; first_col < params.head_dim; first_col += 8 * kBlocks) {
     uint32_t pairs[2][kBlocks];  // of rows lane / 4 and lane / 4 + 8
 #pragma unroll
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
       float sums[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sums[i] = block[dq_accum_position(order, lane, i)] * params.softmax_scale;
+        sums[i] = block[dq_accum_position(order, lane, i)] * scale;
       }
       pairs[0][b] = ptx::pack<Element>(sums[0], sums[1]);
       pairs[1][b] = ptx::pack<Element>(sums[2], sums[3]);

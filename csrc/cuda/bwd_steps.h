@@ -10,18 +10,26 @@ namespace flash_attn::cuda {
 // delta = rowsum(dO ∘ O) - dLSE; 0 for rows without keys (LSE -inf).
 void run_bwd_delta(const BwdParams& params, Stream stream);
 
-// dq = softmax_scale · dq_accum.
+// dsink, from delta.
+void run_bwd_sink(const BwdParams& params, Stream stream);
+
+// dbias of the form kRows, from delta.
+void run_bwd_bias_rows(const BwdParams& params, Stream stream);
+
+// dq = softmax_scale · dropout's scale · dq_accum.
 void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream);
 
 // The order that the portable code for this device adds in.
 DqAccumOrder portable_dq_accum_order();
 
-// delta; launch_products(), which writes dk and dv and adds to dq_accum in this order; dq. Without
+// delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds to dq_accum in this order; dq. Without
 // dq_accum, launch_products() writes dq, too.
 template <typename F>
 void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
                    F&& launch_products) {
   run_bwd_delta(params, stream);
+  if (params.dsink != nullptr) run_bwd_sink(params, stream);
+  if (params.dbias.form == BiasGradientParams::Form::kRows) run_bwd_bias_rows(params, stream);
   if (params.dq_accum != nullptr) {
     const size_t floats = size_t{1} * params.heads_q * params.dq_accum_rows * params.dq_accum_cols;
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.dq_accum, 0, floats * sizeof(float), stream));

@@ -29,4 +29,21 @@ auto with_head_dim_class(int head_dim, F&& f) {
                               std::to_string(head_dim));
 }
 
+// The same among the classes of the kernels with score terms: three, for the time of the build.
+template <typename F>
+auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
+  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest <= 64) return f.template operator()<64>();
+  if (widest <= 128) return f.template operator()<128>();
+  return f.template operator()<256>();
+}
+
+// Of FwdParams or BwdParams: more than PlainScores does. A sink is no more.
+template <typename Params>
+bool has_score_terms(const Params& params) {
+  const ScoreParams& score = params.score;
+  return score.softcap != 0 || score.alibi_slopes != nullptr || score.bias.data != nullptr ||
+         params.dropout.rng_state != nullptr;
+}
+
 }  // namespace flash_attn::cuda

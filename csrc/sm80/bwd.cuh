@@ -16,7 +16,7 @@
 //
 //   load K, V
 //   for head, m:  load Q(m), dO(m); wait; sync
-//                 S = Q Kᵀ; mask; P = exp(S - LSE)      → P to shared memory
+//                 S = Q Kᵀ; score terms; mask; P = exp(S - LSE)   → P to shared memory
 //                 dP = dO Vᵀ; dS = P ∘ (dP - delta)     → dS to shared memory
 //                 sync                                   // other warps' P and dS
 //                 dK += dSᵀ Q;  dV += Pᵀ dO
@@ -44,19 +44,25 @@
 // with two stages up to d = 128; at d = 192 and 256 one stage with spread reductions is 8 % faster
 // than two stages.
 //
+// Compiled with dQ's reductions and without, each without score terms and with them
+// (cuda/attn/score_policy.cuh).
+//
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
 #pragma once
 
 #include "../cuda/attn/key_gradient.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
+#include "../cuda/ptx/opaque.cuh"
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
 #include "../cuda/tile/warp_grid.cuh"
 #include "bwd.h"
+#include "bwd_bias.cuh"
 #include "bwd_config.h"
 #include "bwd_dq.cuh"
 #include "bwd_dq_reduction.cuh"
@@ -68,9 +74,10 @@ struct BwdKeyBlock {
   int batch_idx, head_kv, first_key;
 };
 
-template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget>
+template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget, typename ScorePolicyType>
 struct BwdTraits {
   using Element = flash_attn::Element<kDType>;
+  using ScorePolicy = ScorePolicyType;
   static constexpr BwdTile kTile = kBwdTile<kHeadDimClass, kSmemBudget>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -93,7 +100,11 @@ struct BwdTraits {
     float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
     SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
     BwdKeyBlock keys;
-    BlockRange range;  // of queries
+    BlockRange range;      // of queries
+    ScorePolicy score[2];  // of this query head and the next, by turns
+    // Of dS, by the rows of the warps' grid: for a bias that broadcasts the queries.
+    float column_sums[ScorePolicy::kGeneral ? kTile.score_warps : 1]
+                     [ScorePolicy::kGeneral ? kBlockN : 1];
   };
   static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
 };
@@ -117,6 +128,13 @@ class QueryLoader {
   __device__ __forceinline__ void start_dout(const typename Traits::QTile& tile,
                                              const BwdQueryBlock& block) const {
     load(tile, params_.dout, params_.dout_strides, params_.head_dim_v, block);
+  }
+
+  // For a block of another head than the one before.
+  __device__ __forceinline__ void start_head(int head) const {
+    if (threadIdx.x == 0) {
+      smem_.score[head % 2] = {params_, smem_.keys.batch_idx, head, smem_.seqlen.diagonal(params_)};
+    }
   }
 
   // The first kBlockM threads bring in one LSE each, the next kBlockM one delta. 0 for rows that do
@@ -182,28 +200,39 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
 
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
-__device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& smem, int stage,
-                                               int parity, float scale_log2, bool masked,
-                                               const Mask& mask) {
+__device__ __forceinline__ void compute_scores(const BwdParams& params,
+                                               typename Traits::SharedStorage& smem,
+                                               const BwdQueryBlock& block, int stage, int parity,
+                                               bool masked, const Mask& mask) {
   using Element = typename Traits::Element;
   using Grid = typename Traits::ScoreGrid;
   using Scores = typename Grid::Part;
-  const Grid grid;
-  const int lane = threadIdx.x % 32;
+  // With terms, registers are too short for what could be computed before the loop.
+  constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
+  const unsigned thread = kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x;
+  const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
+  const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
   using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
   using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
+  const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
+  const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
 
-  Scores P, dS;
+  Scores P, dS, slope;
   gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
       P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
+  score.finish(P, slope, place, lane);
+  score.template add_bias<Element>(P, params.score.bias, place, lane);
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
-    lse_log2[row] =
-        to_lse_log2(smem.lse[parity][first_row + row / 2 * 16 + fragment_row(row, lane)]);
+    const int tile_row = first_row + row / 2 * 16 + fragment_row(row, lane);
+    // With terms, the scores of a row that does not exist are not 0, and their P may overflow.
+    const bool finite = !kGeneral || block.first_row + tile_row < smem.seqlen.len_q;
+    lse_log2[row] = finite ? to_lse_log2(smem.lse[parity][tile_row]) : INFINITY;
   }
-  recompute_probabilities(P, scale_log2, lse_log2, masked, mask);  // P = exp(S - LSE)
+  recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2, masked,
+                          mask);  // P = exp(S - LSE)
   if constexpr (Traits::kStages == 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // dO(i) is there
@@ -214,10 +243,34 @@ __device__ __forceinline__ void compute_scores(typename Traits::SharedStorage& s
   for (int row = 0; row < Scores::kRows; ++row) {
     delta[row] = smem.delta[parity][first_row + row / 2 * 16 + fragment_row(row, lane)];
   }
+  score.gradient(dS, P, delta, params.dropout, place, lane);  // dS = P ∘ (dP - delta)
   // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
   store_rounded(smem.p, P, first_row, first_col, lane);
-  softmax_gradient(dS, P, delta);  // dS = P ∘ (dP - delta)
+  if constexpr (kGeneral) {
+    score.template store_bias_gradient<Element>(dS, params.dbias, params.dropout,
+                                                smem.keys.batch_idx, block.head, place, lane);
+    if (params.dbias.form == BiasGradientParams::Form::kKeys) {
+      sum_columns(dS, smem.column_sums[grid.row] + first_col, lane);
+    }
+  }
+  score.differentiate(dS, slope);
   store_rounded(smem.ds, dS, first_row, first_col, lane);
+}
+
+// Once all warps' column_sums are there. A thread owns a key: of this head, nobody else adds to it.
+template <typename Traits>
+__device__ __forceinline__ void add_column_sums(const BwdParams& params,
+                                                const typename Traits::SharedStorage& smem,
+                                                int head) {
+  const int col = threadIdx.x, key = smem.keys.first_key + col;
+  if (col >= Traits::kBlockN || key >= params.dbias.keys) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int row = 0; row < Traits::kTile.score_warps; ++row) sum += smem.column_sums[row][col];
+  float* const gradient = static_cast<float*>(params.dbias.data) +
+                          smem.keys.batch_idx * params.dbias.batch_stride +
+                          head * params.dbias.head_stride + key;
+  *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
 // Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
@@ -245,6 +298,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
   const int group = params.heads_q / params.heads_kv;
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
+  queries.start_head(next.head);
   queries.start_row_values(0, next);
   queries.start_q(smem.q[0], next);
   if (kStages == 1) ptx::cp_async_commit();
@@ -261,6 +315,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     const bool more = next.head < end_head;
     ptx::cp_async_wait<kPendingLoads>();
     __syncthreads();  // Q(i) is there, all warps are done with iteration i - 1
+    if (more && next.head != block.head) queries.start_head(next.head);
     if (kStages == 2 && more) {
       queries.start_row_values((i + 1) % 2, next);
       queries.start_q(smem.q[(i + 1) % kStages], next);
@@ -269,10 +324,14 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     }
 
     compute_scores<Traits>(  // P, dS
-        smem, stage, i % 2, params.softmax_scale * kLog2E,
-        m < range.full_begin || m >= range.full_end,
+        params, smem, block, stage, i % 2, m < range.full_begin || m >= range.full_end,
         [&](typename Traits::ScoreGrid::Part& S) { mask_scores<Traits>(S, params, smem, block); });
     __syncthreads();  // P, dS are there
+    if constexpr (Traits::ScorePolicy::kGeneral) {
+      if (params.dbias.form == BiasGradientParams::Form::kKeys) {
+        add_column_sums<Traits>(params, smem, block.head);
+      }
+    }
 
     DqReduction<Traits> dq;
     if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem);  // dQ = dS K
@@ -327,9 +386,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();  // all warps are done with K and V
   const Grid grid;
   const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
+  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
   store_rounded<16 * Grid::kGridCols>(smem.k, dK, first_row, grid.col * 16, lane,
-                                      params.softmax_scale);
-  store_rounded<16 * Grid::kGridCols>(smem.v, dV, first_row, grid.col * 16, lane);
+                                      params.softmax_scale * scale);
+  store_rounded<16 * Grid::kGridCols>(smem.v, dV, first_row, grid.col * 16, lane, scale);
   __syncthreads();
   const KeyGradientRows rows(smem.seqlen, smem.keys.batch_idx, smem.keys.head_kv, first_key);
   rows.template store<Traits::kBlockN, Traits::kThreads>(params.dk, params.dk_strides,
@@ -357,11 +417,21 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge>>(params, stream);
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge, PlainScores>>(params, stream);
   } else {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall>>(params, stream);
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, PlainScores>>(params, stream);
   }
-  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim>(params, stream);
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
+}
+
+// One tile a class, which any budget holds.
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>>(params, stream);
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
+  if (params.dbias.form == BiasGradientParams::Form::kShared) {
+    launch_bwd_bias<kDType, kHeadDim>(params, stream);
+  }
 }
 
 }  // namespace flash_attn::sm80

@@ -1,4 +1,5 @@
-// The backward kernels, and their instances: one a dtype and head-dim class, in inst/bwd_d*.cu.
+// The backward kernels, and their instances: one a dtype and head-dim class, in inst/bwd_d*.cu; with
+// score terms in inst/bwd_scores_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -9,10 +10,12 @@ namespace flash_attn::sm80 {
 // Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
-int bwd_dq_accum_cols(const AttnParams& params);
+int bwd_dq_accum_cols(const BwdParams& params);
 
 // dK, dV, and either the sums in dq_accum or, if that is null, dQ itself.
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_scores(const BwdParams& params, Stream stream);
 
 }  // namespace flash_attn::sm80

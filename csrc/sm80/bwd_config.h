@@ -145,4 +145,18 @@ inline constexpr BwdDqTile kBwdDqTile<192> = {.block_m = 64, .block_n = 64, .num
 template <>
 inline constexpr BwdDqTile kBwdDqTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
 
+// With score terms, which take registers.
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdDqScoresTile = kBwdDqTile<kHeadDim>;
+template <>
+inline constexpr BwdDqTile kBwdDqScoresTile<64> = {.block_m = 128, .block_n = 64, .num_warps = 8};
+template <>
+inline constexpr BwdDqTile kBwdDqScoresTile<128> = {.block_m = 128, .block_n = 32, .num_warps = 8};
+
+// The kernel of the gradient of a shared bias; block_n keys of a thread block.
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdBiasTile = {.block_m = 64, .block_n = 64, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdBiasTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
+
 }  // namespace flash_attn::sm80

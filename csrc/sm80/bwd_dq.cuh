@@ -6,7 +6,7 @@
 // in registers.
 //
 //   for n:  load K(n), V(n); wait; sync
-//           P = exp(Q K(n)ᵀ - LSE), masked;  dS = P ∘ (dO V(n)ᵀ - delta)
+//           P = exp(Q K(n)ᵀ - LSE), score terms, masked;  dS = P ∘ (dO V(n)ᵀ - delta)
 //           dQ += dS K(n)
 //           sync                                       // all warps are done with the tiles
 //
@@ -16,20 +16,22 @@
 #pragma once
 
 #include "../cuda/attn/seqlen.cuh"
-#include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
 #include "bwd_config.h"
+#include "bwd_score_gradient.cuh"
 
 namespace flash_attn::sm80 {
 
-template <DType kDType, int kHeadDimClass>
+template <DType kDType, int kHeadDimClass, typename ScorePolicyType>
 struct BwdDqTraits {
   using Element = flash_attn::Element<kDType>;
-  static constexpr BwdDqTile kTile = kBwdDqTile<kHeadDimClass>;
+  using ScorePolicy = ScorePolicyType;
+  static constexpr BwdDqTile kTile =
+      ScorePolicy::kGeneral ? kBwdDqScoresTile<kHeadDimClass> : kBwdDqTile<kHeadDimClass>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
@@ -46,6 +48,7 @@ struct BwdDqTraits {
     QTile q;  // in the end dQ: a warp writes it over its rows of Q, which no other warp reads
     QTile dout;
     KTile k, v;
+    ScorePolicy score;
   };
   static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(SmemBudget::kSmall));
 };
@@ -109,6 +112,9 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
     delta[row] = exists ? params.delta[lse_row + query[row]] : 0.f;
   }
 
+  if (thread == 0) {
+    smem.score = {params, block.batch_idx, block.head, seqlen.diagonal(params)};
+  }
   k_loader.load(smem.k, range.begin * kBlockN, seqlen.len_k);
   v_loader.load(smem.v, range.begin * kBlockN, seqlen.len_k);
   ptx::cp_async_commit();
@@ -116,13 +122,13 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   for (int n = range.begin; n < range.end; ++n) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K(n), V(n) are there
-    Scores P, dS;
-    gemm_smem<Element, kHeadDim, Into::kZero>(P, Q, K);  // S = Q K(n)ᵀ
-    recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2,
-                            n < range.full_begin || n >= range.full_end,
-                            [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); });
-    gemm_smem<Element, kHeadDim, Into::kZero>(dS, dO, V);  // dP = dO V(n)ᵀ
-    softmax_gradient(dS, P, delta);                        // dS = P ∘ (dP - delta)
+    Scores dS, slope;
+    compute_score_gradient<Element, kHeadDim>(
+        params, smem.score, Q, K, dO, V, lse_log2, delta,
+        ScorePlace{block.first_row + warp_row, n * kBlockN},
+        n < range.full_begin || n >= range.full_end,
+        [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); }, lane, dS, slope);
+    smem.score.differentiate(dS, slope);
 
     __syncthreads();  // all warps are done with V(n)
     if (n + 1 < range.end) v_loader.load(smem.v, (n + 1) * kBlockN, seqlen.len_k);
@@ -151,7 +157,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   compute_dq_loop<Traits>(params, seqlen, block, smem, dQ);
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
-  store_rounded(smem.q, dQ, warp_row, 0, lane, params.softmax_scale);
+  store_rounded(smem.q, dQ, warp_row, 0, lane,
+                params.softmax_scale * Traits::ScorePolicy::output_scale(params.dropout));
   __syncwarp();
   constexpr int kRowChunks = Traits::kHeadDim / kChunk;
   Element* dq = static_cast<Element*>(params.dq) +
@@ -167,9 +174,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-template <DType kDType, int kHeadDim>
+template <DType kDType, int kHeadDim, typename ScorePolicy>
 void launch_bwd_dq(const BwdParams& params, Stream stream) {
-  using Traits = BwdDqTraits<kDType, kHeadDim>;
+  using Traits = BwdDqTraits<kDType, kHeadDim, ScorePolicy>;
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,

@@ -16,11 +16,6 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 void refuse_call(Reasons& reasons, const CallShape& call) {
   cuda::refuse_tensors(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
-  reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
-  reasons.refuse_if(call.softcap, "softcap is not supported");
-  reasons.refuse_if(call.sink, "learnable_sink is not supported");
-  reasons.refuse_if(call.bias, "attn_bias is not supported");
-  reasons.refuse_if(call.dropout, "dropout_p is not supported");
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
 }
 

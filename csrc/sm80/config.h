@@ -17,6 +17,8 @@ auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
   return cuda::with_head_dim_class(std::max(head_dim, head_dim_v), std::forward<F>(f));
 }
 
+using cuda::has_score_terms;
+
 // Shared memory that one block may have.
 enum class SmemBudget : uint8_t {
   kSmall,   // 99 KB: sm_86, sm_89, sm_120
@@ -76,5 +78,20 @@ inline constexpr FwdTile kFwdTile<256, SmemBudget::kLarge> = {
     .block_m = 128, .block_n = 64, .num_warps = 8, .blocks_per_sm = 1};
 template <>
 inline constexpr FwdTile kFwdTile<256, SmemBudget::kLargest> = kFwdTile<256, SmemBudget::kSmall>;
+
+// With score terms: one tile a class, for the time of the build, that any budget holds and that leaves
+// the terms some registers.
+using cuda::with_scores_class;
+template <int kHeadDim>
+inline constexpr FwdTile kFwdScoresTile = {};
+template <>
+inline constexpr FwdTile kFwdScoresTile<64> = {
+    .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdScoresTile<128> = {
+    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdScoresTile<256> = {
+    .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
 
 }  // namespace flash_attn::sm80

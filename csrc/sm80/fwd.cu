@@ -7,6 +7,11 @@ namespace flash_attn::sm80 {
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (params.heads_q == 0) return;
   with_dtype(params.dtype, [&]<DType kDType> {
+    if (has_score_terms(params)) {
+      return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        launch_fwd_with_scores<kDType, kHeadDim>(params, stream);
+      });
+    }
     with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
       launch_fwd<kDType, kHeadDim>(params, device, stream);
     });

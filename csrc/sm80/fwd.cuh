@@ -10,7 +10,7 @@
 // The plain loop:
 //
 //   for n:  load K(n), V(n); wait; sync
-//           S = Q K(n)ᵀ; mask; P, m, l = online_softmax(S)
+//           S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S)
 //           O = O · exp(m_old - m) + P V(n)
 //           sync                                            // all warps are done with the tiles
 //
@@ -23,6 +23,8 @@
 //   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
 //   sync              ▲            ▲                   ▲
 //
+// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh).
+//
 // Shared memory: │ Q, in the end O │ K │ V │
 #pragma once
 
@@ -31,6 +33,7 @@
 
 #include "../cuda/attn/mask.cuh"
 #include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
@@ -44,9 +47,10 @@
 namespace flash_attn::sm80 {
 
 // kTile is a value, so that a class with the same tile for several budgets is compiled once.
-template <DType kDType, int kHeadDimClass, FwdTile kTile>
+template <DType kDType, int kHeadDimClass, FwdTile kTile, typename ScorePolicyType>
 struct FwdTraits {
   using Element = flash_attn::Element<kDType>;
+  using ScorePolicy = ScorePolicyType;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
@@ -76,14 +80,17 @@ struct FwdWork {
   AttentionWindow window;
   BlockRange range;        // of keys
   int first_key, end_key;  // what the block's queries see together
+  float sink;              // -inf: none
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
+  [[no_unique_address]] typename Traits::ScorePolicy score;
 
   __device__ __forceinline__ FwdWork(const FwdParams& params, const TileCoordinates& tile,
                                      const SeqlenInfo& seqlen)
       : window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
-        segment_q(seqlen.segment_q) {
+        segment_q(seqlen.segment_q),
+        score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
@@ -101,6 +108,8 @@ struct FwdWork {
     range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
     first_key = window.first_key(first_row);
     end_key = window.end_key(min(first_row + Traits::kBlockM, window.len_q()) - 1);
+    const float* const sinks = params.score.learnable_sink;
+    sink = sinks == nullptr ? -INFINITY : sinks[tile.head];
   }
 };
 
@@ -116,11 +125,15 @@ struct FwdSharedStorage {
 };
 
 // P = exp(S - m) as the left operand of P V, computed 16 columns at a time when gemm() asks for
-// them.
+// them. place: of the warp's S.
 template <typename Traits>
 struct Probabilities {
   typename Traits::Softmax& softmax;
   const typename Traits::Scores& S;
+  const typename Traits::ScorePolicy& score;
+  const DropoutParams& dropout;
+  ScorePlace place;
+  int lane;
 
   __device__ __forceinline__ void load(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
 #pragma unroll
@@ -132,6 +145,7 @@ struct Probabilities {
       blocks[row / 2][row % 2] = ptx::pack<typename Traits::Element>(p[0], p[1]);
       blocks[row / 2][row % 2 + 2] = ptx::pack<typename Traits::Element>(p[2], p[3]);
     }
+    score.drop(blocks, dropout, {place.query, place.key + k}, lane);
   }
 };
 
@@ -181,7 +195,10 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     ptx::cp_async_commit();
 
     typename Traits::Scores S;
-    gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);           // S = Q K(n)ᵀ
+    gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
+    const ScorePlace place = {work.first_row + warp_row, n * kBlockN};
+    work.score.finish(S, place, lane);
+    work.score.template add_bias<Element>(S, params.score.bias, place, lane);
     if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
       int query[Traits::Scores::kRows];
 #pragma unroll
@@ -199,7 +216,8 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     float correction[Traits::Scores::kRows];
     if (softmax.update_max(S, correction)) scale_rows(O, correction);  // O = O · exp(m_old - m)
     // O += exp(S - m) V(n)
-    gemm<Element, kBlockN, Into::kSum>(O, Probabilities<Traits>{softmax, S}, V);
+    gemm<Element, kBlockN, Into::kSum>(
+        O, Probabilities<Traits>{softmax, S, work.score, params.dropout, place, lane}, V);
   }
 }
 
@@ -211,6 +229,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
   softmax.finish();
+  if (work.sink != -INFINITY) softmax.add_sink(O, work.sink);
   float inverse_sum[Traits::Output::kRows];
 #pragma unroll
   for (int row = 0; row < O.kRows; ++row) {
@@ -218,7 +237,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
     if (lane % 4 == 0 && query < work.segment_q) {
       work.lse[query] = query < work.window.len_q() ? softmax.log_sum_exp(row) : -INFINITY;
     }
-    inverse_sum[row] = softmax.inverse_sum(row);
+    inverse_sum[row] = softmax.inverse_sum(row) * Traits::ScorePolicy::output_scale(params.dropout);
   }
   scale_rows(O, inverse_sum);
   store_rounded(smem.o, O, warp_row, 0, lane);
@@ -260,9 +279,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   store_tile<Traits>(params, smem, work, O, softmax);
 }
 
-template <DType kDType, int kHeadDim, SmemBudget kBudget>
+template <typename Traits, SmemBudget kBudget>
 void launch_fwd_kernel(const FwdParams& params, Stream stream) {
-  using Traits = FwdTraits<kDType, kHeadDim, kFwdTile<kHeadDim, kBudget>>;
   static_assert(sizeof(FwdSharedStorage<Traits>) <= smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
@@ -275,14 +293,24 @@ void launch_fwd_kernel(const FwdParams& params, Stream stream) {
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  const auto launch = [&]<SmemBudget kBudget> {
+    using Traits = FwdTraits<kDType, kHeadDim, kFwdTile<kHeadDim, kBudget>, PlainScores>;
+    launch_fwd_kernel<Traits, kBudget>(params, stream);
+  };
   switch (smem_budget(device.smem_optin_bytes)) {
     case SmemBudget::kSmall:
-      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kSmall>(params, stream);
+      return launch.template operator()<SmemBudget::kSmall>();
     case SmemBudget::kLarge:
-      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kLarge>(params, stream);
+      return launch.template operator()<SmemBudget::kLarge>();
     case SmemBudget::kLargest:
-      return launch_fwd_kernel<kDType, kHeadDim, SmemBudget::kLargest>(params, stream);
+      return launch.template operator()<SmemBudget::kLargest>();
   }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_scores(const FwdParams& params, Stream stream) {
+  using Traits = FwdTraits<kDType, kHeadDim, kFwdScoresTile<kHeadDim>, GeneralScores>;
+  launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }
 
 }  // namespace flash_attn::sm80

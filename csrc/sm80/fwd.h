@@ -1,4 +1,5 @@
-// The forward kernel, and its instances: one a dtype and head-dim class, in inst/fwd_d*.cu.
+// The forward kernel, and its instances: one a dtype and head-dim class, in inst/fwd_d*.cu; with score
+// terms in inst/fwd_scores_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -11,5 +12,7 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_scores(const FwdParams& params, Stream stream);
 
 }  // namespace flash_attn::sm80

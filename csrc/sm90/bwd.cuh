@@ -39,10 +39,10 @@
 #include <new>
 
 #include "../cuda/attn/key_gradient.cuh"
-#include "../cuda/attn/online_softmax.cuh"
 #include "../cuda/launch.h"
 #include "bwd.h"
 #include "bwd_consumer.cuh"
+#include "bwd_dq_reduction.cuh"
 #include "bwd_producer.cuh"
 
 namespace flash_attn::sm90 {
@@ -63,7 +63,8 @@ class QueryWalk {
         full_end(self.work.range.full_end),
         q_done(self.q_ring),
         ds_done(self.ds_ring),
-        reduction(self, block) {}
+        reduction(self.params, self.work, block, self.dq_first_row() + self.warp_row % 64,
+                  self.dq_first_col(), self.lane) {}
 
   __device__ __forceinline__ void run() {
     if (!block.more()) return;
@@ -81,12 +82,12 @@ class QueryWalk {
   __device__ __forceinline__ void step() {
     typename Traits::Scores S, dP;
     typename Traits::QueryGradient dQ;
-    float2 lse_log2[Consumer::kPairs];
+    QueryPairs<Traits::kBlockM> lse_log2;
     const auto& row_values = self.smem.row_values[self.q_ring.stage()];
     if constexpr (!kFirst) start_dk();
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
-    self.load_pairs(lse_log2, row_values.lse_log2);
+    lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.lane);
     if constexpr (!kFirst) {
       ptx::wgmma_wait<1>();
       end_dk();
@@ -96,13 +97,15 @@ class QueryWalk {
     self.dout_ring.wait_full();
     self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
     const bool masked = block.m < full_begin || block.m >= full_end;
-    self.exponentiate(S, lse_log2, block.m * Traits::kBlockM, masked);
+    exponentiate(S, self.scale_log2, lse_log2, masked, self.work, self.warp_row,
+                 block.m * Traits::kBlockM, self.lane);
     typename Traits::ScoresOperand P = to_operand_a<typename Traits::Element>(S);
     self.start_key_gradient(dV, P, self.smem.dout[self.dout_ring.stage()]);  // dV += Pᵀ dO
     if constexpr (!kFirst) start_dq(dQ);
     ptx::wgmma_wait<kFirst ? 1 : 2>();
     pin(dP);
-    self.differentiate(dS, dP, P, row_values.delta);  // dS = P ∘ (dP - delta)
+    differentiate<typename Traits::Element>(dS, dP, P, row_values.delta,
+                                            self.lane);  // dS = P ∘ (dP - delta)
     store_operand(self.smem.ds[self.ds_ring.stage()], dS, self.warp_row, self.lane);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
@@ -153,7 +156,7 @@ class QueryWalk {
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
   Ring<Traits::kStages> q_done;    // the block before
   Ring<Traits::kScoreStages> ds_done;
-  DqReduction<Traits> reduction;
+  DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction;
 };
 
 // dK and dV of this warp's keys, through shared memory that only it uses by now.
@@ -198,7 +201,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (tile.block * Traits::kBlockN >= seqlen.segment_k) return;
   if (threadIdx.x == 0) {
     smem.init_barriers();
-    new (smem.work_storage) BwdWork(make_bwd_work<Traits>(params, tile, seqlen));
+    new (smem.work_storage)
+        BwdWork(BwdWork::make<Traits::kBlockM, Traits::kBlockN>(params, tile, seqlen));
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
@@ -206,15 +210,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
+    const BwdWork& work = smem.work();
     if (warp == 2) {
-      load_row_values_loop<Traits>(params, smem);
-    } else if (warp < 2 && ptx::elect_one()) {
+      load_row_values_loop(params, work, smem.row_values, smem.q_ring);
+    } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {
-        load_keys_and_queries_loop<Traits>(maps.k, maps.q, params.head_dim, smem.work(), smem.k,
-                                           smem.k_ring, smem.q, smem.q_ring);
+        load_keys(smem.k, maps.k, work, work.first_key, params.head_dim, smem.k_ring);
+        load_queries_loop(smem.q, maps.q, work, params.head_dim, smem.q_ring);
       } else {
-        load_keys_and_queries_loop<Traits>(maps.v, maps.dout, params.head_dim_v, smem.work(),
-                                           smem.v, smem.v_ring, smem.dout, smem.dout_ring);
+        load_keys(smem.v, maps.v, work, work.first_key, params.head_dim_v, smem.v_ring);
+        load_queries_loop(smem.dout, maps.dout, work, params.head_dim_v, smem.dout_ring);
       }
     }
   } else {
@@ -228,37 +233,10 @@ void launch_bwd(const BwdParams& params, Stream stream) {
   using Traits = BwdTraits<kDType, kHeadDim>;
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  const int64_t group = params.heads_q / params.heads_kv;
-  // What the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
-  auto scheduler = Traits::Scheduler::make(
-      params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
-      params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * kHeadDim) * 2 * group);
-  // Head after head, as no length has to come first: the blocks walk over the same Q and dO together.
-  if (sequences_are_alike(params)) scheduler.section_heads = 1;
+  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, kHeadDim);
   if (scheduler.num_tiles() == 0) return;
-
-  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
-  const TensorShape q_shape = {.dtype = kDType,
-                               .cols = params.head_dim,
-                               .rows = varlen_q ? params.total_q : params.seqlen_q,
-                               .heads = params.heads_q,
-                               .batch = varlen_q ? 1 : params.batch};
-  const TensorShape k_shape = {.dtype = kDType,
-                               .cols = params.head_dim,
-                               .rows = varlen_k ? params.total_k : params.seqlen_k,
-                               .heads = params.heads_kv,
-                               .batch = varlen_k ? 1 : params.batch};
-  TensorShape v_shape = k_shape, dout_shape = q_shape;
-  v_shape.cols = dout_shape.cols = params.head_dim_v;
-  const auto map = [](const void* tensor, const Strides& strides, const TensorShape& shape,
-                      int rows) {
-    return make_tensor_map(tensor, strides, shape, Traits::QTile::kSlabCols, rows);
-  };
-  const BwdTensorMaps maps = {
-      .q = map(params.q, params.q_strides, q_shape, Traits::kBlockM),
-      .k = map(params.k, params.k_strides, k_shape, Traits::kBlockN),
-      .v = map(params.v, params.v_strides, v_shape, Traits::kBlockN),
-      .dout = map(params.dout, params.dout_strides, dout_shape, Traits::kBlockM)};
+  const BwdTensorMaps maps =
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
   cuda::launch<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads, sizeof(Storage), stream,
                                    params, scheduler, maps);
 }

@@ -14,5 +14,7 @@ int bwd_dq_accum_cols(const AttnParams& params);
 // dK, dV, and the sums in dq_accum.
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, Stream stream);
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_bwd_pair(const BwdParams& params, Stream stream);
 
 }  // namespace flash_attn::sm90

@@ -9,8 +9,8 @@ namespace flash_attn::sm90 {
 inline constexpr int kBwdConsumers = 2;
 inline constexpr int kBwdBlockN = 64 * kBwdConsumers;
 
-// Head dims above this have no sm90 backward.
-inline constexpr int kBwdMaxHeadDim = 128;
+// Head dims above this belong to pairs of thread blocks (bwd_pair.cuh).
+inline constexpr int kBwdMaxSingleHeadDim = 128;
 
 struct BwdTile {
   int block_m;  // queries of an iteration
@@ -25,12 +25,37 @@ inline constexpr BwdTile kBwdTile<64> = {.block_m = 128, .stages = 2};
 template <>
 inline constexpr BwdTile kBwdTile<128> = {.block_m = 64, .stages = 2};
 
-// Calls f.template operator()<class of q, k and v>().
+// For wider heads, by the class of q and k: two thread blocks of 64 keys, and 64 queries an iteration.
+struct BwdPairTile {
+  int q_slots, dout_slots;  // slabs of 64 columns of Q, and of dO, in shared memory
+  // dV and dK of a block beside the arithmetic of the next one's scores, not beside their products:
+  // Q and dO stay for longer.
+  bool late_products;
+  int dq_registers;   // of a thread that computes dQ
+  int key_registers;  // of one that computes dK or dV
+};
+template <int kHeadDim>
+inline constexpr BwdPairTile kBwdPairTile = {};
+// Q is needed longer than dO: from S to dK.
+template <>
+inline constexpr BwdPairTile kBwdPairTile<192> = {
+    .q_slots = 9, .dout_slots = 6, .late_products = true, .dq_registers = 88, .key_registers = 200};
+template <>
+inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
+                                                  .dout_slots = 6,
+                                                  .late_products = false,
+                                                  .dq_registers = 72,
+                                                  .key_registers = 208};
+
+// Calls f.template operator()<class of q and k, class of v>().
 template <typename F>
 auto with_bwd_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
-  if (widest <= 64) return f.template operator()<64>();
-  return f.template operator()<128>();
+  if (widest <= 64) return f.template operator()<64, 64>();
+  if (widest <= 128) return f.template operator()<128, 128>();
+  if (widest <= 192 && head_dim_v <= 128) return f.template operator()<192, 128>();
+  if (widest <= 192) return f.template operator()<192, 192>();
+  return f.template operator()<256, 256>();
 }
 
 }  // namespace flash_attn::sm90

@@ -1,12 +1,8 @@
-// What the roles of the backward kernel share: types of tiles, a block of keys to work on, shared
-// memory.
+// What the roles of the backward kernel share: types of tiles, shared memory.
 #pragma once
 
-#include "../cuda/attn/block_range.cuh"
-#include "../cuda/attn/seqlen.cuh"
-#include "../cuda/attn/tile_scheduler.cuh"
 #include "bwd_config.h"
-#include "tile/copy.cuh"
+#include "bwd_work.cuh"
 #include "tile/ring.cuh"
 
 namespace flash_attn::sm90 {
@@ -44,75 +40,14 @@ struct BwdTraits {
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
 };
 
-// One block of keys of one kv head: what a thread block works on.
-struct BwdWork {
-  AttentionWindow window;
-  SeqlenInfo seqlen;
-  BlockRange range;   // of queries
-  MatrixPlace q, kv;  // q: dO as well; its head is the first of the group
-  int end_head;       // behind the group's last query head
-  int batch_idx, first_key;
-};
-
-template <typename Traits>
-__device__ __forceinline__ BwdWork make_bwd_work(const BwdParams& params,
-                                                 const TileCoordinates& tile,
-                                                 const SeqlenInfo& seqlen) {
-  const int first_key = tile.block * Traits::kBlockN, group = params.heads_q / params.heads_kv;
-  const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
-  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
-  return {.window = window,
-          .seqlen = seqlen,
-          .range = BlockRange::of_queries<Traits::kBlockM, Traits::kBlockN>(window, first_key),
-          .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.len_q},
-                .head = tile.head * group,
-                .batch = varlen_q ? 0 : tile.batch_idx},
-          .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin, seqlen.len_k},
-                 .head = tile.head,
-                 .batch = varlen_k ? 0 : tile.batch_idx},
-          .end_head = (tile.head + 1) * group,
-          .batch_idx = tile.batch_idx,
-          .first_key = first_key};
-}
-
-// A walk over the blocks of queries that a block of keys meets: head after head of the group, and
-// within a head from the first to the last. All roles walk alike.
-class QueryBlocks {
- public:
-  int head, m;  // the block: queries m · kBlockM … of query head `head`
-
-  __device__ __forceinline__ explicit QueryBlocks(const BwdWork& work)
-      : head(work.range.begin < work.range.end ? work.q.head : work.end_head),
-        m(work.range.begin),
-        begin_(work.range.begin),
-        end_(work.range.end),
-        end_head_(work.end_head) {}
-  __device__ __forceinline__ bool more() const { return head < end_head_; }
-  // Whether the head is a new one.
-  __device__ __forceinline__ bool advance() {
-    if (++m < end_) return false;
-    m = begin_;
-    ++head;
-    return true;
-  }
-
- private:
-  int begin_, end_, end_head_;
-};
-
 template <typename Traits>
 struct BwdSharedStorage {
-  // Of a block of queries, once a query; P = exp2(scale_log2 · S - lse_log2).
-  struct RowValues {
-    float lse_log2[Traits::kBlockM], delta[Traits::kBlockM];
-  };
-
   alignas(1024) typename Traits::KTile k;
   alignas(1024) typename Traits::KTile v;
   alignas(1024) typename Traits::QTile q[Traits::kStages];
   alignas(1024) typename Traits::QTile dout[Traits::kStages];
   alignas(1024) typename Traits::ScoreTile ds[Traits::kScoreStages];
-  alignas(16) RowValues row_values[Traits::kStages];
+  alignas(16) RowValues<Traits::kBlockM> row_values[Traits::kStages];
   RingBarriers<Traits::kStages> q_ring;  // with row_values
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
@@ -146,10 +81,6 @@ struct BwdSharedStorage {
     v_ring.init(1, kConsumerWarps);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
-};
-
-struct BwdTensorMaps {
-  CUtensorMap q, k, v, dout;
 };
 
 }  // namespace flash_attn::sm90

@@ -5,7 +5,6 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
-#include "bwd_config.h"
 #include "config.h"
 
 namespace flash_attn::sm90 {
@@ -27,19 +26,16 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_backward(Reasons& reasons, const CallShape& call) {
-  reasons.refuse_if(std::max(call.head_dim, call.head_dim_v) > kBwdMaxHeadDim,
-                    "head_dim is above " + std::to_string(kBwdMaxHeadDim) + " in the backward");
   reasons.refuse_if(call.deterministic, "deterministic is not supported");
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported in the backward");
   reasons.refuse_if(call.softcap, "softcap is not supported in the backward");
-  reasons.refuse_if(call.sink, "learnable_sink is not supported in the backward");
+  reasons.refuse_if(call.bias, "attn_bias is not supported in the backward");
+  reasons.refuse_if(call.dropout, "dropout_p is not supported in the backward");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {
   cuda::refuse_tensors(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
-  reasons.refuse_if(call.bias, "attn_bias is not supported");
-  reasons.refuse_if(call.dropout, "dropout_p is not supported");
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }

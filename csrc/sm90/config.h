@@ -129,20 +129,20 @@ template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {
     .consumers = 2, .block_n = 64, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// With score terms: three classes, for the time of the build. With 64 keys d = 256 would spill
-// registers.
+// With score terms: as many keys as leave room for the terms in registers.
+using cuda::has_score_terms;
+using cuda::with_scores_class;
 template <int kHeadDim>
-inline constexpr FwdTile kScoresTile = kFwdTile<kHeadDim, kHeadDim>;
+inline constexpr FwdTile kScoresTile = {};
+template <>
+inline constexpr FwdTile kScoresTile<64> = {
+    .consumers = 3, .block_n = 80, .stages = 3, .q_stages = 2, .output_slabs = 1, .ordered = true};
+template <>
+inline constexpr FwdTile kScoresTile<128> = {
+    .consumers = 2, .block_n = 112, .stages = 2, .q_stages = 2, .output_slabs = 2, .ordered = true};
 template <>
 inline constexpr FwdTile kScoresTile<256> = {
-    .consumers = 2, .block_n = 48, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
-template <typename F>
-auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
-  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
-  if (widest <= 64) return f.template operator()<64>();
-  if (widest <= 128) return f.template operator()<128>();
-  return f.template operator()<256>();
-}
+    .consumers = 2, .block_n = 32, .stages = 3, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
 // With the keys in pieces: few queries in any case. Two classes, head dims up to 128: this is one more
 // kernel for each. d = 256 would spill registers at its end, where O goes out in fp32.

@@ -5,15 +5,12 @@
 namespace flash_attn::sm90 {
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  const ScoreParams& score = params.score;
-  const bool plain =
-      score.softcap == 0.f && score.alibi_slopes == nullptr && score.learnable_sink == nullptr;
   with_dtype(params.dtype, [&]<DType kDType> {
     if (params.num_splits > 1) {
       with_pieces_class(params.head_dim, [&]<int kHeadDim> {
         launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
       });
-    } else if (!plain) {
+    } else if (has_score_terms(params)) {
       with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
         launch_fwd_with_scores<kDType, kHeadDim>(params, device, stream);
       });

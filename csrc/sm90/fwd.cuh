@@ -14,7 +14,7 @@
 //
 // The plain loop of a consumer:
 //
-//   for n:  S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S)
+//   for n:  S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S); dropout
 //           O = O · exp(m_old - m) + P V(n)
 //
 // The loop here departs from it in four ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
@@ -37,7 +37,6 @@
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
-#include "../cuda/attn/score_terms.cuh"
 #include "../cuda/launch.h"
 #include "fwd_consumer.cuh"
 #include "fwd_producer.cuh"
@@ -55,23 +54,17 @@ class KeyWalk {
 
  public:
   // S: of the first block.
-  __device__ __forceinline__ KeyWalk(const FwdWork& work, FwdConsumer<Traits>& self,
-                                     typename Traits::Scores& S, typename Traits::Output& O,
-                                     typename Traits::Softmax& softmax)
+  __device__ __forceinline__ KeyWalk(const FwdWork& work, const typename Traits::ScorePolicy& score,
+                                     FwdConsumer<Traits>& self, typename Traits::Scores& S,
+                                     typename Traits::Output& O, typename Traits::Softmax& softmax)
       : work(work),
+        score(score),
         self(self),
         S(S),
         O(O),
         softmax(softmax),
         range(work.range),
-        n(work.range.end - 1) {
-    if constexpr (Traits::kScores) {
-      const ScoreParams& score = self.params.score;
-      if (score.alibi_slopes != nullptr) {
-        alibi_slope = score.alibi_slopes[work.batch_idx * score.alibi_batch_stride + work.q.head];
-      }
-    }
-  }
+        n(work.range.end - 1) {}
 
   __device__ __forceinline__ void run() {
     if constexpr (Traits::kTile.blocks > 1) {
@@ -98,8 +91,9 @@ class KeyWalk {
     finish_scores();
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
+    drop(P);
     if constexpr (Traits::kTile.blocks == 1) self.send_staged();
-    self.v_ring.wait_full();
+    wait_values();
   }
 
   __device__ __forceinline__ void next(Probabilities& P, Probabilities& P_next) {
@@ -116,11 +110,12 @@ class KeyWalk {
     finish_scores();
     // P = exp(S - m), while P V(n + 1) runs
     const bool moved = softmax.template step_ahead<Element>(P_next, S, correction, share());
+    drop(P_next);
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
     const auto v_in_use = self.v_ring;
     self.v_ring.advance();
-    self.v_ring.wait_full();
+    wait_values();
 
     ptx::wgmma_wait<0>();
     pin(O);
@@ -147,7 +142,8 @@ class KeyWalk {
     finish_scores();
     if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
-    self.v_ring.wait_full();
+    drop(P);
+    wait_values();
   }
 
   __device__ __forceinline__ void last(Probabilities& P) {
@@ -181,11 +177,8 @@ class KeyWalk {
 
   // Score terms; S = -inf where nothing is seen.
   __device__ __forceinline__ void finish_scores() {
-    if constexpr (Traits::kScores) {
-      const int tile_row = self.warp_row + fragment_row(0, self.lane);
-      apply_score_terms(S, self.params.score, self.params.softmax_scale, alibi_slope,
-                        work.diagonal + tile_row - n * Traits::kBlockN, self.lane);
-    }
+    score.finish(S, place(), self.lane);
+    score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     if (n >= range.full_begin && n < range.full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
     const int first_key = n * Traits::kBlockN;
@@ -202,14 +195,34 @@ class KeyWalk {
     }
   }
 
+  __device__ __forceinline__ void drop(Probabilities& P) const {
+    score.drop(P, self.params.dropout, place(), self.lane);
+  }
+
+  // Of this warp's scores.
+  __device__ __forceinline__ ScorePlace place() const {
+    return {work.first_row + self.warp_row, work.first_key + n * Traits::kBlockN};
+  }
+
+  // V(n) is there. The values of keys in front of the first that the tile's queries see become 0:
+  // their P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
+  __device__ __forceinline__ void wait_values() const {
+    self.v_ring.wait_full();
+    if constexpr (Traits::ScorePolicy::kGeneral) {
+      if (n > range.begin) return;
+      const int unseen = work.window.first_key(work.first_row) - n * Traits::kBlockN;
+      if (unseen > 0) self.clear_values(unseen);
+    }
+  }
+
   const FwdWork& work;
+  const typename Traits::ScorePolicy& score;
   FwdConsumer<Traits>& self;
   typename Traits::Scores& S;
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
   const BlockRange range;
   int n;  // block of keys
-  float alibi_slope = 0.f;
   float correction[2];
 };
 
@@ -224,11 +237,10 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
   float* const lse = work.lse + first_row;
   softmax.finish();
-  if constexpr (Traits::kScores) {
-    const float* const sinks = self.params.score.learnable_sink;
-    if (sinks != nullptr) softmax.add_sink(O, sinks[work.q.head]);
-  }
-  scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
+  const float* const sinks = self.params.score.learnable_sink;
+  if (sinks != nullptr) softmax.add_sink(O, sinks[work.q.head]);
+  const float scale = Traits::ScorePolicy::output_scale(self.params.dropout);
+  scale_rows(O, {softmax.inverse_sum(0) * scale, softmax.inverse_sum(1) * scale});
   if (rows_that_count < 16) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -299,10 +311,10 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.work[slot].end) break;
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(Traits::kScores ? 1.f : params.softmax_scale);
+    typename Traits::Softmax softmax(params.softmax_scale);
     O.fill(0.f);
     if (work.has_keys()) {
-      KeyWalk<Traits>(work, self, S, O, softmax).run();
+      KeyWalk<Traits>(work, smem.score(slot), self, S, O, softmax).run();
     } else {
       self.send_staged();
       if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
@@ -339,7 +351,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     if (warp == 0) {
       schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
     } else if (warp < 3 && ptx::elect_one()) {
-      if (warp == 1) load_q_loop<Traits>(maps.q, params.head_dim, smem);
+      if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
       if (warp == 2) load_v_loop<Traits>(maps.v, params.head_dim_v, smem);
     }
   } else {

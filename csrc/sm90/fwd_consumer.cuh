@@ -110,6 +110,17 @@ struct FwdConsumer {
     if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[slot]);
   }
 
+  // The values of the first keys of the block at hand become 0. By the whole warpgroup.
+  __device__ __forceinline__ void clear_values(int num_keys) const {
+    auto& tile = smem.v[v_ring.stage()];
+    constexpr int kRowChunks = Traits::VTile::kCols / kChunk;
+    for (int i = threadIdx.x % 128; i < num_keys * kRowChunks; i += 128) {
+      *reinterpret_cast<uint4*>(tile.pointer(i / kRowChunks, i % kRowChunks * kChunk)) = {};
+    }
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::barrier_sync<128>(kCleared + warpgroup);
+  }
+
   __device__ __forceinline__ void scores(typename Traits::Scores& S) const {
     gemm_ss<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
         S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));

@@ -65,7 +65,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   }
 }
 
-// Calls step(work) for each tile. One thread of a loader warp.
+// Calls step(work, slot) for each tile. One thread of a loader warp.
 template <typename Traits, typename Step>
 __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, const Step& step) {
   Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
@@ -74,20 +74,24 @@ __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, co
     slots.wait_full();
     const FwdWorkSlot& slot = smem.work[slots.stage()];
     if (slot.end) break;
-    step(slot.work());
+    step(slot.work(), slots.stage());
     slots.arrive_empty();
   }
 }
 
+// Also says what the score terms of a tile are, before its Q comes: this warp has the time and the
+// registers.
 template <typename Traits>
-__device__ __forceinline__ void load_q_loop(const CUtensorMap& map, int num_cols,
+__device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUtensorMap& map,
                                             FwdSharedStorage<Traits>& smem) {
   Ring<Traits::kQStages> ring(smem.q_ring);
-  for_each_work<Traits>(smem, [&](const FwdWork& work) {
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
     if (!work.has_keys()) return;
+    new (smem.score_storage[slot]) typename Traits::ScorePolicy(
+        params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
     ring.wait_empty();
-    ring.expect_bytes(loaded_bytes<typename Traits::QTile>(num_cols));
-    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, num_cols, ring.full(),
+    ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
+    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),
               ptx::CacheHint::kEvictFirst);
     ring.advance();
   });
@@ -97,7 +101,7 @@ template <typename Traits>
 __device__ __forceinline__ void load_v_loop(const CUtensorMap& map, int num_cols,
                                             FwdSharedStorage<Traits>& smem) {
   Ring<Traits::kStages> ring(smem.v_ring);
-  for_each_work<Traits>(smem, [&](const FwdWork& work) {
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*slot*/) {
 #pragma unroll 1
     for (int n = work.range.end - 1; n >= work.range.begin; --n) {
       load_block<Traits>(map, work, n, num_cols, smem.v, ring);

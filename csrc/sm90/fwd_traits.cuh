@@ -2,8 +2,11 @@
 // memory.
 #pragma once
 
+#include <type_traits>
+
 #include "../cuda/attn/block_range.cuh"
 #include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "config.h"
@@ -27,7 +30,8 @@ struct FwdTraits {
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
-  static constexpr bool kScores = kForm == FwdForm::kScores, kPieces = kForm == FwdForm::kPieces;
+  static constexpr bool kPieces = kForm == FwdForm::kPieces;
+  using ScorePolicy = std::conditional_t<kForm == FwdForm::kScores, GeneralScores, PlainScores>;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -52,7 +56,8 @@ struct FwdTraits {
 };
 
 enum NamedBarrier : int {  // 0 is __syncthreads
-  kTurn = 1                // + consumer
+  kTurn = 1,               // + consumer, of at most three
+  kCleared = 4             // + consumer
 };
 
 // Pieces that a tile of queries is worked on in.
@@ -64,14 +69,13 @@ __host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
 
 // A tile to work on; written by one warp, read by all others.
 struct FwdWork {
-  AttentionWindow window;  // keys count from the first that the tile's queries see
+  AttentionWindow window;  // keys count from first_key
   BlockRange range;        // of keys
   MatrixPlace q, kv;       // q: out as well
   float* lse;
   int first_row;  // of the tile's queries, within the sequence
   int segment_q;  // rows to write
-  // With score terms: the key, counted likewise, that the tile's first query meets on its diagonal.
-  int diagonal;
+  int first_key;  // within the sequence
   int batch_idx;
 
   __device__ __forceinline__ bool has_keys() const { return range.end > range.begin; }
@@ -82,12 +86,14 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
                                              int piece, const SeqlenInfo& seqlen) {
   const int first_row = tile.block * Traits::kBlockM;
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
-  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
+  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O. Dropout's mask wants them to count
+  // from a multiple of 16 (KeyWalk::wait_values).
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
   const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
-  const int first_key = all.first_key(first_row);
+  constexpr int kKeyAlignment = Traits::ScorePolicy::kGeneral ? 16 : 1;
+  const int first_key = all.first_key(first_row) / kKeyAlignment * kKeyAlignment;
   const int num_keys = first_row < end_row ? max(all.end_key(end_row - 1) - first_key, 0) : 0;
-  const int64_t diagonal = params.top_left ? 0 : int64_t{seqlen.len_k} - seqlen.len_q;
+  const int64_t diagonal = seqlen.diagonal(params);
   const AttentionWindow window(seqlen.len_q, num_keys, diagonal - first_key, params.window_left,
                                params.window_right);
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
@@ -112,7 +118,7 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
       .lse = lse,
       .first_row = first_row,
       .segment_q = seqlen.segment_q,
-      .diagonal = static_cast<int>(diagonal - first_key) + first_row,
+      .first_key = first_key,
       .batch_idx = tile.batch_idx};
 }
 
@@ -128,15 +134,22 @@ struct FwdWorkSlot {
 template <typename Traits>
 struct FwdSharedStorage {
   static constexpr int kWorkSlots = 3;
+  using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::QTile q[Traits::kQStages];
   alignas(1024) typename Traits::KTile k[Traits::kStages];
   alignas(1024) typename Traits::VTile v[Traits::kStages];
   alignas(1024) typename Traits::OutputSlab out[Traits::kOutputSlabs];
   FwdWorkSlot work[kWorkSlots];
+  alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<kWorkSlots> work_ring;
   RingBarriers<Traits::kQStages> q_ring;
   RingBarriers<Traits::kStages> k_ring, v_ring;
+
+  // Of the tile in this slot, once its Q is there.
+  __device__ __forceinline__ const ScorePolicy& score(int slot) const {
+    return *reinterpret_cast<const ScorePolicy*>(score_storage[slot]);
+  }
 
   // What no load ever writes. By all threads, before a barrier among them.
   __device__ __forceinline__ void zero_absent_slabs(const FwdParams& params) {

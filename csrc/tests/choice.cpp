@@ -25,7 +25,7 @@ FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capabil
 // 132 multiprocessors of 227 KiB, by a build for `archs`. op: of Op.
 FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability, int op,
                                                 const char* cache_dtype, int tokens, bool softcap,
-                                                bool dropout) {
+                                                bool return_probs) {
   using namespace flash_attn;
   static thread_local std::string answer;
   const Architectures compiled(archs);
@@ -37,7 +37,7 @@ FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_c
                           .head_dim = 128,
                           .head_dim_v = 128,
                           .softcap = softcap,
-                          .dropout = dropout,
+                          .return_probs = return_probs,
                           .cache_dtype = tests::dtype_from_name(cache_dtype),
                           .batch = 8,
                           .tokens = tokens,

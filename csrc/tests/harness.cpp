@@ -42,6 +42,7 @@ const Tests& all_tests() {
   static const Tests tests = [] {
     Tests list;
     add_cuda_tile_tests(list);
+    add_cuda_dropout_tests(list);
     add_sm90_gemm_tests(list);
     add_sm90_copy_tests(list);
     add_sm90_sync_tests(list);

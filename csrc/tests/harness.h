@@ -33,6 +33,7 @@ using Tests = std::vector<Test>;
 
 // Each file of tests has one.
 void add_cuda_tile_tests(Tests& tests);
+void add_cuda_dropout_tests(Tests& tests);
 void add_sm90_gemm_tests(Tests& tests);
 void add_sm90_copy_tests(Tests& tests);
 void add_sm90_sync_tests(Tests& tests);

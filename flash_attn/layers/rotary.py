@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flash_attn._errors import explain, shown
+
 
 def _rows(table: Tensor, x: Tensor, seqlen_offsets, cu_seqlens) -> Tensor:
     """A table's rows at the positions of x's tokens: (…, seqlen, 1, rotary_dim / 2)."""
@@ -35,7 +37,29 @@ def _rows(table: Tensor, x: Tensor, seqlen_offsets, cu_seqlens) -> Tensor:
     return table[position.clamp(0, last)][..., None, :]
 
 
+def _check_rotated(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets, cu_seqlens) -> None:
+    dims = 4 if cu_seqlens is None else 3
+    if x.dim() != dims or not x.is_floating_point():
+        shape = "(batch, seqlen, heads, d)" if dims == 4 else "(total, heads, d) with cu_seqlens"
+        raise RuntimeError(
+            f"flash_attn: x: expected a floating dtype and shape {shape}, got {shown(x)}"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not table.is_floating_point() or table.device != x.device:
+            raise RuntimeError(
+                f"flash_attn: {name}: expected a floating dtype on {x.device} as x has, got"
+                f" {shown(table)} on {table.device}"
+            )
+    is_number = cu_seqlens is not None and not isinstance(seqlen_offsets, Tensor)
+    if is_number and not 0 <= seqlen_offsets <= cos.size(0):
+        raise RuntimeError(
+            f"flash_attn: seqlen_offsets: expected 0 to {cos.size(0)} (the rows of cos), got"
+            f" {seqlen_offsets}"
+        )
+
+
 def _rotated(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens):
+    _check_rotated(x, cos, sin, seqlen_offsets, cu_seqlens)
     half = cos.size(-1)
     if cos.shape != sin.shape or cos.dim() != 2 or 2 * half > x.size(-1):
         raise RuntimeError(
@@ -125,10 +149,14 @@ def apply_rotary_emb(
 
     Returns: x's shape and dtype.
     """
-    options = interleaved, seqlen_offsets, cu_seqlens
-    if inplace:
-        return _in_place(x, (_Turn(None, cos, sin),), *options)
-    return _rotated(x, cos, sin, *options)
+    try:
+        options = interleaved, seqlen_offsets, cu_seqlens
+        if inplace:
+            return _in_place(x, (_Turn(None, cos, sin),), *options)
+        return _rotated(x, cos, sin, *options)
+    except Exception as error:
+        explain(error, apply_rotary_emb, locals(), of_torch=True)
+        raise
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -154,18 +182,34 @@ def apply_rotary_emb_qkv_(
 
     Returns: qkv; see apply_rotary_emb's inplace.
     """
-    if qkv.dim() == 5:
-        q, k = 0, 1
-    elif num_heads_q is None:
-        raise RuntimeError(
-            "flash_attn: num_heads_q: expected the heads of q for a 4-dimensional qkv, got None"
-        )
-    else:
-        heads_kv = (qkv.size(2) - num_heads_q) // 2
-        q, k = slice(num_heads_q), slice(num_heads_q, num_heads_q + heads_kv)
-    cos_k, sin_k = (cos if cos_k is None else cos_k), (sin if sin_k is None else sin_k)
-    turns = _Turn(q, cos, sin), _Turn(k, cos_k, sin_k)
-    return _in_place(qkv, turns, interleaved, seqlen_offsets, None)
+    try:
+        if qkv.dim() == 5 and qkv.size(2) == 3:
+            q, k = 0, 1
+        elif qkv.dim() != 4:
+            raise RuntimeError(
+                "flash_attn: qkv: expected shape (batch, seqlen, 3, heads, d) or (batch, seqlen,"
+                f" num_heads_q + 2 * heads_kv, d), got {tuple(qkv.shape)}"
+            )
+        elif (
+            num_heads_q is None
+            or not 0 < num_heads_q < qkv.size(2)
+            or ((qkv.size(2) - num_heads_q) % 2)
+        ):
+            raise RuntimeError(
+                "flash_attn: num_heads_q: expected the heads of q for a 4-dimensional qkv of"
+                f" {qkv.size(2)} heads, got {num_heads_q}"
+            )
+        else:
+            heads_kv = (qkv.size(2) - num_heads_q) // 2
+            q, k = slice(num_heads_q), slice(num_heads_q, num_heads_q + heads_kv)
+        cos_k, sin_k = (cos if cos_k is None else cos_k), (sin if sin_k is None else sin_k)
+        turns = _Turn(q, cos, sin), _Turn(k, cos_k, sin_k)
+        return _in_place(qkv, turns, interleaved, seqlen_offsets, None)
+    except Exception as error:
+        tables = {"cos": "cos, cos_k", "sin": "sin, sin_k", "cos, sin": "cos, sin, cos_k, sin_k"}
+        names = {"x": "qkv"} | tables
+        explain(error, apply_rotary_emb_qkv_, locals(), names, of_torch=True)
+        raise
 
 
 def apply_rotary_emb_kv_(
@@ -177,7 +221,11 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """Rotates k inside kv (batch, seqlen, 2, heads_kv, d), in place. Returns kv; see
     apply_rotary_emb's inplace."""
-    return _in_place(kv, (_Turn(0, cos, sin),), interleaved, seqlen_offsets, None)
+    try:
+        return _in_place(kv, (_Turn(0, cos, sin),), interleaved, seqlen_offsets, None)
+    except Exception as error:
+        explain(error, apply_rotary_emb_kv_, locals(), {"x": "kv"}, of_torch=True)
+        raise
 
 
 class RotaryEmbedding(nn.Module):

@@ -2,7 +2,8 @@
 
 attention: naive attention in float64 with every option of the library.
 ladder:    from softmax as it stands in the textbook to FlashAttention-2 and split-KV, one idea a
-function. philox:    dropout's random numbers.
+           function.
+philox:    dropout's random numbers.
 """
 
 from flash_attn.reference.attention import (
@@ -24,7 +25,13 @@ from flash_attn.reference.ladder import (
     split_kv,
     standard_attention,
 )
-from flash_attn.reference.philox import philox4x32, philox_keep_mask
+from flash_attn.reference.philox import (
+    dropout_threshold,
+    keep_probability,
+    philox2x32,
+    philox4x32,
+    philox_keep_mask,
+)
 
 __all__ = [
     "Conditions",
@@ -34,11 +41,14 @@ __all__ = [
     "attention_ref_grads",
     "combine",
     "condition_tensors",
+    "dropout_threshold",
     "flash_attention_1",
     "flash_attention_2",
+    "keep_probability",
     "naive_softmax",
     "one_pass_attention",
     "online_softmax",
+    "philox2x32",
     "philox4x32",
     "philox_keep_mask",
     "safe_softmax",

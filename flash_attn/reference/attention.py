@@ -3,15 +3,22 @@
     S = softmax_scale · Q Kᵀ → softcap → + bias, ALiBi → mask → softmax (with sink) → dropout → P V
 
 The whole matrix S is built, sequence by sequence, from the inputs as stored (already rounded to
-their dtype).
+their dtype). What extreme scores mean is said in csrc/core/score_range.h.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flash_attn.reference.philox import philox_keep_mask
+from flash_attn.reference.philox import keep_probability, philox_keep_mask
+
+# csrc/core/score_range.h
+_MAX_SCORE = torch.finfo(torch.float32).max * math.log(2)
+_MAX_SLOPE = 1e38
+_MAX_LSE, _MAX_LSE_FP64 = 2.0**22, 2.0**51
+_SOFTCAPS = 1e-20, 1e30
 
 
 @dataclass
@@ -67,8 +74,18 @@ def _window(causal, window_size) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
+def _drop(x: Tensor, kept: Tensor, dropout_p: float) -> Tensor:
+    """x, scaled, where it is kept, else 0."""
+    keep = keep_probability(dropout_p)
+    return x * kept / keep if keep > 0 else torch.zeros_like(x)
+
+
+def _limited(scores: Tensor) -> Tensor:
+    return scores.masked_fill(scores < -_MAX_SCORE, -torch.inf).clamp(max=_MAX_SCORE)
+
+
 def _attend(
-    x: _Sequence, scale, dropout_p, window, top_left, softcap, sink: Tensor | None
+    x: _Sequence, scale, dropout_p, window, top_left, softcap, sink: Tensor | None, max_lse: float
 ) -> _Attended:
     len_q, len_k = x.q.size(1), x.k.size(1)
     i = torch.arange(len_q, device=x.q.device)[:, None]
@@ -82,7 +99,7 @@ def _attend(
         seen = seen & (j <= diagonal + right)
     if x.attn_bias is not None:
         is_bool = x.attn_bias.dtype == torch.bool
-        seen = seen & (x.attn_bias if is_bool else x.attn_bias != -torch.inf)
+        seen = seen & (x.attn_bias if is_bool else ~(x.attn_bias < -_MAX_SCORE))
 
     # 0 · NaN is NaN: what no query sees must not take part even with weight 0.
     unseen_key = ~seen.any(1)[..., None]
@@ -91,19 +108,22 @@ def _attend(
     S = scale * x.q @ k.mT
     uncapped, softcap_slope = S, 1.0
     if softcap > 0:
+        softcap = min(max(softcap, _SOFTCAPS[0]), _SOFTCAPS[1])
         tanh = torch.tanh(S / softcap)
         S, softcap_slope = softcap * tanh, 1 - tanh**2
     if x.attn_bias is not None and x.attn_bias.dtype != torch.bool:
-        S = S + x.attn_bias
+        S = _limited(S + x.attn_bias)
     if x.alibi_slopes is not None:
-        S = S - x.alibi_slopes[:, None, None] * (diagonal - j).abs()
-    S = S.masked_fill(~seen, -torch.inf)
+        slopes = x.alibi_slopes.clamp(-_MAX_SLOPE, _MAX_SLOPE)
+        S = S - slopes[:, None, None] * (diagonal - j).abs()
+    S = _limited(S).masked_fill(~seen, -torch.inf)
 
     # softmax, where the row sum may be empty (out 0, LSE -inf) and a sink may add to it
     m = S.detach().new_full((x.q.size(0), len_q, 1), -torch.inf)
     if len_k > 0:
         m = S.detach().amax(-1, keepdim=True)
     if sink is not None:
+        sink = _limited(sink)
         m = torch.maximum(m, sink.detach()[:, None, None])
     m = m.masked_fill(m == -torch.inf, 0.0)
     e = torch.exp(S - m)
@@ -115,12 +135,16 @@ def _attend(
     P = e / total
     lse = (m + torch.log(total)).masked_fill(empty, -torch.inf).squeeze(-1)
 
-    weights = P if x.kept is None else P * x.kept / (1 - dropout_p)
+    weights = P if x.kept is None else _drop(P, x.kept, dropout_p)
     largest = max(
         (z.abs().nan_to_num(posinf=0.0).max().item() for z in (uncapped, S) if len_q * len_k),
         default=0.0,
     )
-    return _Attended(weights @ v, lse, P, weights, softcap_slope, largest)
+    out = weights @ v
+    has_gradient = lse.abs() <= max_lse
+    out = torch.where(has_gradient[..., None], out, out.detach())
+    lse = torch.where(has_gradient, lse, lse.detach())
+    return _Attended(out, lse, P, weights, softcap_slope, largest)
 
 
 @dataclass
@@ -206,6 +230,7 @@ class _Call:
         self.window = _window(causal, window_size)
         self.top_left = {"bottom-right": False, "top-left": True}[causal_alignment]
         self.softcap = softcap
+        self.max_lse = _MAX_LSE_FP64 if q.dtype == torch.float64 else _MAX_LSE
         self.is_varlen = cu_seqlens_q is not None
         self.rows = _rows(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
         self.flat_q = self.q if self.is_varlen else self.q.flatten(0, 1)
@@ -233,9 +258,8 @@ class _Call:
         return _Sequence(q, k, v, slopes, bias, kept)
 
     def attend(self, x: _Sequence) -> _Attended:
-        return _attend(
-            x, self.scale, self.dropout_p, self.window, self.top_left, self.softcap, self.sink
-        )
+        terms = self.window, self.top_left, self.softcap, self.sink
+        return _attend(x, self.scale, self.dropout_p, *terms, self.max_lse)
 
     def like_q(self, flat: Tensor) -> Tensor:
         """(total_q, …) back to (batch, seqlen_q, …), unless the call is varlen."""
@@ -350,7 +374,7 @@ def condition_tensors(
         dO = dout[rows.q].transpose(0, 1)
         dP = dO @ x.v.mT
         if x.kept is not None:
-            dP = dP * x.kept / (1 - call.dropout_p)
+            dP = _drop(dP, x.kept, call.dropout_p)
         D = (dO * y.out).sum(-1, keepdim=True)
         D_magnitude = (dO * y.out).abs().sum(-1, keepdim=True)
         L = 0.0 if dlse is None else call.lse_rows(dlse.double(), rows)[..., None]

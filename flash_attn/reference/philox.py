@@ -1,21 +1,37 @@
 """Dropout's keep-mask: a pure function of (seed, offset, batch, head, query, key).
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a
-counter of four 32-bit words and a key of two into four random words, with no state in between. Here
-the counter is the place in the attention matrix, so any backend finds the same bits for any element
-in any order:
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter and a
+key into random words, with no state in between. Here the counter is a place in the attention
+matrix, so any backend finds the same bits for any element in any order.
 
-    key     = (seed's low word, seed's high word)
-    counter = (key index // 4, query index, batch * heads_q + head, offset's low word xor its high
-    word) the element is kept iff word [key index % 4] >= round(dropout_p · 2³²)
+Once for each head, with number = batch * heads_q + head:
+
+    K, X, Y, _ = Philox4x32-10(counter = (number's low and high word, offset's low and high word),
+                               key = (seed's low word, seed's high word))
+
+A call gives 15 bits to each of four elements, {i, i + 8} x {j, j + 8} of a 16 x 16 block. One
+thread holds these four in the register layout of the tensor cores, with queries as rows and with
+keys as rows. With query i = 16 a + 8 r + u and key j = 16 b + 8 s + v (u, v < 8; r, s < 2):
+
+    w = Philox2x32-7(counter = ((8 a + u) xor X, (8 b + v) xor Y), key = K)
+    number(i, j) = bits 16 s to 16 s + 14 of w[r]
+    T = dropout_p · 2¹⁵, rounded half up
+    kept iff number >= T              where T <= 2¹⁴
+         iff number < 2¹⁵ - T         else
+
+An element is thus kept with the probability 1 - T / 2¹⁵, and weights are scaled by its inverse.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+MULTIPLIER_2 = 0xD256D193
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # the golden ratio and √3 - 1, in 32 bits
+NUMBERS = 1 << 15  # that a place may draw
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
@@ -38,6 +54,30 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
+def philox2x32(
+    counter: tuple[Tensor, Tensor], key: Tensor | int, rounds: int = 7
+) -> tuple[Tensor, Tensor]:
+    """Two random 32-bit words (as int64) for each counter; the counter's words and the key
+    broadcast."""
+    c0, c1 = counter
+    for _ in range(rounds):
+        high, low = _multiply(c0, MULTIPLIER_2)
+        c0, c1 = high ^ c1 ^ key, low
+        key = (key + KEY_STEPS[0]) & MASK
+    return c0, c1
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """T: of the 2¹⁵ numbers that a place may draw, how many drop it."""
+    return math.floor(dropout_p * NUMBERS + 0.5)
+
+
+def keep_probability(dropout_p: float) -> float:
+    """The probability with which an element is kept: 1 - dropout_p, rounded to a multiple of
+    2⁻¹⁵."""
+    return 1 - dropout_threshold(dropout_p) / NUMBERS
+
+
 def philox_keep_mask(
     rng_state: Tensor | tuple[int, int],
     dropout_p: float,
@@ -50,15 +90,21 @@ def philox_keep_mask(
 
     Arguments:
         rng_state: (seed, offset): the int64 (2) tensor that the forward used.
-        dropout_p: probability in [0, 1) of False.
+        dropout_p: probability in [0, 1] of False, rounded to a multiple of 2⁻¹⁵.
         batch: how many, from 0 on, or a range of them.
     """
     seed, offset = (int(word) for word in rng_state)
-    quad = torch.arange((seqlen_k + 3) // 4)
-    query = torch.arange(seqlen_q)[:, None]
     index = torch.tensor(range(batch) if isinstance(batch, int) else batch, dtype=torch.int64)
-    row = (index[:, None] * heads + torch.arange(heads))[..., None, None]
-    last = torch.tensor((offset ^ (offset >> 32)) & MASK)
-    words = philox4x32((quad, query, row, last), (seed & MASK, (seed >> 32) & MASK))
-    words = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)[..., :seqlen_k]
-    return words >= round(dropout_p * 2**32)
+    head = (index[:, None] * heads + torch.arange(heads))[..., None, None]
+    K, X, Y, _ = philox4x32(
+        (head & MASK, head >> 32, torch.tensor(offset & MASK), torch.tensor(offset >> 32 & MASK)),
+        (seed & MASK, seed >> 32 & MASK),
+    )
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    row, r = 8 * (i // 16) + i % 8, i // 8 % 2
+    column, s = 8 * (j // 16) + j % 8, j // 8 % 2
+    w = philox2x32((row ^ X, column ^ Y), K)
+    number = (torch.where(r == 0, w[0], w[1]) >> 16 * s) & (NUMBERS - 1)
+
+    T = dropout_threshold(dropout_p)
+    return number >= T if T <= NUMBERS // 2 else number < NUMBERS - T

@@ -31,6 +31,11 @@ struct SeqlenInfo {
     if (kv_row(params, batch_idx) < 0) len_k = 0;
   }
 
+  // The key that query 0 meets on its diagonal.
+  __device__ __forceinline__ int64_t diagonal(const AttnParams& params) const {
+    return params.top_left ? 0 : static_cast<int64_t>(len_k) - len_q;
+  }
+
   // The entry of k and v that a sequence's keys lie in; -1: there is none.
   __device__ __forceinline__ static int kv_row(const FwdParams& params, int batch_idx) {
     if (params.cache_batch_idx == nullptr) return batch_idx;

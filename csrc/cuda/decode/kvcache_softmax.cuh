@@ -4,12 +4,20 @@
 #include <cfloat>
 
 #include "../attn/online_softmax.cuh"
-#include "../attn/score_terms.cuh"
 #include "../ptx/barrier.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
 
 namespace flash_attn::cuda {
+
+// tanh(x) = 1 - 2 / (exp(2x) + 1); near 0, where that difference has lost its digits, x - x³/3 +
+// 2x⁵/15. Relative error at most 5e-6, at 0.1; the hardware's tanh is good to 11 bits only.
+__device__ __forceinline__ float accurate_tanh(float x) {
+  const float square = x * x;
+  const float series = x * fmaf(square, fmaf(square, 2.f / 15, -1.f / 3), 1.f);
+  const float by_exp2 = 1.f - __fdividef(2.f, ptx::exp2(x * (2.f * kLog2E)) + 1.f);
+  return fabsf(x) < 0.1f ? series : by_exp2;
+}
 
 // What this thread knows of its rows, g and g + 8 of the tile.
 struct KvcacheRows {

@@ -23,6 +23,13 @@ __device__ __forceinline__ float log2(float x) {
   return y;
 }
 
+// rcp.approx.ftz.f32, PTX ISA "rcp": 1 / x within 1 ulp; inf → 0.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // cvt.rn.{f16x2,bf16x2}.f32, PTX ISA "cvt": low goes to bits 0-15, the lower address.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);

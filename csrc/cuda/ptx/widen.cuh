@@ -3,14 +3,9 @@
 
 #include <cstdint>
 
-namespace flash_attn::ptx {
+#include "permute.cuh"
 
-// prmt.b32, PTX ISA "prmt": byte i of the result is byte (selector >> 4i) & 7 of {b, a}.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-  return result;
-}
+namespace flash_attn::ptx {
 
 // cvt.rn.f16x2.e4m3x2, PTX ISA "cvt", sm_89 and newer: NaN stays NaN. Never called before, where
 // the instruction is missing.

@@ -36,18 +36,20 @@ __device__ __forceinline__ int loaded_bytes(int num_cols) {
   return (num_cols + Tile::kSlabCols - 1) / Tile::kSlabCols * Tile::kSlabBytes;
 }
 
-// Starts the copy of rows first_row … of the matrix, which has num_cols columns, into the tile, one
-// box a slab. loaded_bytes() complete on the mbarrier.
+// Starts the copy of rows first_row … of num_cols columns of the matrix, from first_col on, into the
+// tile, one box a slab. loaded_bytes() complete on the mbarrier.
 template <typename Tile>
 __device__ __forceinline__ void load_tile(Tile& tile, const CUtensorMap& map,
                                           const MatrixPlace& place, int first_row, int num_cols,
-                                          uint64_t& mbarrier, ptx::CacheHint hint) {
+                                          uint64_t& mbarrier, ptx::CacheHint hint,
+                                          int first_col = 0) {
 #pragma unroll
   for (int col = 0; col < Tile::kCols; col += Tile::kSlabCols) {
     if (col >= num_cols) break;
-    ptx::tma_load(&tile.data[col * Tile::kRows], map,
-                  {col, place.box.first + first_row, place.box.last, place.head, place.batch},
-                  mbarrier, hint);
+    ptx::tma_load(
+        &tile.data[col * Tile::kRows], map,
+        {first_col + col, place.box.first + first_row, place.box.last, place.head, place.batch},
+        mbarrier, hint);
   }
 }
 
@@ -79,6 +81,18 @@ __device__ __forceinline__ void store_operand(Tile& tile, const OperandA<1, kCol
 #pragma unroll
   for (int col = 0; col < kCols; col += 16) {
     ptx::stmatrix_x4(Tile::advance(address, 0, col), A.data[0][col / 16]);
+  }
+}
+
+// What store_operand() of the same lane wrote.
+template <typename Tile, int kCols>
+__device__ __forceinline__ void load_operand(OperandA<1, kCols>& A, const Tile& tile, int first_row,
+                                             int lane) {
+  static_assert(Tile::kCols == kCols);
+  const uint32_t address = tile.address(first_row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int col = 0; col < kCols; col += 16) {
+    flash_attn::ptx::ldmatrix_x4(A.data[0][col / 16], Tile::advance(address, 0, col));
   }
 }
 

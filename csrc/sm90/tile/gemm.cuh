@@ -32,6 +32,7 @@ class WgmmaOperand {
   static constexpr int kRowBytes = Tile::kSlabCols * 2;
   static constexpr uint32_t kSwizzle = Tile::kSlabCols == 64 ? 1 : 2;  // 128 or 64 bytes
   static constexpr uint32_t kHigh = kSwizzle << 30 | 8 * kRowBytes / 16;
+  static constexpr uint32_t kOwnMemory = 0x3ffff;  // in a cluster, addresses name the block above
   static constexpr uint32_t kLeading = kLayout == Layout::kKOuter ? Tile::kSlabBytes / 16 : 1;
 
  public:
@@ -41,8 +42,8 @@ class WgmmaOperand {
   // From m or n = first_mn of the tile on: a row, a multiple of 8 (kKInner), or a column, a multiple
   // of Tile::kSlabCols (kKOuter).
   __device__ __forceinline__ explicit WgmmaOperand(const Tile& tile, int first_mn = 0)
-      : low_((flash_attn::ptx::smem_address(tile.data) + mn_bytes(first_mn)) / 16 | kLeading
-                                                                                        << 16) {}
+      : low_(((flash_attn::ptx::smem_address(tile.data) & kOwnMemory) + mn_bytes(first_mn)) / 16 |
+             kLeading << 16) {}
 
   // Of columns (kKInner) or rows (kKOuter) k … k + 15.
   __device__ __forceinline__ uint64_t descriptor(int k) const {
@@ -94,17 +95,22 @@ __device__ __forceinline__ void gemm_ss(Accumulator<1, kN>& C,
   }
 }
 
-// Starts C += A B, A in registers, B in shared memory with k in its rows.
+// Starts C[first_col …] += A B, A in registers, B in shared memory with k in its rows: of the columns
+// of C that B's tile has.
 template <typename Element, int kN, int kK, typename TileB>
 __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& A,
-                                        const WgmmaOperand<Layout::kKOuter, TileB>& B) {
+                                        const WgmmaOperand<Layout::kKOuter, TileB>& B,
+                                        int first_col = 0) {
+  constexpr int kCols = TileB::kCols < kN ? TileB::kCols : kN;
+  using Columns = float[kCols / 8][4];
   pin(C);
   pin(A);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kK; k += 16) {
-    ptx::Wgmma<Element, kN>::template rs<B.kMajor>(C.data[0], A.data[0][k / 16], B.descriptor(k),
-                                                   1);
+    ptx::Wgmma<Element, kCols>::template rs<B.kMajor>(
+        reinterpret_cast<Columns&>(C.data[0][first_col / 8]), A.data[0][k / 16], B.descriptor(k),
+        1);
   }
 }
 

@@ -31,8 +31,17 @@ class Ring {
  public:
   __device__ __forceinline__ explicit Ring(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
 
+  // The same place in another ring of as many slots, which is visited in step with this one.
+  __device__ __forceinline__ Ring in(RingBarriers<kStages>& barriers) const {
+    Ring ring(barriers);
+    ring.stage_ = stage_;
+    ring.phase_ = phase_;
+    return ring;
+  }
+
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ uint64_t& full() const { return barriers_.full[stage_]; }
+  __device__ __forceinline__ uint64_t& empty() const { return barriers_.empty[stage_]; }
 
   __device__ __forceinline__ void wait_full() const { wait(barriers_.full[stage_], phase_); }
   __device__ __forceinline__ void wait_empty() const { wait(barriers_.empty[stage_], phase_ ^ 1); }

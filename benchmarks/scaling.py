@@ -1,0 +1,270 @@
+"""What should one sequence over many GPUs cost? Predicted from stated assumptions, not measured.
+
+    python -m benchmarks.scaling [--out FILE.json]
+
+Causal attention, forward and backward, of one layer with 32 query and 8 key heads of d = 128 in
+bf16, zigzag. The work of each step is counted from the plan that flash_attn.context_parallel runs;
+the rest is the assumptions below. A step of the ring lasts as long as the longest of its
+computation, its transfer and its launches; the transfers of the other schemes hide behind nothing.
+What is left out: other traffic on the links, ranks of unequal speed, power limits.
+"""
+
+import argparse
+import dataclasses
+import math
+
+from benchmarks import results
+from flash_attn.context_parallel.attention import ROWS_OF_A_GROUP
+from flash_attn.context_parallel.plan import Documents, Mask, Rectangle, calls
+from flash_attn.context_parallel.shards import Shards, even_part, size_of
+
+HEADS_Q, HEADS_KV, D = 32, 8, 128
+BF16, FP32 = 2, 4
+CAUSAL = Mask(right=0)
+RANKS_OF_HOST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """An H200 with NVLink in a host of eight, and one 400 Gb/s adapter for each GPU."""
+
+    # The kernels at long sequences, of all score pairs seen, and the length at which they reach
+    # half of that: fitted to the rows for d = 128 in the README.
+    forward_flops: float = 612e12
+    backward_flops: float = 540e12
+    forward_half_length: float = 300.0
+    backward_half_length: float = 500.0
+    # Elementwise passes (merging, adding gradients, packing), of 4.8 TB/s.
+    memory: float = 3.8e12
+    # What arrives at a GPU, of 450 GB/s and of 50 GB/s; and what a transfer costs beside its bytes.
+    in_host: float = 370e9
+    between_hosts: float = 45e9
+    in_host_latency: float = 20e-6
+    between_hosts_latency: float = 40e-6
+    # Of the GPU's time, to NCCL's own kernels while they run beside a computation.
+    transfer_share: float = 0.04
+    # The host's work for a step of the ring, in Python, and for a call of another scheme.
+    launch: float = 150e-6
+
+
+ASSUMED = Assumptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Seconds of the forward and of the backward, and bytes of a GPU at the peak of both."""
+
+    forward: float
+    backward: float
+    memory: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def seen_pairs(r: Rectangle) -> int:
+    """Pairs of row and key in the band of a rectangle without a left limit."""
+    if r.right < 0:
+        return r.rows * r.keys
+    short = max(0, min(r.rows, r.keys - 1 - r.right))  # rows that do not see the last key
+    return short * (r.right + 1) + short * (short - 1) // 2 + (r.rows - short) * r.keys
+
+
+def transfer_time(size: float, between_hosts: bool, a: Assumptions = ASSUMED) -> float:
+    if size == 0:
+        return 0.0
+    if between_hosts:
+        return a.between_hosts_latency + size / a.between_hosts
+    return a.in_host_latency + size / a.in_host
+
+
+def kernel_time(
+    rectangles: list[Rectangle], heads: float, backward: bool, a: Assumptions = ASSUMED
+) -> float:
+    peak, half, products = (
+        (a.backward_flops, a.backward_half_length, 5)
+        if backward
+        else (a.forward_flops, a.forward_half_length, 2)
+    )
+    seconds = 0.0
+    for r in rectangles:
+        shorter = min(r.rows, r.keys)
+        seconds += products * 2 * D * heads * seen_pairs(r) / (peak * shorter / (shorter + half))
+    return seconds
+
+
+def planned(q: tuple, k: tuple, length: int) -> list[Rectangle]:
+    whole = Documents((0, length), (0, length))
+    return [r for call in calls(CAUSAL, whole, q, k) for r in call]
+
+
+def bytes_of(rows: float, heads: float, itemsize: int) -> float:
+    return rows * heads * D * itemsize
+
+
+def one_gpu(length: int, heads_q: float = HEADS_Q, heads_kv: float = HEADS_KV) -> Cost:
+    whole = ((0, length),)
+    times = [kernel_time(planned(whole, whole, length), heads_q, bwd) for bwd in (False, True)]
+    # q, out, dout, dq; k, v, dk, dv; the backward's own fp32 sum of dq.
+    memory = 4 * bytes_of(length, heads_q, BF16) + 4 * bytes_of(length, heads_kv, BF16)
+    return Cost(*times, memory + bytes_of(length, heads_q, FP32))
+
+
+def ring(
+    length: int, ranks: int, between_hosts: bool, inner: int = 1, a: Assumptions = ASSUMED
+) -> Cost:
+    """Over `ranks`, each of which may be an inner group of GPUs that share the heads."""
+    heads_q, heads_kv = HEADS_Q / inner, max(1.0, HEADS_KV / inner)
+    shards = Shards(length, "zigzag", ranks)
+    held = [shards.ranges(rank) for rank in range(ranks)]
+    rows = size_of(held[0])
+    keys, wide_keys = 2 * bytes_of(rows, heads_kv, BF16), 2 * bytes_of(rows, heads_kv, FP32)
+    queries, wide_queries = bytes_of(rows, heads_q, BF16), bytes_of(rows, heads_q, FP32)
+    groups = head_groups(rows, heads_q, heads_kv)
+    seconds = []
+    for backward in (False, True):
+        # Merging reads and writes the fp32 sum 5 times and the new part once; adding dq, dk and dv
+        # reads and writes each sum once and its part once, and dk and dv are zeroed and brought.
+        merge = 5 * wide_queries + queries
+        parts = 1
+        if backward:
+            merge = 2 * wide_queries + queries + 6 * wide_keys + keys
+            parts = groups
+        total = 2 * wide_queries / a.memory
+        for step in range(ranks):
+            work = max(
+                kernel_time(planned(held[rank], held[rank - step], length), heads_q, backward)
+                for rank in {0, ranks // 2, ranks - 1}
+            )
+            computing = (work + merge / a.memory) / parts
+            moved = keys * (step + 1 < ranks) + (wide_keys * (step > 0) if backward else 0)
+            moving = transfer_time(moved / parts, between_hosts, a)
+            computing += a.transfer_share * min(moving, computing)
+            total += parts * max(computing, moving, a.launch)
+        if backward and ranks > 1:  # the last block's gradient
+            total += parts * transfer_time(wide_keys / parts, between_hosts, a)
+        seconds.append(total)
+    # q, out, dout, dq and k, v, dk, dv; and of one group of heads: the call's dq and its fp32 sum,
+    # ours; own, current and next keys, and their dk and dv from the call; these in fp32, on their
+    # way out and in, and our own.
+    group = queries + 2 * wide_queries + 4 * keys + 4 * wide_keys
+    return Cost(*seconds, 4 * queries + 2 * keys + group / groups)
+
+
+def head_groups(rows: int, heads_q: float, heads_kv: float) -> int:
+    """The groups of heads that the backward goes through."""
+    step = max(1, ROWS_OF_A_GROUP // int(rows * heads_q / heads_kv))
+    return math.ceil(heads_kv / min(step, heads_kv))
+
+
+def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost:
+    shards = Shards(length, "zigzag", ranks)
+    held = shards.ranges(0)
+    rows, whole = size_of(held), ((0, length),)
+    rectangles = planned(held, whole, length)
+    keys, wide_keys = 2 * bytes_of(length, HEADS_KV, BF16), 2 * bytes_of(length, HEADS_KV, FP32)
+    queries, wide_queries = bytes_of(rows, HEADS_Q, BF16), bytes_of(rows, HEADS_Q, FP32)
+    others = (ranks - 1) / ranks
+    gather = transfer_time(keys * others, between_hosts, a) + 2 * keys / a.memory
+    scatter = transfer_time(wide_keys * others, between_hosts, a) + 2 * wide_keys / a.memory
+    forward = gather + max(kernel_time(rectangles, HEADS_Q, False), a.launch)
+    forward += (7 * wide_queries + queries) / a.memory
+    backward = gather + max(kernel_time(rectangles, HEADS_Q, True), a.launch) + scatter
+    backward += (4 * wide_queries + 2 * len(rectangles) * wide_keys) / a.memory
+    # As in the ring; of a group all keys twice, and all of their gradients.
+    group = queries + 2 * wide_queries + 2 * keys + 2 * wide_keys
+    memory = 4 * queries + 2 * keys / ranks + group / head_groups(rows, HEADS_Q, HEADS_KV)
+    return Cost(forward, backward, memory)
+
+
+def ulysses(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost | None:
+    """None where there are more ranks than query heads. Key heads are repeated where they have to
+    be."""
+    if ranks > HEADS_Q:
+        return None
+    share_q, share_kv = HEADS_Q / ranks, max(1.0, HEADS_KV / ranks)
+    one = one_gpu(length, share_q, share_kv)
+    exchanged = bytes_of(length, 2 * share_q + 2 * share_kv, BF16)
+    moving = transfer_time(exchanged * (ranks - 1) / ranks, between_hosts, a)
+    moving += 4 * exchanged / a.memory + 2 * a.launch
+    rows = even_part(length, ranks, 0)[1]
+    # The call's tensors, and q, k, v, out and dout as they lie by rows.
+    memory = one.memory + bytes_of(rows, 3 * HEADS_Q + 2 * HEADS_KV, BF16)
+    return Cost(one.forward + moving, one.backward + moving, memory)
+
+
+def ring_of_hosts(length: int, ranks: int, a: Assumptions = ASSUMED) -> Cost | None:
+    """A ring between hosts, all-to-all over heads inside of them. None inside one host."""
+    hosts = ranks // RANKS_OF_HOST
+    if hosts < 2:
+        return None
+    inner = RANKS_OF_HOST
+    cost = ring(length, hosts, True, inner, a)
+    rows = length / hosts
+    exchanged = bytes_of(rows, (2 * HEADS_Q + 2 * HEADS_KV) / inner, BF16)
+    moving = transfer_time(exchanged * (inner - 1) / inner, False, a)
+    moving += 4 * exchanged / a.memory + 2 * a.launch
+    memory = cost.memory + bytes_of(rows / inner, 3 * HEADS_Q + 2 * HEADS_KV, BF16)
+    return Cost(cost.forward + moving, cost.backward + moving, memory)
+
+
+def schemes(length: int, ranks: int) -> dict[str, Cost]:
+    between_hosts = ranks > RANKS_OF_HOST
+    costs = {
+        "ring": ring(length, ranks, between_hosts),
+        "all-gather": all_gather(length, ranks, between_hosts),
+        "ulysses": ulysses(length, ranks, between_hosts),
+        "ring x ulysses": ring_of_hosts(length, ranks),
+    }
+    return {name: cost for name, cost in costs.items() if cost is not None}
+
+
+def two_gpus() -> list[dict]:
+    records = []
+    for length in (1 << 15, 1 << 17, 1 << 19):
+        alone, shape = one_gpu(length), {"tokens": length, "ranks": 2}
+        costs = schemes(length, 2)
+        speedups = {name: alone.both / cost.both for name, cost in costs.items()}
+        records.append(results.record("scaling.two", shape, "x one GPU", speedups))
+        memory = {name: cost.memory / alone.memory for name, cost in costs.items()}
+        records.append(results.record("scaling.two.memory", shape, "of one GPU's", memory))
+    return records
+
+
+def many_gpus() -> list[dict]:
+    records = []
+    for length in (1 << 17, 1 << 20, 10 << 20):
+        alone = one_gpu(length)
+        for ranks in (8, 16, 32, 64, 128, 256, 512, 1024):
+            costs = schemes(length, ranks)
+            best = min(costs, key=lambda name: costs[name].both)
+            shape = {"tokens": length, "ranks": ranks}
+            times = {name: 1e3 * cost.both for name, cost in costs.items()}
+            records.append(results.record("scaling.many", shape | {"first": best}, "ms", times))
+            efficiency = {n: alone.both / ranks / cost.both for n, cost in costs.items()}
+            records.append(results.record("scaling.many.efficiency", shape, "", efficiency))
+            memory = {name: cost.memory / 2**30 for name, cost in costs.items()}
+            records.append(results.record("scaling.many.memory", shape, "GiB", memory))
+    return records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", metavar="FILE.json")
+    arguments = parser.parse_args()
+    assumptions = dataclasses.asdict(ASSUMED)
+    records = [
+        results.record(
+            "run", {}, "", {"method": "simulation", "commit": results.commit()} | assumptions
+        ),
+        *two_gpus(),
+        *many_gpus(),
+    ]
+    print(results.show(records))
+    results.write(arguments.out, records)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,323 @@
+// What happens to scores between Q Kᵀ and the mask, to probabilities before P V, and to the gradients
+// of both: one text for every kernel.
+//
+//   PlainScores     nothing: it holds nothing, and its calls vanish
+//   GeneralScores   softcap, bias, ALiBi, dropout; which of them is asked at run time, and all threads
+//                   branch alike
+//
+// Scores stay in the unit of Q Kᵀ, that is divided by softmax_scale, so that the softmax's one
+// multiplication for each of them serves as it does without terms:
+//
+//   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale
+//     → + bias / softmax_scale - slope / softmax_scale · |key - diagonal|
+//
+// Dropout keeps m ∈ {0, 1} of P and divides by the keep probability 1 / ρ. The kernels leave ρ out of
+// their loops and multiply what they store by it: O, and in the backward
+//
+//   dS / ρ = P ∘ (m ∘ dO Vᵀ - delta / ρ)          dV / ρ = (m ∘ P)ᵀ dO
+//
+// The gradient of X is dX = dS ∘ (1 - tanh²(X / cap)).
+#pragma once
+
+#include <cmath>
+
+#include "../../core/params.h"
+#include "../ptx/math.cuh"
+#include "../ptx/opaque.cuh"
+#include "../tile/fragment.cuh"
+#include "bias.cuh"
+#include "dropout.cuh"
+#include "online_softmax.cuh"
+#include "softmax_bwd.cuh"
+
+namespace flash_attn {
+
+// Query and key of a warp's first row and column of scores, counted in their sequence.
+struct ScorePlace {
+  int query, key;
+};
+
+struct PlainScores {
+  static constexpr bool kGeneral = false;
+
+  PlainScores() = default;
+  template <typename Params>
+  __device__ __forceinline__ PlainScores(const Params&, int /*batch_idx*/, int /*head*/,
+                                         int64_t /*diagonal*/) {}
+  template <typename Scores>
+  __device__ __forceinline__ void finish(Scores&, ScorePlace, int /*lane*/) const {}
+  template <typename Scores>
+  __device__ __forceinline__ void finish(Scores&, Scores& /*slope*/, ScorePlace,
+                                         int /*lane*/) const {}
+  template <typename Element, typename Scores>
+  __device__ __forceinline__ void add_bias(Scores&, const BiasParams&, ScorePlace,
+                                           int /*lane*/) const {}
+  template <int kMBlocks>
+  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&, ScorePlace,
+                                       int /*lane*/) const {}
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
+                                       int /*lane*/) const {}
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
+                                           const Accumulator<kMBlocks, kN>& P,
+                                           const float (&delta)[2 * kMBlocks], const DropoutParams&,
+                                           ScorePlace, int /*lane*/) const {
+    softmax_gradient(dP, P, delta);
+  }
+  template <typename Element, typename Scores>
+  __device__ __forceinline__ void store_bias_gradient(const Scores&, const BiasGradientParams&,
+                                                      const DropoutParams&, int /*batch_idx*/,
+                                                      int /*head*/, ScorePlace,
+                                                      int /*lane*/) const {}
+  template <typename Scores>
+  __device__ __forceinline__ void differentiate(Scores&, const Scores&) const {}
+  __device__ __forceinline__ static constexpr float output_scale(const DropoutParams&) {
+    return 1.f;
+  }
+};
+
+// Of one query head of one sequence. kTransposed: keys are the rows of an accumulator and queries its
+// columns.
+class GeneralScores {
+ public:
+  static constexpr bool kGeneral = true;
+
+  // params: FwdParams or BwdParams. diagonal: the key that query 0 meets on its diagonal.
+  template <typename Params>
+  __device__ __forceinline__ GeneralScores(const Params& params, int batch_idx, int head,
+                                           int64_t diagonal)
+      : inverse_scale_(1.f / params.softmax_scale), diagonal_(static_cast<int>(diagonal)) {
+    const ScoreParams& score = params.score;
+    if (score.softcap > 0.f) {
+      // Beyond 1e30 nothing is capped, and products would leave the range of fp32.
+      cap_ = fminf(fmaxf(score.softcap * inverse_scale_, 1e-30f), 1e30f);
+      inverse_cap_ = 1.f / cap_;
+    }
+    // Varlen: the rows before the first sequence and behind the last have no terms of their own.
+    const int sequence = min(max(batch_idx, 0), params.batch - 1);
+    if (score.alibi_slopes != nullptr) {
+      alibi_ = score.alibi_slopes[sequence * score.alibi_batch_stride + head] * inverse_scale_;
+    }
+    if (score.bias.data != nullptr) {
+      const BiasParams& bias = score.bias;
+      const int bytes = bias.dtype == DType::kBool ? 1 : bias.dtype == DType::kFp32 ? 4 : 2;
+      bias_ = static_cast<const char*>(bias.data) +
+              (sequence * bias.batch_stride + head * bias.head_stride) * bytes;
+    }
+    if (params.dropout.rng_state != nullptr) {
+      dropout_ = DropoutHead::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
+    }
+  }
+
+  // X becomes scores.
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S, ScorePlace place,
+                                         int lane) const {
+    if (cap_ > 0.f) cap(S);
+    if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+  }
+
+  // The same; slope becomes d score / dX where that is not 1, for differentiate().
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S,
+                                         Accumulator<kMBlocks, kN>& slope, ScorePlace place,
+                                         int lane) const {
+    if (cap_ > 0.f) {
+      cap(S);
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          const float tanh = S.at(row, i) * inverse_cap_;
+          slope.at(row, i) = fmaf(-tanh, tanh, 1.f);
+        }
+      }
+    }
+    if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+  }
+
+  // After finish(). -inf for hidden keys.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const BiasParams& params,
+                                           ScorePlace place, int lane) const {
+    if (params.data == nullptr) return;
+    with_bias_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
+      flash_attn::add_bias(S, params, static_cast<const Number*>(bias_), inverse_scale_,
+                           place.query, place.key, local(lane));
+    });
+  }
+
+  // What is dropped of P, rounded into an operand of 16 columns from place.key on, becomes 0.
+  template <int kMBlocks>
+  __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
+                                       ScorePlace place, int lane) const {
+    if (params.rng_state == nullptr) return;
+    const DropoutMask<false> mask(params, dropout_, local(lane));
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], place.query + 16 * m, place.key);
+  }
+
+  // The same of a whole operand.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
+                                       ScorePlace place, int lane) const {
+    if (params.rng_state == nullptr) return;
+    const DropoutMask<false> mask(params, dropout_, local(lane));
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int k = 0; k < kN / 16; ++k) {
+        mask.drop(P.data[m][k], place.query + 16 * m, place.key + 16 * k);
+      }
+    }
+  }
+
+  // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
+  template <bool kTransposed = false, int kMBlocks, int kN>
+  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
+                                           Accumulator<kMBlocks, kN>& P,
+                                           const float (&delta)[2 * kMBlocks],
+                                           const DropoutParams& params, ScorePlace place,
+                                           int lane) const {
+    static_assert(!kTransposed, "delta belongs to rows");
+    if (params.rng_state == nullptr) return softmax_gradient(dP, P, delta);
+    const DropoutMask<false> mask(params, dropout_, local(lane));
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int k = 0; k < kN; k += 16) {
+        bool kept[2][4];
+        mask.find_kept(kept, place.query + 16 * m, place.key + k);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const float row_delta = delta[2 * m + row] * params.keep;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& p = P.at(2 * m + row, k / 4 + i);
+            float& ds = dP.at(2 * m + row, k / 4 + i);
+            const float of_sum = -row_delta * p;
+            ds = kept[row][i] ? fmaf(p, ds, of_sum) : of_sum;
+            p = kept[row][i] ? p : 0.f;
+          }
+        }
+      }
+    }
+  }
+
+  // dS / ρ, where the gradient of the bias is dS itself.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void store_bias_gradient(const Accumulator<kMBlocks, kN>& dS,
+                                                      const BiasGradientParams& params,
+                                                      const DropoutParams& dropout, int batch_idx,
+                                                      int head, ScorePlace place, int lane) const {
+    if (params.form != BiasGradientParams::Form::kWhole) return;
+    const int64_t offset = batch_idx * params.batch_stride + head * params.head_stride;
+    with_bias_gradient_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
+      flash_attn::store_bias_gradient(dS, params, static_cast<Number*>(params.data) + offset,
+                                      output_scale(dropout), place.query, place.key, local(lane));
+    });
+  }
+
+  // dS becomes dX.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void differentiate(Accumulator<kMBlocks, kN>& dS,
+                                                const Accumulator<kMBlocks, kN>& slope) const {
+    if (cap_ == 0.f) return;
+#pragma unroll
+    for (int row = 0; row < dS.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < dS.kRowElements; ++i) dS.at(row, i) *= slope.at(row, i);
+    }
+  }
+
+  // ρ: what O, dQ, dK and dV are multiplied by.
+  __device__ __forceinline__ static float output_scale(const DropoutParams& params) {
+    return params.scale;
+  }
+
+ private:
+  // Keeps what follows from the lane alone from being computed before a kernel's loop, where it would
+  // take registers throughout.
+  __device__ __forceinline__ static int local(int lane) {
+    return static_cast<int>(ptx::opaque(lane));
+  }
+
+  // cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
+  // else by two operations of the special-function unit, good to 2⁻²³ of the cap.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void cap(Accumulator<kMBlocks, kN>& S) const {
+    // tanh(x) = x · p(x²) up to |x| = kLimit: p of degree 4, minimax, relative error 6e-7.
+    constexpr float kLimit = 0.75f;
+    constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f,
+                            0.0129296323f};
+    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
+    float largest = 0.f;
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) largest = fmaxf(largest, fabsf(S.at(row, i)));
+    }
+    if (cap_ >= kLeastCap && __all_sync(~0u, largest * inverse_cap_ <= kLimit)) {
+      const float square = inverse_cap_ * inverse_cap_;  // coefficients of X² instead of x²
+      const float c1 = kP[1] * square, c2 = kP[2] * square * square;
+      const float c3 = kP[3] * square * square * square;
+      const float c4 = kP[4] * square * square * square * square;
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          float& x = S.at(row, i);
+          const float x2 = x * x;
+          x *= fmaf(x2, fmaf(x2, fmaf(x2, fmaf(x2, c4, c3), c2), c1), kP[0]);
+        }
+      }
+    } else {
+      const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          float& x = S.at(row, i);
+          x = fmaf(-2.f * cap_, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap_);
+        }
+      }
+    }
+  }
+
+  // S -= slope · |key - diagonal(query)|
+  template <bool kTransposed, int kMBlocks, int kN>
+  __device__ __forceinline__ void add_alibi(Accumulator<kMBlocks, kN>& S, ScorePlace place,
+                                            int lane) const {
+    // slope · distance grows by this from a column to the next, and shrinks by it down the rows.
+    const float step = kTransposed ? -alibi_ : alibi_;
+    lane = local(lane);
+    const auto corner = static_cast<float>(place.key - place.query - diagonal_);
+    const auto combine = [&](const auto& subtract) {
+#pragma unroll
+      for (int row = 0; row < S.kRows; ++row) {
+        const int from_corner = fragment_col(0, lane) - (row / 2 * 16 + fragment_row(row, lane));
+        const float first = fmaf(alibi_, corner, step * static_cast<float>(from_corner));
+#pragma unroll
+        for (int i = 0; i < S.kRowElements; ++i) {
+          const float bias = fmaf(step, static_cast<float>(fragment_col(i, 0)), first);
+          S.at(row, i) = subtract(S.at(row, i), fabsf(bias));
+        }
+      }
+    };
+    if (alibi_ > 0.f) {
+      combine([](float score, float bias) { return score - bias; });
+    } else {
+      combine([](float score, float bias) { return score + bias; });
+    }
+  }
+
+  float cap_ = 0.f, inverse_cap_ = 0.f;  // 0: none
+  float alibi_ = 0.f;                    // 0: none
+  float inverse_scale_;
+  int diagonal_;
+  const void* bias_ = nullptr;
+  DropoutHead dropout_;
+};
+
+}  // namespace flash_attn

@@ -1,0 +1,69 @@
+// Where the backward kernels add their parts of dQ.
+#pragma once
+
+#include "../cuda/attn/dq_accum.cuh"
+#include "../cuda/ptx/red.cuh"
+#include "../cuda/tile/fragment.cuh"
+#include "bwd_work.cuh"
+
+namespace flash_attn::sm90 {
+
+// A walk of its own over the blocks of kBlockM queries: where a warp adds 16 rows of each block's dQ.
+// kHeadDim: columns of dq_accum.
+template <int kBlockM, int kHeadDim>
+class DqReduction {
+ public:
+  // row, col: of the warp's rows in a block, and of the columns that it adds first.
+  __device__ __forceinline__ DqReduction(const BwdParams& params, const BwdWork& work,
+                                         const QueryBlocks& first, int row, int col, int lane)
+      : params_(params),
+        work_(work),
+        offset_(row * kHeadDim + col / 8 * kDqAccumBlock +
+                dq_accum_position(DqAccumOrder::kByLane, lane, 0)),
+        block_(first) {}
+
+  // To the first block, or the next one. Not right behind add(): an instruction that changes the
+  // address waits until the reductions have been taken over.
+  __device__ __forceinline__ void advance() {
+    if (new_head_) {
+      start_head();
+    } else {
+      accum_ += kBlockM * kHeadDim;
+      rows_left_ -= kBlockM;
+    }
+    new_head_ = block_.advance();
+  }
+
+  // first_col: of dQ, behind the constructor's. A block of 16 rows that the sequence lacks belongs to
+  // somebody else.
+  template <int kCols>
+  __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_col = 0) const {
+    if (rows_left_ <= 0) return;
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+      const float (&c)[4] = dQ.data[0][n];
+      flash_attn::ptx::red_add_v4(accum_ + (first_col / 8 + n) * kDqAccumBlock, c[0], c[1], c[2],
+                                  c[3]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void start_head() {
+    const int first_row = block_.m * kBlockM;
+    rows_left_ =
+        work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kHeadDim) * kDqAccumRows;
+    const int64_t of_sequence = dq_accum_first_row(params_, work_.seqlen.q_begin, work_.batch_idx);
+    accum_ = params_.dq_accum +
+             (block_.head * params_.dq_accum_rows + of_sequence + first_row) * kHeadDim + offset_;
+  }
+
+  const BwdParams& params_;
+  const BwdWork& work_;
+  const int offset_;   // from a block's first value to the first of this lane
+  QueryBlocks block_;  // behind the one that is added to
+  bool new_head_ = true;
+  float* accum_;
+  int rows_left_;
+};
+
+}  // namespace flash_attn::sm90

@@ -1,0 +1,440 @@
+// Backward attention for Hopper where heads are wider than 128: pairs of thread blocks.
+//
+//   P  = exp(softmax_scale · Q Kᵀ - LSE), masked        dV = Pᵀ dO
+//   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
+//   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
+//
+// As bwd.cuh, with other roles: dK and dV of 64 keys fill the registers of two warpgroups, and 64 keys
+// alone would send twice as many reductions of dQ to the L2 cache as it takes. So two thread blocks
+// of 64 keys each, a cluster, walk over the queries together and exchange dS: each computes half of
+// dQ's columns, for the keys of both.
+//
+//   warpgroup 0, producer   warp 0: K, Q     warp 1: V, dO     warp 2: LSE and delta
+//   warpgroup 1, dQ         dQ = dS K, a half of the columns over 128 keys; reductions
+//   warpgroup 2, S          Sᵀ = K Qᵀ; P = exp(S - LSE); mask           → P to shared memory
+//                           dV += Pᵀ dO
+//   warpgroup 3, D          dPᵀ = V dOᵀ; dS = P ∘ (dP - delta)          → dS to both blocks
+//                           dK += dSᵀ Q
+//
+// Each warpgroup is a block of queries ahead of the next, as far as the rings between them have
+// slots, so that the tensor cores always have somebody's product to do; within a warpgroup nothing is
+// overlapped but the product that ends an iteration.
+//
+// Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │ Q × 2 │
+//                 │ dO × kDoutStages │ dS × 2 │ the peer's dS × 2 │ P │ LSE, delta × 2 │ work, barriers │
+#pragma once
+
+#include <new>
+
+#include "../cuda/attn/key_gradient.cuh"
+#include "../cuda/launch.h"
+#include "bwd.h"
+#include "bwd_dq_reduction.cuh"
+#include "bwd_pair_traits.cuh"
+#include "bwd_producer.cuh"
+#include "bwd_scores.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_attn::sm90 {
+
+// Slabs of a block of keys, from first_col of num_cols columns on. One thread, which has announced
+// slab_bytes().
+template <typename Slab, int kSlabs>
+__device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const CUtensorMap& map,
+                                           const BwdWork& work, int first_key, int first_col,
+                                           int num_cols, uint64_t& mbarrier) {
+  for (int s = 0; s * Slab::kCols < num_cols && s < kSlabs; ++s) {
+    load_tile(slabs[s], map, work.kv, first_key, Slab::kCols, mbarrier, ptx::CacheHint::kEvictFirst,
+              first_col + s * Slab::kCols);
+  }
+}
+template <typename Slab, int kSlabs>
+__device__ __forceinline__ uint32_t slab_bytes(const Slab (&)[kSlabs], int num_cols) {
+  return min((num_cols + Slab::kCols - 1) / Slab::kCols, kSlabs) * sizeof(Slab);
+}
+
+// Q or dO, kSlabs slabs of each block. Where the matrix lacks a slab its first one comes once more, to
+// be multiplied with the zeros of K or V. One thread.
+template <int kSlabs, int kSlots, typename Slab>
+__device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kSlots], const CUtensorMap& map,
+                                                      const BwdWork& work, int num_cols,
+                                                      RingBarriers<kSlots>& barriers) {
+  Ring<kSlots> ring(barriers);
+#pragma unroll 1
+  for (QueryBlocks block(work); block.more(); block.advance()) {
+    const MatrixPlace place = {.box = work.q.box, .head = block.head, .batch = work.q.batch};
+#pragma unroll 1
+    for (int col = 0; col < kSlabs * Slab::kCols; col += Slab::kCols, ring.advance()) {
+      ring.wait_empty();
+      ring.expect_bytes(sizeof(Slab));
+      load_tile(slabs[ring.stage()], map, place, block.m * Slab::kRows, Slab::kCols, ring.full(),
+                ptx::CacheHint::kEvictLast, col < num_cols ? col : 0);
+    }
+  }
+}
+
+enum BwdPairBarrier : int {  // 0 is __syncthreads
+  kProductsDone = 1
+};
+
+// What a thread of a consumer warpgroup knows of its place.
+template <typename Traits>
+struct BwdPairConsumer {
+  const BwdParams& params;
+  BwdPairSharedStorage<Traits>& smem;
+  const BwdWork& work;
+  const int rank;            // of the thread block in its cluster: its keys start at rank · kBlockN
+  const int lane, warp_row;  // of the warp's 16 rows in the block, keys or queries
+
+  __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
+                                             BwdPairSharedStorage<Traits>& smem, int rank)
+      : params(params),
+        smem(smem),
+        work(smem.work()),
+        rank(rank),
+        lane(threadIdx.x % 32),
+        warp_row(threadIdx.x / 32 % 4 * 16) {}
+};
+
+// The gradient of this warp's keys, K's or V's, through the slabs that held them.
+template <typename Traits, int kSlabs, int kCols>
+__device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>& self,
+                                                   typename Traits::Slab (&slabs)[kSlabs],
+                                                   const Accumulator<1, kCols>& gradient,
+                                                   void* tensor, const Strides& strides,
+                                                   int num_cols) {
+  const BwdWork& work = self.work;
+  ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);  // nobody reads the slabs any more
+#pragma unroll
+  for (int s = 0; s < kSlabs; ++s) {
+    store_rounded(slabs[s], gradient, s * Traits::kSlabCols, self.warp_row, self.lane);
+  }
+  __syncwarp();
+  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
+  for (int s = 0; s < kSlabs; ++s) {
+    rows.template store<16, 32>(
+        static_cast<typename Traits::Element*>(tensor) + s * Traits::kSlabCols, strides,
+        num_cols - s * Traits::kSlabCols, slabs[s], self.warp_row, self.lane);
+  }
+}
+
+// C (+)= A B over the columns of the slabs: B's are taken from the ring as they come.
+template <typename Traits, int kSlabs, int kSlots>
+__device__ __forceinline__ void start_scores(typename Traits::Scores& C,
+                                             const typename Traits::Slab (&A)[kSlabs],
+                                             const typename Traits::Slab (&B)[kSlots],
+                                             Ring<kSlots> ring) {
+  using Operand = WgmmaOperand<Layout::kKInner, typename Traits::Slab>;
+#pragma unroll
+  for (int s = 0; s < kSlabs; ++s, ring.advance()) {
+    ring.wait_full();
+    const Operand a(A[s]), b(B[ring.stage()]);
+    if (s == 0) {
+      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kZero>(C, a, b);
+    } else {
+      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kSum>(C, a, b);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+// gradient += scores · B, slab after slab of B's columns.
+template <typename Traits, int kCols, int kSlots>
+__device__ __forceinline__ void start_key_gradient(Accumulator<1, kCols>& gradient,
+                                                   typename Traits::ScoresOperand& scores,
+                                                   const typename Traits::Slab (&B)[kSlots],
+                                                   Ring<kSlots> ring) {
+#pragma unroll
+  for (int col = 0; col < kCols; col += Traits::kSlabCols, ring.advance()) {
+    ring.wait_full();
+    gemm_rs<typename Traits::Element>(
+        gradient, scores, WgmmaOperand<Layout::kKOuter, typename Traits::Slab>(B[ring.stage()]),
+        col);
+  }
+  ptx::wgmma_commit();
+}
+
+// The warp is done with a block's slabs.
+template <int kSlabs, int kSlots>
+__device__ __forceinline__ void release_slabs(Ring<kSlots>& ring, int lane) {
+#pragma unroll
+  for (int s = 0; s < kSlabs; ++s, ring.advance()) {
+    if (lane == 0) ring.arrive_empty();
+  }
+}
+
+// S: P of each block of queries, and dV.
+template <typename Traits>
+__device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer<Traits>& self) {
+  using Element = typename Traits::Element;
+  auto& smem = self.smem;
+  const BwdWork& work = self.work;
+  const int full_begin = work.range.full_begin, full_end = work.range.full_end;
+  const float scale_log2 = self.params.softmax_scale * kLog2E;
+  Ring<Traits::kQSlots> q_ring(smem.q_ring);
+  Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
+  Ring<Traits::kSlots> row_ring(smem.row_ring);
+  typename Traits::ScoresOperand P;  // of the block before, until its dV is done
+  Accumulator<1, Traits::kHeadDimV> dV;
+  dV.fill(0.f);
+
+  const auto start_dv = [&] {  // dV += Pᵀ dO
+    start_key_gradient<Traits>(dV, P, smem.dout, dout_ring);
+  };
+  const auto end_dv = [&] {
+    pin(dV);
+    pin(P);
+    release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
+  };
+  const auto step = [&](int m, auto is_first) {
+    constexpr bool kEarly = !decltype(is_first)::value && !Traits::kTile.late_products;
+    constexpr bool kLate = !decltype(is_first)::value && Traits::kTile.late_products;
+    typename Traits::Scores S;
+    if constexpr (kEarly) start_dv();
+    start_scores<Traits>(S, smem.k, smem.q, q_ring);  // Sᵀ = K Qᵀ
+    if constexpr (kEarly) {
+      ptx::wgmma_wait<1>();
+      end_dv();
+    }
+    row_ring.wait_full();
+    ptx::wgmma_wait<0>();
+    pin(S);
+    release_slabs<Traits::kSlabs>(q_ring, self.lane);
+    if constexpr (kLate) start_dv();
+    exponentiate(S, scale_log2,
+                 QueryPairs<Traits::kBlockM>(smem.row_values[row_ring.stage()].lse_log2, self.lane),
+                 m < full_begin || m >= full_end, work, self.warp_row, m * Traits::kBlockM,
+                 self.lane);
+    __syncwarp();
+    if (self.lane == 0) row_ring.arrive_empty();
+    if constexpr (kLate) {
+      ptx::wgmma_wait<0>();
+      end_dv();
+    }
+    P = to_operand_a<Element>(S);
+    const auto p_ring = row_ring.in(smem.p_ring);
+    p_ring.wait_empty();
+    store_operand(smem.scores[p_ring.stage()], P, self.warp_row, self.lane);
+    __syncwarp();
+    if (self.lane == 0) p_ring.arrive_full();
+    row_ring.advance();
+  };
+
+  QueryBlocks block(work);
+  if (block.more()) {
+    Ring<1>(smem.k_ring).wait_full();
+    step(block.m, std::true_type{});
+    block.advance();
+#pragma unroll 1
+    for (; block.more(); block.advance()) step(block.m, std::false_type{});
+    start_dv();
+    ptx::wgmma_wait<0>();
+    end_dv();
+  }
+  store_key_gradient(self, smem.v, dV, self.params.dv, self.params.dv_strides,
+                     self.params.head_dim_v);
+}
+
+// D: dS of each block of queries, for both blocks of the cluster, and dK.
+template <typename Traits>
+__device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsumer<Traits>& self) {
+  using Element = typename Traits::Element;
+  constexpr uint32_t kWarpBytes = sizeof(typename Traits::Slab) / 4;  // 16 rows
+  auto& smem = self.smem;
+  const BwdWork& work = self.work;
+  Ring<Traits::kQSlots> q_ring(smem.q_ring);
+  Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
+  Ring<Traits::kSlots> row_ring(smem.row_ring);
+  typename Traits::ScoresOperand dS;  // of the block before, until its dK is done
+  Accumulator<1, Traits::kHeadDim> dK;
+  dK.fill(0.f);
+
+  const auto start_dk = [&] {  // dK += dSᵀ Q
+    start_key_gradient<Traits>(dK, dS, smem.q, q_ring);
+  };
+  const auto end_dk = [&] {
+    pin(dK);
+    pin(dS);
+    release_slabs<Traits::kSlabs>(q_ring, self.lane);
+  };
+  const auto step = [&](auto is_first) {
+    constexpr bool kEarly = !decltype(is_first)::value && !Traits::kTile.late_products;
+    constexpr bool kLate = !decltype(is_first)::value && Traits::kTile.late_products;
+    typename Traits::Scores dP;
+    if constexpr (kEarly) start_dk();
+    start_scores<Traits>(dP, smem.v, smem.dout, dout_ring);  // dPᵀ = V dOᵀ
+    if constexpr (kEarly) {
+      ptx::wgmma_wait<1>();
+      end_dk();
+    }
+    row_ring.in(smem.p_ring).wait_full();
+    row_ring.wait_full();
+    ptx::wgmma_wait<0>();
+    pin(dP);
+    release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
+    if constexpr (kLate) start_dk();
+    auto& scores = smem.scores[row_ring.stage()];
+    differentiate(dP, scores, self.warp_row, smem.row_values[row_ring.stage()].delta, self.lane);
+    if constexpr (kLate) {
+      ptx::wgmma_wait<0>();
+      end_dk();
+    }
+    dS = to_operand_a<Element>(dP);
+    store_operand(scores, dS, self.warp_row, self.lane);  // where this warp's P was
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    if (self.lane == 0) {
+      row_ring.arrive_empty();
+      // As many bytes come from the peer's warp as this one sends.
+      const auto ds_ring = row_ring.in(smem.ds_ring);
+      ds_ring.expect_bytes(kWarpBytes);
+      const auto at_peer = [&](const void* here) {
+        return ptx::address_in_block(flash_attn::ptx::smem_address(here), self.rank ^ 1);
+      };
+      const uint32_t offset = self.warp_row / 16 * kWarpBytes;
+      ptx::copy_to_block(at_peer(smem.peer_ds[ds_ring.stage()].data) + offset,
+                         reinterpret_cast<const char*>(scores.data) + offset, kWarpBytes,
+                         at_peer(&ds_ring.full()));
+    }
+    row_ring.advance();
+  };
+
+  const int num_blocks = self.work.num_query_blocks();
+  if (num_blocks > 0) {
+    Ring<1>(smem.v_ring).wait_full();
+    step(std::true_type{});
+#pragma unroll 1
+    for (int i = 1; i < num_blocks; ++i) step(std::false_type{});
+    start_dk();
+    ptx::wgmma_wait<0>();
+    end_dk();
+  }
+  scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
+  store_key_gradient(self, smem.k, dK, self.params.dk, self.params.dk_strides,
+                     self.params.head_dim);
+}
+
+// dQ: this thread block's share of the slabs, for the keys of both.
+template <typename Traits>
+__device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsumer<Traits>& self) {
+  using Element = typename Traits::Element;
+  using Operand = WgmmaOperand<Layout::kKOuter, typename Traits::Slab>;
+  constexpr int kOwnSlabs = Traits::kSlabs / 2;  // that are always this block's
+  auto& smem = self.smem;
+  const BwdWork& work = self.work;
+  Ring<Traits::kSlots> ds_ring(smem.ds_ring);
+  DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction(self.params, work, QueryBlocks(work),
+                                                           self.warp_row, 0, self.lane);
+  const int first_slab = self.rank * (Traits::kSlabs - kOwnSlabs);
+  const int first_peer_slab = self.rank * (Traits::kSlabs - Traits::kPeerSlabs);
+  const auto add_slab = [&](int slab, bool is_last) {
+    typename Traits::QueryGradient dQ;
+    gemm_ss<Element, Traits::kBlockN, Into::kZero>(dQ, Operand(smem.scores[ds_ring.stage()]),
+                                                   Operand(smem.k[slab]));
+    gemm_ss<Element, Traits::kBlockN, Into::kSum>(dQ, Operand(smem.peer_ds[ds_ring.stage()]),
+                                                  Operand(smem.peer_k[slab - first_peer_slab]));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    pin(dQ);
+    if (is_last && self.lane == 0) {
+      const auto p_ring = ds_ring.in(smem.p_ring);
+      p_ring.arrive_empty();
+      ptx::mbarrier_arrive_remote(
+          ptx::address_in_block(flash_attn::ptx::smem_address(&p_ring.empty()), self.rank ^ 1));
+    }
+    reduction.add(dQ, slab * Traits::kSlabCols);
+  };
+
+  const int num_blocks = work.num_query_blocks();
+  if (num_blocks > 0) Ring<1>(smem.k_ring).wait_full();
+#pragma unroll 1
+  for (int i = 0; i < num_blocks; ++i) {
+    ds_ring.wait_full();
+    reduction.advance();
+    if constexpr (Traits::kSlabs % 2 == 1) {
+      if (i % 2 == self.rank) add_slab(kOwnSlabs, false);
+    }
+#pragma unroll
+    for (int s = 0; s < kOwnSlabs; ++s) add_slab(first_slab + s, s == kOwnSlabs - 1);
+    ds_ring.advance();
+  }
+  ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);
+}
+
+template <typename Traits>
+__global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits::kThreads, 1)
+    bwd_pair_kernel(const __grid_constant__ BwdParams params,
+                    const __grid_constant__ typename Traits::Scheduler scheduler,
+                    const __grid_constant__ BwdTensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<BwdPairSharedStorage<Traits>*>(dynamic_smem);
+  const int rank = ptx::cluster_rank();
+  const TileCoordinates tile = scheduler.tile(blockIdx.x / Traits::kBlocks);
+  const SeqlenInfo seqlen(params, tile.batch_idx);
+  if (tile.block * Traits::kPairN >= seqlen.segment_k) return;  // both
+  const BwdPairKeys<Traits> keys(params, tile.block * Traits::kPairN, seqlen.len_k, rank);
+  if (threadIdx.x == 0) {
+    smem.init_barriers();
+    new (smem.work_storage)
+        BwdWork(BwdWork::make<Traits::kBlockM, Traits::kPairN>(params, tile, seqlen));
+    smem.work().first_key = keys.first_key;  // of the thread block; the rest is the pair's
+  }
+  smem.zero_absent_slabs(keys);
+  ptx::cluster_sync();  // the peer's barriers are ready
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
+  if (warp < 4) {
+    ptx::lower_registers<Traits::kProducerRegisters>();
+    const BwdWork& work = smem.work();
+    if (warp == 2) {
+      load_row_values_loop(params, work, smem.row_values, smem.row_ring);
+    } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
+      if (warp == 0) {
+        const Ring<1> ring(smem.k_ring);
+        ring.expect_bytes(slab_bytes(smem.k, keys.k_cols) +
+                          slab_bytes(smem.peer_k, keys.peer_k_cols));
+        load_slabs(smem.k, maps.k, work, keys.first_key, 0, keys.k_cols, ring.full());
+        load_slabs(smem.peer_k, maps.k, work, keys.peer_first_key, keys.first_peer_col,
+                   keys.peer_k_cols, ring.full());
+        load_query_slabs_loop<Traits::kSlabs>(smem.q, maps.q, work, params.head_dim, smem.q_ring);
+      } else {
+        const Ring<1> ring(smem.v_ring);
+        ring.expect_bytes(slab_bytes(smem.v, keys.v_cols));
+        load_slabs(smem.v, maps.v, work, keys.first_key, 0, keys.v_cols, ring.full());
+        load_query_slabs_loop<Traits::kSlabsV>(smem.dout, maps.dout, work, params.head_dim_v,
+                                               smem.dout_ring);
+      }
+    }
+    __syncwarp();
+  } else {
+    BwdPairConsumer<Traits> self(params, smem, rank);
+    if (warp < 8) {
+      ptx::lower_registers<Traits::kDqRegisters>();
+      reduce_query_gradients_loop(self);
+    } else {
+      ptx::raise_registers<Traits::kKeyRegisters>();
+      if (warp < 12) {
+        compute_probabilities_loop(self);
+      } else {
+        compute_score_gradients_loop(self);
+      }
+    }
+  }
+  ptx::cluster_sync();  // the peer may still write dS here
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_bwd_pair(const BwdParams& params, Stream stream) {
+  using Traits = BwdPairTraits<kDType, kHeadDim, kHeadDimV>;
+  using Storage = BwdPairSharedStorage<Traits>;
+  static_assert(sizeof(Storage) <= 227 * 1024);
+  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, kHeadDim);
+  if (scheduler.num_tiles() == 0) return;
+  const BwdTensorMaps maps =
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::kSlabCols);
+  cuda::launch<bwd_pair_kernel<Traits>>(Traits::kBlocks * scheduler.num_tiles(), Traits::kThreads,
+                                        sizeof(Storage), stream, params, scheduler, maps);
+}
+
+}  // namespace flash_attn::sm90

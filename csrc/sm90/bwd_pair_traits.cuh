@@ -1,0 +1,109 @@
+// What the roles of the backward kernel for wide heads share: types of tiles, shared memory.
+#pragma once
+
+#include "bwd_config.h"
+#include "bwd_work.cuh"
+#include "ptx/cluster.cuh"
+#include "tile/ring.cuh"
+
+namespace flash_attn::sm90 {
+
+template <DType kElementType, int kHeadDimClass, int kHeadDimVClass>
+struct BwdPairTraits {
+  static constexpr DType kDType = kElementType;
+  using Element = flash_attn::Element<kDType>;
+  static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
+  static constexpr BwdPairTile kTile = kBwdPairTile<kHeadDim>;
+  static constexpr int kBlocks = 2;  // of a cluster
+  static constexpr int kBlockM = 64, kBlockN = 64, kPairN = kBlocks * kBlockN;
+  static constexpr int kConsumerThreads = 384, kThreads = 128 + kConsumerThreads;
+  static constexpr int kProducerRegisters = 24, kDqRegisters = kTile.dq_registers,
+                       kKeyRegisters = kTile.key_registers;
+  static_assert(kProducerRegisters + kDqRegisters + 2 * kKeyRegisters <= 512);
+
+  // All operands lie in slabs of 64 rows and 64 columns, each with a place of its own in its ring.
+  static constexpr int kSlabCols = 64;
+  using Slab = SmemTile<Element, 64, kSlabCols>;
+  static constexpr int kSlabs = kHeadDim / kSlabCols, kSlabsV = kHeadDimV / kSlabCols;
+  static constexpr int kQSlots = kTile.q_slots, kDoutSlots = kTile.dout_slots;
+  static constexpr int kSlots = 2;  // of what a block of queries has one of
+  // dQ goes to the two blocks of a cluster by slabs. With an odd number of them the one in the middle
+  // goes to either in turn; each block has the columns of the other's keys that it may need.
+  static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
+
+  using Scores = Accumulator<1, kBlockM>;           // Sᵀ, dPᵀ
+  using ScoresOperand = OperandA<1, kBlockM>;       // the same, rounded: Pᵀ, dSᵀ
+  using QueryGradient = Accumulator<1, kSlabCols>;  // a slab of dQ
+
+  using Scheduler = TileScheduler<kPairN, TileOrder::kFirstBlocksFirst>;
+};
+
+// Which keys a thread block of a cluster loads, and how many columns of them. A block that has none of
+// the sequence's keys loads nothing: a box beyond the sequence must not be asked for.
+template <typename Traits>
+struct BwdPairKeys {
+  int first_key, peer_first_key;
+  int first_peer_col;  // of the peer's keys
+  int k_cols, v_cols, peer_k_cols;
+
+  __device__ __forceinline__ BwdPairKeys(const BwdParams& params, int pair_first_key, int len_k,
+                                         int rank)
+      : first_key(pair_first_key + rank * Traits::kBlockN),
+        peer_first_key(pair_first_key + (rank ^ 1) * Traits::kBlockN),
+        first_peer_col(rank * (Traits::kSlabs - Traits::kPeerSlabs) * Traits::kSlabCols),
+        k_cols(first_key < len_k ? params.head_dim : 0),
+        v_cols(first_key < len_k ? params.head_dim_v : 0),
+        peer_k_cols(peer_first_key < len_k ? max(params.head_dim - first_peer_col, 0) : 0) {}
+};
+
+template <typename Traits>
+struct BwdPairSharedStorage {
+  using Slab = typename Traits::Slab;
+
+  alignas(1024) Slab k[Traits::kSlabs];
+  alignas(1024) Slab v[Traits::kSlabsV];
+  alignas(1024) Slab peer_k[Traits::kPeerSlabs];
+  alignas(1024) Slab q[Traits::kQSlots];
+  alignas(1024) Slab dout[Traits::kDoutSlots];
+  alignas(1024) Slab scores[Traits::kSlots];  // P, in its place dS: keys are rows
+  alignas(1024) Slab peer_ds[Traits::kSlots];
+  alignas(16) RowValues<Traits::kBlockM> row_values[Traits::kSlots];
+  RingBarriers<Traits::kQSlots> q_ring;
+  RingBarriers<Traits::kDoutSlots> dout_ring;
+  RingBarriers<Traits::kSlots> row_ring;
+  // A slot of scores and peer_ds is full of P, then of dS; then p_ring has it empty.
+  RingBarriers<Traits::kSlots> p_ring, ds_ring;
+  RingBarriers<1> k_ring, v_ring;
+  alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
+
+  __device__ __forceinline__ BwdWork& work() { return *reinterpret_cast<BwdWork*>(work_storage); }
+
+  // What no load ever writes. By all threads, before a barrier among them.
+  __device__ __forceinline__ void zero_absent_slabs(const BwdPairKeys<Traits>& keys) {
+    const auto zero = [](auto& slabs, int num_cols) {
+      int col = 0;
+      for (Slab& slab : slabs) {
+        sm90::zero_absent_slabs(slab, num_cols - col, threadIdx.x, Traits::kThreads);
+        col += Traits::kSlabCols;
+      }
+    };
+    zero(k, keys.k_cols);
+    zero(v, keys.v_cols);
+    zero(peer_k, keys.peer_k_cols);
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  }
+
+  __device__ __forceinline__ void init_barriers() {
+    constexpr int kWarps = 4;  // of a warpgroup
+    q_ring.init(1, 2 * kWarps);
+    dout_ring.init(1, 2 * kWarps);
+    row_ring.init(1, 2 * kWarps);
+    p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both blocks read dS
+    ds_ring.init(kWarps, 1);
+    k_ring.init(1, 1);
+    v_ring.init(1, 1);
+    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+  }
+};
+
+}  // namespace flash_attn::sm90

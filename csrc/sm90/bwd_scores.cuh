@@ -1,0 +1,95 @@
+// A warpgroup's transposed scores in the backward, Sᵀ of 64 keys (rows) and kBlockM queries: from S to
+// P, and from P and dP to dS.
+#pragma once
+
+#include "../cuda/attn/mask.cuh"
+#include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/softmax_bwd.cuh"
+#include "../cuda/tile/fragment.cuh"
+#include "bwd_work.cuh"
+
+namespace flash_attn::sm90 {
+
+// One value for each of a lane's queries: kBlockM / 8 pairs of neighbours.
+template <int kBlockM>
+struct QueryPairs {
+  float2 pairs[kBlockM / 8];
+
+  QueryPairs() = default;
+  __device__ __forceinline__ explicit QueryPairs(const float (&values)[kBlockM], int lane) {
+#pragma unroll
+    for (int n = 0; n < kBlockM / 8; ++n) {
+      pairs[n] = *reinterpret_cast<const float2*>(values + n * 8 + lane % 4 * 2);
+    }
+  }
+};
+
+// P = exp(S - LSE), 0 where nothing is seen: after the exponential, which may overflow there.
+// row: the first of the warp's 16 keys, counted from work.first_key.
+template <int kBlockM>
+__device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
+                                             const QueryPairs<kBlockM>& lse_log2, bool masked,
+                                             const BwdWork& work, int row, int first_query,
+                                             int lane) {
+#pragma unroll
+  for (int n = 0; n < kBlockM / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& s = S.data[0][n][i];
+      s = flash_attn::ptx::exp2(
+          fmaf(s, scale_log2, -(i % 2 == 0 ? lse_log2.pairs[n].x : lse_log2.pairs[n].y)));
+    }
+  }
+  if (masked) {
+    const int key = work.first_key + row + fragment_row(0, lane);
+    mask_queries(S, work.window, {key, key + 8}, first_query, lane);
+  }
+}
+
+// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, from P as rounded: one set of registers
+// less. delta: of the block's queries, in shared memory.
+template <typename Element, int kBlockM>
+__device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
+                                              const Accumulator<1, kBlockM>& dP,
+                                              const OperandA<1, kBlockM>& P,
+                                              const float (&delta)[kBlockM], int lane) {
+#pragma unroll
+  for (int n = 0; n < kBlockM / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int r = n % 2 * 2 + row;
+      const float2 p = flash_attn::ptx::unpack<Element>(P.data[0][n / 2][r]);
+      const float* const dp = dP.data[0][n] + 2 * row;
+      dS.data[0][n / 2][r] =
+          flash_attn::ptx::pack<Element>(p.x * (dp[0] - pair.x), p.y * (dp[1] - pair.y));
+    }
+  }
+}
+
+// The same in place of dP, from P in shared memory (store_operand): fewer registers. first_row: of the
+// warp's rows in the tile.
+template <typename Tile, int kBlockM>
+__device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
+                                              int first_row, const float (&delta)[kBlockM],
+                                              int lane) {
+  const uint32_t address = P.address(first_row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int col = 0; col < kBlockM; col += 16) {
+    uint32_t p_pairs[4];
+    flash_attn::ptx::ldmatrix_x4(p_pairs, Tile::advance(address, 0, col));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 pair = *reinterpret_cast<const float2*>(delta + col + n * 8 + lane % 4 * 2);
+      float (&dp)[4] = dP.data[0][col / 8 + n];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float2 p = flash_attn::ptx::unpack<typename Tile::Element>(p_pairs[2 * n + row]);
+        dp[2 * row] = p.x * (dp[2 * row] - pair.x);
+        dp[2 * row + 1] = p.y * (dp[2 * row + 1] - pair.y);
+      }
+    }
+  }
+}
+
+}  // namespace flash_attn::sm90

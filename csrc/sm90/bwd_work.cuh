@@ -1,0 +1,122 @@
+// What a thread block of the backward kernels works on, and its walk over the queries.
+#pragma once
+
+#include "../cuda/attn/block_range.cuh"
+#include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/tile_scheduler.cuh"
+#include "tile/copy.cuh"
+
+namespace flash_attn::sm90 {
+
+// One block of keys of one kv head.
+struct BwdWork {
+  AttentionWindow window;
+  SeqlenInfo seqlen;
+  BlockRange range;   // of queries
+  MatrixPlace q, kv;  // q: dO as well; its head is the first of the group
+  int end_head;       // behind the group's last query head
+  int batch_idx, first_key;
+
+  __device__ __forceinline__ bool has_queries() const { return range.begin < range.end; }
+  // That QueryBlocks visits.
+  __device__ __forceinline__ int num_query_blocks() const {
+    return (range.end - range.begin) * (end_head - q.head);
+  }
+
+  // Of kBlockN keys, met by blocks of kBlockM queries.
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ static BwdWork make(const BwdParams& params,
+                                                 const TileCoordinates& tile,
+                                                 const SeqlenInfo& seqlen) {
+    const int first_key = tile.block * kBlockN, group = params.heads_q / params.heads_kv;
+    const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
+    const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+    return {
+        .window = window,
+        .seqlen = seqlen,
+        .range = BlockRange::of_queries<kBlockM, kBlockN>(window, first_key),
+        .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.len_q},
+              .head = tile.head * group,
+              .batch = varlen_q ? 0 : tile.batch_idx},
+        .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin, seqlen.len_k},
+               .head = tile.head,
+               .batch = varlen_k ? 0 : tile.batch_idx},
+        .end_head = (tile.head + 1) * group,
+        .batch_idx = tile.batch_idx,
+        .first_key = first_key};
+  }
+};
+
+// A walk over the blocks of queries that a block of keys meets: head after head of the group, and
+// within a head from the first to the last. All roles walk alike.
+class QueryBlocks {
+ public:
+  int head, m;  // the block: queries m · kBlockM … of query head `head`
+
+  __device__ __forceinline__ explicit QueryBlocks(const BwdWork& work)
+      : head(work.has_queries() ? work.q.head : work.end_head),
+        m(work.range.begin),
+        begin_(work.range.begin),
+        end_(work.range.end),
+        end_head_(work.end_head) {}
+  __device__ __forceinline__ bool more() const { return head < end_head_; }
+  // Whether the head is a new one.
+  __device__ __forceinline__ bool advance() {
+    if (++m < end_) return false;
+    m = begin_;
+    ++head;
+    return true;
+  }
+
+ private:
+  int begin_, end_, end_head_;
+};
+
+// LSE and delta of a block of queries; P = exp2(scale_log2 · S - lse_log2).
+template <int kBlockM>
+struct RowValues {
+  float lse_log2[kBlockM], delta[kBlockM];
+};
+
+struct BwdTensorMaps {
+  CUtensorMap q, k, v, dout;
+};
+
+// Boxes of the tiles: block_m queries and block_n keys.
+inline BwdTensorMaps make_bwd_tensor_maps(const BwdParams& params, int block_m, int block_n,
+                                          int slab_cols) {
+  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+  const TensorShape q_shape = {.dtype = params.dtype,
+                               .cols = params.head_dim,
+                               .rows = varlen_q ? params.total_q : params.seqlen_q,
+                               .heads = params.heads_q,
+                               .batch = varlen_q ? 1 : params.batch};
+  const TensorShape k_shape = {.dtype = params.dtype,
+                               .cols = params.head_dim,
+                               .rows = varlen_k ? params.total_k : params.seqlen_k,
+                               .heads = params.heads_kv,
+                               .batch = varlen_k ? 1 : params.batch};
+  TensorShape v_shape = k_shape, dout_shape = q_shape;
+  v_shape.cols = dout_shape.cols = params.head_dim_v;
+  return {
+      .q = make_tensor_map(params.q, params.q_strides, q_shape, slab_cols, block_m),
+      .k = make_tensor_map(params.k, params.k_strides, k_shape, slab_cols, block_n),
+      .v = make_tensor_map(params.v, params.v_strides, v_shape, slab_cols, block_n),
+      .dout = make_tensor_map(params.dout, params.dout_strides, dout_shape, slab_cols, block_m)};
+}
+
+// The blocks of kBlockN keys of a call, dealt out.
+template <typename Scheduler>
+Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
+  const int64_t group = params.heads_q / params.heads_kv;
+  // What the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
+  auto scheduler = Scheduler::make(
+      params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
+      params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
+          group);
+  // Head after head, as no length has to come first: the blocks walk over the same Q and dO together.
+  if (sequences_are_alike(params)) scheduler.section_heads = 1;
+  return scheduler;
+}
+
+}  // namespace flash_attn::sm90

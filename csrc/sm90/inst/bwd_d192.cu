@@ -1,0 +1,10 @@
+#include "../bwd_pair.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_bwd_pair<DType::kFp16, 192, 128>(const BwdParams&, Stream);
+template void launch_bwd_pair<DType::kBf16, 192, 128>(const BwdParams&, Stream);
+template void launch_bwd_pair<DType::kFp16, 192, 192>(const BwdParams&, Stream);
+template void launch_bwd_pair<DType::kBf16, 192, 192>(const BwdParams&, Stream);
+
+}  // namespace flash_attn::sm90

@@ -1,0 +1,108 @@
+// cuda/attn/dropout.cuh: the keep-mask in registers, with queries as rows and with keys as rows,
+// against its definition (aten/dropout.h), element by element.
+#include <array>
+
+#include "../cuda/attn/dropout.cuh"
+#include "device_array.cuh"
+
+namespace flash_attn::tests {
+namespace {
+
+constexpr int kRows = 32, kCols = 48;  // of the tile that the one warp looks at
+
+// operand: 1 where drop() leaves all bits of an element, 0 where it clears them, 2 elsewhere.
+// accumulator: what find_kept() says.
+template <bool kTransposed>
+__global__ void __launch_bounds__(32)
+    dropout_kernel(const __grid_constant__ DropoutParams params, int64_t head_number, int first_row,
+                   int first_col, float* operand, float* accumulator) {
+  const int lane = threadIdx.x;
+  const DropoutMask<kTransposed> mask(params, DropoutHead::of(params, head_number), lane);
+  for (int row = 0; row < kRows; row += 16) {
+    for (int col = 0; col < kCols; col += 16) {
+      uint32_t block[4] = {~0u, ~0u, ~0u, ~0u};
+      bool kept[2][4];
+      mask.drop(block, first_row + row, first_col + col);
+      mask.find_kept(kept, first_row + row, first_col + col);
+      for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t bits = block[i / 2 * 2 + half] >> i % 2 * 16 & 0xffff;
+          const int index = (row + fragment_row(half, lane)) * kCols + col + fragment_col(i, lane);
+          operand[index] = bits == 0xffff ? 1.f : bits == 0 ? 0.f : 2.f;
+          accumulator[index] = kept[half][i] ? 1.f : 0.f;
+        }
+      }
+    }
+  }
+}
+
+uint32_t high(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
+uint32_t low(uint64_t x) { return static_cast<uint32_t>(x); }
+
+using Words4 = std::array<uint32_t, 4>;
+using Words2 = std::array<uint32_t, 2>;
+
+Words4 host_philox4x32(Words4 word, uint64_t key) {
+  uint32_t key0 = low(key), key1 = high(key);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * word[0], b = uint64_t{0xCD9E8D57} * word[2];
+    word = {high(b) ^ word[1] ^ key0, low(b), high(a) ^ word[3] ^ key1, low(a)};
+    key0 += 0x9E3779B9;
+    key1 += 0xBB67AE85;
+  }
+  return word;
+}
+
+Words2 host_philox2x32(Words2 word, uint32_t key) {
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t product = uint64_t{0xD256D193} * word[0];
+    word = {high(product) ^ word[1] ^ key, low(product)};
+    key += 0x9E3779B9;
+  }
+  return word;
+}
+
+bool host_keeps(const Words4& head, int threshold, int query, int key) {
+  const auto pair = [](int i) { return static_cast<uint32_t>(i / 16 * 8 + i % 8); };
+  const auto words = host_philox2x32({pair(query) ^ head[1], pair(key) ^ head[2]}, head[0]);
+  const int number = words[query / 8 % 2] >> key / 8 % 2 * 16 & 0x7fff;
+  return threshold <= 1 << 14 ? number >= threshold : number < (1 << 15) - threshold;
+}
+
+template <bool kTransposed>
+void test_dropout(Random& random) {
+  constexpr int kThresholds[] = {1, 2, 1023, 3277, 16383, 16384, 16385, 29491, 32767, 32768};
+  const auto word = [&] { return static_cast<int64_t>(random.integer(0, 1 << 30)) * 0x9E3779B97; };
+  for (const int threshold : kThresholds) {
+    const std::vector<int64_t> state = {word(), -word()};
+    const int64_t head_number = random.integer(0, 1) * word() + random.integer(0, 100);
+    const int first_row = 16 * random.integer(0, 1 << 20);
+    const int first_col = 16 * random.integer(0, 1 << 20);
+
+    const auto head = host_philox4x32(
+        {low(head_number), high(head_number), low(state[1]), high(state[1])}, state[0]);
+    std::vector<float> expected(kRows * kCols);
+    for (int i = 0; i < kRows * kCols; ++i) {
+      const int row = first_row + i / kCols, col = first_col + i % kCols;
+      expected[i] = kTransposed ? host_keeps(head, threshold, col, row)
+                                : host_keeps(head, threshold, row, col);
+    }
+
+    DeviceArray<int64_t> device_state(state);
+    DeviceArray<float> operand(expected.size()), accumulator(expected.size());
+    const auto params = DropoutParams::make(threshold / 32768., device_state.data());
+    cuda::launch<dropout_kernel<kTransposed>>(1, 32, 0, nullptr, params, head_number, first_row,
+                                              first_col, operand.data(), accumulator.data());
+    expect_equal("the operand", operand.read(), expected);
+    expect_equal("the accumulator", accumulator.read(), expected);
+  }
+}
+
+}  // namespace
+
+void add_cuda_dropout_tests(Tests& tests) {
+  tests.push_back({"cuda/dropout-queries-as-rows", test_dropout<false>});
+  tests.push_back({"cuda/dropout-keys-as-rows", test_dropout<true>});
+}
+
+}  // namespace flash_attn::tests

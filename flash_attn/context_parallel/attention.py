@@ -1,0 +1,270 @@
+"""Attention of the rows of one rank to the keys of all: two torch ops, forward and backward.
+
+    ring          in step t a rank computes with the keys of the rank t places before it, while
+                  those of the rank t + 1 places before it are on their way. Each block comes
+                  straight from its owner, and its gradient goes straight back: ranks whose tokens
+                  do not see one another exchange nothing, so that a window talks to neighbours
+                  only. Two blocks of keys at a time.
+    all-gather    all keys come first, then each rank computes once. All keys at a time.
+
+The backward recomputes from the LSE and the output over all keys, as the backward of one GPU does,
+so that the contributions of the blocks add up to the exact gradient. They are added in fp32.
+
+The backward goes through the heads in groups: its fp32 sums and what travels are those of one group
+at a time, beside gradients in the dtype of q.
+
+As torch ops they are one node each for torch.compile, which does not look inside.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from flash_attn.context_parallel.calls import Options, Queries, run_backward, run_forward
+from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows, sum_rows
+from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
+from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
+from flash_attn.context_parallel.shards import Ranges, Shards, size_of
+
+# Rows of a rank times query heads that fill a GPU many times over: groups of heads are no smaller.
+ROWS_OF_A_GROUP = 1 << 17
+
+
+class _Blocks:
+    """Who holds which tokens, and the calls for each pair of ranks."""
+
+    def __init__(
+        self,
+        group_name: str,
+        layout: str,
+        mask: list[int],
+        cu_q: list[int],
+        cu_k: list[int],
+        varlen: bool,
+    ) -> None:
+        left, right, top_left, alibi = mask
+        self.group = _resolve_process_group(group_name)
+        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.mask = Mask(left, right, bool(top_left), bool(alibi))
+        self.documents = Documents(tuple(cu_q), tuple(cu_k), varlen)
+        shards_q = Shards(cu_q[-1], layout, self.size)
+        shards_k = Shards(cu_k[-1], layout, self.size)
+        self.q = tuple(shards_q.outer_ranges(rank) for rank in range(self.size))
+        self.k = tuple(shards_k.outer_ranges(rank) for rank in range(self.size))
+
+    def calls(self, rank_q: int, rank_k: int) -> tuple[Call, ...]:
+        return calls(self.mask, self.documents, self.q[rank_q], self.k[rank_k])
+
+    def calls_with_all_keys(self) -> tuple[Call, ...]:
+        everything: Ranges = ((0, self.documents.k[-1]),)
+        return calls(self.mask, self.documents, self.q[self.rank], everything)
+
+    def source(self, step: int) -> int:
+        """Whose keys this rank computes with in a step."""
+        return (self.rank - step) % self.size
+
+    def destination(self, step: int) -> int:
+        """Who computes with this rank's keys in a step."""
+        return (self.rank + step) % self.size
+
+    def fetch(self, step: int, k: Tensor, v: Tensor) -> Transfer | None:
+        """Starts to bring the keys and values of a step, if there is such a step."""
+        if step == self.size:
+            return None
+        source, destination = self.source(step), self.destination(step)
+        sent = (k, v) if self.calls(destination, self.rank) else ()
+        rows = size_of(self.k[source]) if self.calls(self.rank, source) else 0
+        received = [x.new_empty(x.size(0), rows, *x.shape[2:]) for x in (k, v)]
+        return exchange(self.group, sent, destination, received, source)
+
+    def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Transfer:
+        """Starts to bring the gradients of a step's keys to their owner."""
+        source, destination = self.source(step), self.destination(step)
+        sent = (dk, dv) if self.calls(self.rank, source) else ()
+        rows = size_of(self.k[self.rank]) if self.calls(destination, self.rank) else 0
+        received = [x.new_empty(x.size(0), rows, *x.shape[2:]) for x in (dk, dv)]
+        return exchange(self.group, sent, destination=source, received=received, source=destination)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """Like x, for sums."""
+    return torch.zeros_like(x, dtype=compute_dtype(x.dtype), memory_format=torch.contiguous_format)
+
+
+def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
+    k, v = k.contiguous(), v.contiguous()
+    keys = (k, v)
+    for step in range(blocks.size):
+        following = blocks.fetch(step + 1, k, v)
+        for call in blocks.calls(blocks.rank, blocks.source(step)):
+            run_forward(call, q, *keys, options, merge)
+        keys = following.wait() if following else ()
+
+
+def _ring_backward(
+    blocks: _Blocks, queries: Queries, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = k.contiguous(), v.contiguous()
+    dq, dk, dv = _zeros(queries.q), _zeros(k), _zeros(v)
+    keys, returning = (k, v), None
+    for step in range(blocks.size):
+        following = blocks.fetch(step + 1, k, v)
+        grads = (dk, dv) if step == 0 else [_zeros(x) for x in keys]
+        for call in blocks.calls(blocks.rank, blocks.source(step)):
+            run_backward(call, queries, *keys, options, (dq, *grads))
+        keys = following.wait() if following else ()
+        _add_returned(returning, dk, dv)
+        returning = blocks.give_back(step, *grads) if step else None
+    _add_returned(returning, dk, dv)
+    return dq, dk, dv
+
+
+def _add_returned(returning: Transfer | None, dk: Tensor, dv: Tensor) -> None:
+    """Adds what another rank found for this rank's keys, once it is here; in the order of steps."""
+    if returning is None:
+        return
+    for grad, part in zip((dk, dv), returning.wait(), strict=True):
+        if part.size(1):
+            grad += part
+
+
+def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
+    keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
+    for call in blocks.calls_with_all_keys():
+        run_forward(call, q, *keys, options, merge)
+
+
+def _gather_backward(
+    blocks: _Blocks, queries: Queries, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
+    dq, dk, dv = _zeros(queries.q), *(_zeros(x) for x in keys)
+    for call in blocks.calls_with_all_keys():
+        run_backward(call, queries, *keys, options, (dq, dk, dv))
+    return dq, *(sum_rows(x, blocks.k, blocks.group) for x in (dk, dv))
+
+
+@torch.library.custom_op("flash_attn::context_parallel_fwd", mutates_args=())
+def context_parallel_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    mask: list[int],
+    cu_seqlens_q: list[int],
+    cu_seqlens_k: list[int],
+    varlen: bool,
+    scheme: str,
+    layout: str,
+    group_name: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """q, k, v (batch, rows, heads, d) of this rank → out, softmax_lse. mask: left, right, top_left,
+    whether there is ALiBi. cu_seqlens: of the whole sequence, from 0 to its length."""
+    blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
+    merge = RunningMerge(q.new_empty(*q.shape[:-1], v.size(-1)), learnable_sink)
+    forward = _ring_forward if scheme == "ring" else _gather_forward
+    with options.forced_backend():
+        forward(blocks, q, k, v, options, merge)
+    return merge.result()
+
+
+@context_parallel_fwd.register_fake
+def _(q, k, v, *_):
+    lse = q.new_empty((q.size(0), q.size(2), q.size(1)), dtype=compute_dtype(q.dtype))
+    return q.new_empty((*q.shape[:-1], v.size(-1))), lse
+
+
+@torch.library.custom_op("flash_attn::context_parallel_bwd", mutates_args=())
+def context_parallel_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    softmax_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    mask: list[int],
+    cu_seqlens_q: list[int],
+    cu_seqlens_k: list[int],
+    varlen: bool,
+    scheme: str,
+    layout: str,
+    group_name: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, and of the sink what this rank's rows contribute (empty without a sink)."""
+    blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
+    queries = Queries(q, out, dout, softmax_lse, dlse)
+    backward = _ring_backward if scheme == "ring" else _gather_backward
+    # Results of an op share no memory with its arguments nor with one another.
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    with options.forced_backend():
+        for heads_q, heads_kv in _head_groups(blocks, q, k):
+            some = queries.of_heads(heads_q), k[:, :, heads_kv], v[:, :, heads_kv]
+            grads = backward(blocks, *some, options.of_heads(heads_q))
+            for whole, heads, part in zip(
+                (dq, dk, dv), (heads_q, heads_kv, heads_kv), grads, strict=True
+            ):
+                whole[:, :, heads] = part
+    dsink = q.new_empty(0) if learnable_sink is None else _sink_grad(queries, learnable_sink)
+    return dq, dk, dv, dsink
+
+
+def _head_groups(blocks: _Blocks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Query heads with their key heads. Every rank makes the same groups."""
+    heads_kv = k.size(2)
+    heads_per_kv = q.size(2) // heads_kv
+    rows = q.size(0) * max(blocks.documents.q[-1] // blocks.size, 1)
+    step = min(max(ROWS_OF_A_GROUP // (rows * heads_per_kv), 1), heads_kv)
+    for first in range(0, heads_kv, step):
+        last = min(first + step, heads_kv)
+        yield slice(first * heads_per_kv, last * heads_per_kv), slice(first, last)
+
+
+def _sink_grad(queries: Queries, sink: Tensor) -> Tensor:
+    """-Σᵢ exp(sink - LSEᵢ) δᵢ: the sink is a key whose value is 0 (csrc/aten/bwd.cpp)."""
+    wide = queries.lse.dtype
+    delta = (queries.dout.to(wide) * queries.out.to(wide)).sum(-1).transpose(1, 2)
+    if queries.dlse is not None:
+        delta = delta - queries.dlse
+    p_sink = torch.exp(sink.to(wide)[:, None] - queries.lse)
+    return -(p_sink * delta).sum((0, 2)).to(sink.dtype)
+
+
+@context_parallel_bwd.register_fake
+def _(dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, learnable_sink, *_):
+    dsink = q.new_empty(0) if learnable_sink is None else torch.empty_like(learnable_sink)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, alibi_slopes, learnable_sink, *ctx.rest = inputs
+    ctx.save_for_backward(*output, q, k, v, alibi_slopes, learnable_sink)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    out, softmax_lse, q, k, v, alibi_slopes, sink = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsink = context_parallel_bwd(
+        dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, sink, *ctx.rest
+    )
+    return dq, dk, dv, None, None if sink is None else dsink, *[None] * len(ctx.rest)
+
+
+context_parallel_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,197 @@
+"""Runs a plan's calls: forward into a running merge, backward from the LSE of all keys.
+
+Tensors are (batch, rows, heads, d) here, and LSE (batch, heads, rows); the tokens of varlen ones
+are the rows of a batch of one.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flash_attn._call import bwd, fwd, fwd_arguments
+from flash_attn.backends import use_backend
+from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
+from flash_attn.context_parallel.plan import Call, Rectangle
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all calls of one attention share."""
+
+    softmax_scale: float
+    softcap: float
+    alibi_slopes: Tensor | None  # fp32 (heads_q), or (sequences, heads_q)
+    deterministic: bool
+    varlen: bool  # the rows are those of many sequences, which alibi_slopes may tell apart
+    backend: str | None  # of the use_backend block around the whole call
+
+    def forced_backend(self) -> AbstractContextManager:
+        """The same block again: the backward may run in another thread."""
+        return nullcontext() if self.backend is None else use_backend(self.backend)
+
+    def of_heads(self, heads: slice) -> "Options":
+        slopes = self.alibi_slopes
+        return replace(self, alibi_slopes=None if slopes is None else slopes[..., heads])
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What the backward needs of a rank's rows. The LSE is that of all keys, as is out."""
+
+    q: Tensor
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+
+    def of_heads(self, heads: slice) -> "Queries":
+        rows = (x[:, :, heads] for x in (self.q, self.out, self.dout))
+        dlse = None if self.dlse is None else self.dlse[:, heads]
+        return Queries(*rows, self.lse[:, heads], dlse)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In the dtype that partial results are added in, where that is what is computed in anyway.
+
+    On a CPU a result over some of the keys then is not rounded to 16 bits before it is merged. The
+    kernels of GPUs read and write 16 bits.
+    """
+    return x.to(compute_dtype(x.dtype)) if x.is_cpu else x
+
+
+def run_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options, merge: RunningMerge
+) -> None:
+    """Adds what `call` gives for some of the rows and keys to `merge`."""
+    rows, keys = _extent(call)
+    q, k, v = (_widened(x) for x in (q[:, rows], k[:, keys], v[:, keys]))
+    arguments, lse_shift = _arguments(call, q, options)
+    if len(call) > 1:
+        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+    out, lse, _ = fwd(fwd_arguments(q, k, v, **arguments))
+    if len(call) > 1:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    merge.add(rows, out, lse if lse_shift is None else lse - lse_shift)
+
+
+def run_backward(
+    call: Call, queries: Queries, k: Tensor, v: Tensor, options: Options, grads: tuple
+) -> None:
+    """Adds what `call` contributes to grads: dq, dk and dv, in the dtype that is added in."""
+    rows, keys = _extent(call)
+    inputs = [_widened(x[:, rows]) for x in (queries.dout, queries.q, queries.out)]
+    inputs += [_widened(x[:, keys]) for x in (k, v)]
+    lse = queries.lse[..., rows]
+    dlse = None if queries.dlse is None else queries.dlse[..., rows]
+    arguments, lse_shift = _arguments(call, inputs[1], options)
+    if lse_shift is not None:
+        lse = lse + lse_shift
+    if len(call) > 1:
+        inputs = [x.squeeze(0) for x in inputs]
+        lse, dlse = lse.squeeze(0), None if dlse is None else dlse.squeeze(0)
+    dout, q, out, k, v = inputs
+    parts = bwd(dout, q, k, v, out, lse, dlse=dlse, **arguments)
+    for grad, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
+        grad[:, place] += part
+
+
+def _extent(call: Call) -> tuple[slice, slice]:
+    """The rows and the keys from the first to the last that the call touches."""
+    first, last = call[0], call[-1]
+    return slice(first.q[0], last.q[1]), slice(first.k[0], last.k[1])
+
+
+def _arguments(call: Call, q: Tensor, options: Options) -> tuple[dict, Tensor | None]:
+    """The op's options, and what its LSE has too much: a tensor that broadcasts to it, or None."""
+    first = call[0]
+    arguments = dict(
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        window_size=(first.left, first.right),
+        causal_alignment="top-left" if first.top_left else "bottom-right",
+        deterministic=options.deterministic,
+    )
+    if len(call) > 1:
+        lengths = _lengths(call, q.device)
+        arguments |= dict(
+            cu_seqlens_q=lengths.cu_seqlens_q,
+            cu_seqlens_k=lengths.cu_seqlens_k,
+            max_seqlen_q=lengths.max_seqlen_q,
+            max_seqlen_k=lengths.max_seqlen_k,
+        )
+    slopes = _slopes(call, options.alibi_slopes, options.varlen)
+    if slopes is None:
+        return arguments, None
+    if first.side == 0:
+        return arguments | dict(alibi_slopes=slopes), None
+    bias, lse_shift = _alibi_beside(first, slopes, compute_dtype(q.dtype))
+    return arguments | dict(attn_bias=bias), lse_shift
+
+
+def _slopes(call: Call, slopes: Tensor | None, varlen: bool) -> Tensor | None:
+    """Those of the sequences of the call."""
+    if slopes is None or slopes.dim() == 1 or not varlen:
+        return slopes
+    if len(call) == 1:
+        return slopes[call[0].document]
+    return slopes[_lengths(call, slopes.device).documents]
+
+
+def _alibi_beside(r: Rectangle, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """ALiBi of keys that all lie on one side of the diagonals, counted from the nearest pair.
+
+    -slope · side · (j - i - distance) is a bias for each key plus a number for each row, which the
+    softmax does not notice: the LSE alone has it too little, or too much.
+
+    Returns the bias, that broadcasts to (batch, heads, rows, keys), and what has to be taken from
+    the LSE, that broadcasts to (batch, heads, rows).
+    """
+    slope = slopes.to(dtype).unsqueeze(-1)
+    nearest = 0 if r.side > 0 else r.keys - 1
+    key = torch.arange(r.keys, dtype=dtype, device=slopes.device)
+    row = torch.arange(r.rows, dtype=dtype, device=slopes.device)
+    bias = -slope * (key - nearest).mul_(r.side)
+    shift = slope * (row + (r.distance - nearest)).mul_(-r.side)
+    bias, shift = (x.view(-1, *x.shape[-2:]) for x in (bias, shift))
+    return bias.unsqueeze(2), shift
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The varlen arguments of a call; stretches that no rectangle covers are sequences, too."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    documents: Tensor  # int64, of each sequence
+
+
+@lru_cache(maxsize=256)
+def _lengths(call: Call, device: torch.device) -> _Lengths:
+    (q0, _), (k0, _) = call[0].q, call[0].k
+    ends, documents = [(0, 0)], []
+
+    def sequence(end_q: int, end_k: int, document: int) -> None:
+        ends.append((end_q, end_k))
+        documents.append(document)
+
+    for r in call:
+        # Rows without keys and keys without rows: nobody sees anything there.
+        if r.q[0] - q0 > ends[-1][0]:
+            sequence(r.q[0] - q0, ends[-1][1], 0)
+        if r.k[0] - k0 > ends[-1][1]:
+            sequence(ends[-1][0], r.k[0] - k0, 0)
+        sequence(r.q[1] - q0, r.k[1] - k0, r.document)
+    cu_q, cu_k = zip(*ends, strict=True)
+    return _Lengths(
+        torch.tensor(cu_q, dtype=torch.int32, device=device),
+        torch.tensor(cu_k, dtype=torch.int32, device=device),
+        max(b - a for a, b in pairwise(cu_q)),
+        max(b - a for a, b in pairwise(cu_k)),
+        torch.tensor(documents, device=device),
+    )

@@ -1,0 +1,481 @@
+"""The calls of flash_attn_interface, over the ranks that share a sequence."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_attn._call import (
+    as_int,
+    expect,
+    forced_backend,
+    fwd,
+    fwd_arguments,
+    is_top_left,
+    window_sides,
+)
+from flash_attn.context_parallel.attention import context_parallel_fwd
+from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows
+from flash_attn.context_parallel.merge import compute_dtype
+from flash_attn.context_parallel.shards import (
+    Group,
+    Ranks,
+    Shards,
+    check_layout,
+    global_length,
+    ranks_of,
+)
+
+SCHEMES = ("ring", "all-gather", "ulysses")
+
+Window = Sequence[int | None] | Tensor
+Lengths = Sequence[int] | Tensor
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+# What an H100 computes in a second, what it receives from another of its host or from another host
+# (by whether they share one), and what the host needs to launch a step of the ring. The choice of a
+# scheme needs no more than their order of magnitude.
+OPERATIONS = 600e12
+LINK_BYTES = {True: 370e9, False: 45e9}
+LAUNCH_SECONDS = 150e-6
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    group: Group = None,
+    scheme: str | None = None,
+    layout: str = "zigzag",
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+) -> Result:
+    """flash_attn.flash_attn_func over the ranks that share each sequence; exact, differentiable.
+
+    Each rank passes the tokens that `split` gives it and gets the output of its own. All ranks of
+    the group have to make the call, those without tokens too, and the backward pass, too.
+
+        q, k, v = (split(x, group) for x in (q, k, v))
+        out = flash_attn_func(q, k, v, causal=True, group=group)      # of this rank's queries
+        whole = join(out, group)
+
+    Arguments (the others, as those of flash_attn.flash_attn_func, are alike on all ranks):
+        q: (batch, rows of this rank, heads_q, d). fp16, bf16, fp32 or fp64, any device that the
+            group serves.
+        k: (batch, rows of this rank, heads_kv, d); v: (batch, rows of this rank, heads_kv, d_v).
+        dropout_p: 0.0; more raises NotImplementedError, as the mask of a part of the scores would
+            not be that of one GPU.
+        alibi_slopes: fp32 (heads_q) or (batch, heads_q). Where keys and diagonals lie on different
+            ranks, "ring" and "all-gather" add ALiBi as a bias, which on a GPU is slower (the
+            backend aten); "ulysses" calls the kernels as one GPU does.
+        deterministic: the backward gives the same bits in every run with as many ranks.
+        learnable_sink: float (heads_q), alike on all ranks: it enters once. Its gradient is a share
+            that has to be summed over the ranks, as that of every parameter.
+        group: the ranks that share each sequence; they need not be neighbours. A ProcessGroup, a
+            DeviceMesh of one dimension, or of two (or a tuple of two ProcessGroups): then heads are
+            exchanged over the inner dimension and keys over the outer one. Default: all ranks.
+        scheme: "ring": keys and values go from rank to rank while the rank computes with those
+            before them. "all-gather": all keys and values come first. "ulysses": all tokens of some
+            heads on each rank, by all-to-all; over two dimensions it names what the outer one does
+            and may not be "ulysses". Default: `choose_scheme`.
+        layout: which tokens lie where, as given to split: "zigzag" or "contiguous".
+        seqlen_q, seqlen_k: tokens of the whole sequences. Default: as many on each rank as on this
+            one. Has to be given where the ranks have different numbers of rows (a length that does
+            not divide): ranks that expect different lengths send one another tensors of the wrong
+            size, which a group does not survive.
+
+    Returns:
+        As flash_attn.flash_attn_func, for this rank's queries: out (batch, rows, heads_q, d_v) and
+        with return_attn_probs softmax_lse (batch, heads_q, rows), differentiable, and an empty
+        S_dmask.
+
+    Rounding: what "ring" merges, and the gradients that any scheme adds up, are results of 16 bits
+    where the kernels of a GPU made them: one more rounding than on one GPU. On a CPU they are fp32.
+    "ulysses" where heads_kv is a multiple of the ranks computes as one GPU does.
+
+    Not served: attn_bias, as it grows with the square of the sequence.
+
+    Raises:
+        RuntimeError: as flash_attn.flash_attn_func; rows that do not fit the layout; or the group's
+            own error, where a rank is gone or does not come before the group's time-out.
+        ValueError: scheme, layout, group or causal_alignment. NotImplementedError: dropout.
+    """
+    _check_dropout(dropout_p)
+    _check_dimensions(q, k, v, 4)
+    ranks = ranks_of(group)
+    seqlens = [
+        global_length(None if n is None else as_int(n, "seqlen"), x.size(1), ranks)
+        for n, x in ((seqlen_q, q), (seqlen_k, k))
+    ]
+    call = _WholeCall(
+        cu_seqlens_q=(0, seqlens[0]),
+        cu_seqlens_k=(0, seqlens[1]),
+        varlen=False,
+        softmax_scale=q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window=window_sides(window_size),
+        top_left=is_top_left(causal_alignment),
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    tensors = (q, k, v, alibi_slopes, learnable_sink)
+    out, lse = _attend(call, ranks, scheme, layout, tensors, return_attn_probs)
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    group: Group = None,
+    scheme: str | None = None,
+    layout: str = "zigzag",
+) -> Result:
+    """flash_attn.flash_attn_varlen_func of packed documents whose tokens lie on many ranks.
+
+    All documents together are split, `split(x, group, dim=0)`, wherever their borders are: a
+    document may lie on several ranks and a rank may hold many documents.
+
+    Arguments (the others: see flash_attn_func here and flash_attn.flash_attn_varlen_func):
+        q: (rows of this rank, heads_q, d); k: (rows of this rank, heads_kv, d); v: (rows of this
+            rank, heads_kv, d_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1) numbers, from 0 to all tokens of all ranks, alike on
+            all ranks. The host plans by them: a list, or a tensor on the CPU. A tensor on a GPU
+            works, at the price of a synchronisation.
+        max_seqlen_q, max_seqlen_k: not read, as the lengths say it.
+        alibi_slopes: fp32 (heads_q) or (batch, heads_q).
+
+    Returns:
+        out: (rows of this rank, heads_q, d_v). With return_attn_probs also softmax_lse (heads_q,
+        rows of this rank) and an empty S_dmask.
+
+    Raises: as flash_attn_func here; RuntimeError: cu_seqlens do not start with 0 or fall.
+    """
+    _check_dropout(dropout_p)
+    _check_dimensions(q, k, v, 3)
+    call = _WholeCall(
+        cu_seqlens_q=_on_host(cu_seqlens_q, "cu_seqlens_q"),
+        cu_seqlens_k=_on_host(cu_seqlens_k, "cu_seqlens_k"),
+        varlen=True,
+        softmax_scale=q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window=window_sides(window_size),
+        top_left=is_top_left(causal_alignment),
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    expect(
+        len(call.cu_seqlens_k) == len(call.cu_seqlens_q),
+        "cu_seqlens_k",
+        f"{len(call.cu_seqlens_q)} numbers as in cu_seqlens_q",
+        len(call.cu_seqlens_k),
+    )
+    tensors = (*(x.unsqueeze(0) for x in (q, k, v)), alibi_slopes, learnable_sink)
+    out, lse = _attend(call, ranks_of(group), scheme, layout, tensors, return_attn_probs)
+    out = out.squeeze(0)
+    return (out, lse.squeeze(0), q.new_empty(0)) if return_attn_probs else out
+
+
+def choose_scheme(
+    group: Group = None,
+    *,
+    seqlen_q: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int = 128,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    alibi: bool = False,
+) -> str:
+    """The scheme that the calls take by default, from the shape and the links.
+
+    The first that applies:
+
+    1. A group of two dimensions: rules 2 and 5 for the outer one.
+    2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
+    3. All ranks in one host, and heads_kv a multiple of their number: "ulysses". It moves 1 / ranks
+       of q, k, v and out, and each rank runs one call over the whole sequence. Until the backward
+       it holds q, k, v and out twice, by tokens and by heads, where the caller keeps his.
+    4. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
+    5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
+       a step (150 µs; at 600 T/s, and 370 GB/s in a host or 45 GB/s between hosts). Shorter steps
+       are better taken at once: "all-gather".
+
+    benchmarks/scaling.py predicts what each scheme costs.
+
+    One host: the ranks have the same global rank // LOCAL_WORLD_SIZE, which torchrun sets; where it
+    is not set, all ranks count as one host.
+
+    Arguments: seqlen_q: queries of the whole sequence. alibi: the call has alibi_slopes. Others: as
+    in flash_attn_func.
+
+    Returns: "ring", "all-gather" or "ulysses".
+    """
+    ranks = ranks_of(group)
+    left, right = window_sides(window_size)
+    two_dimensions = ranks.inner is not None
+    if left >= 0 and (causal or right >= 0) and not alibi:
+        return "ring"
+    one_host = _in_one_host(ranks.outer)
+    if not two_dimensions:
+        if one_host and heads_kv % ranks.size == 0:
+            return "ulysses"
+        if alibi and heads_q >= ranks.size:
+            return "ulysses"
+    if alibi:
+        return "all-gather"
+    rows = seqlen_q / ranks.outer_size
+    computing = 4 * rows**2 * heads_q * head_dim * (0.5 if causal else 1.0) / OPERATIONS
+    moving = 4 * rows * heads_kv * head_dim / LINK_BYTES[one_host]
+    return "ring" if max(computing, moving) >= LAUNCH_SECONDS else "all-gather"
+
+
+def _in_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group share a host, as far as torchrun told."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return len({rank // per_host for rank in dist.get_process_group_ranks(group)}) == 1
+
+
+@dataclass(frozen=True)
+class _WholeCall:
+    """What is attended to, whoever holds it."""
+
+    cu_seqlens_q: tuple[int, ...]  # (0, length) where it is dense
+    cu_seqlens_k: tuple[int, ...]
+    varlen: bool
+    softmax_scale: float
+    causal: bool
+    window: tuple[int, int]
+    top_left: bool
+    softcap: float
+    deterministic: bool
+
+
+def _attend(
+    call: _WholeCall,
+    ranks: Ranks,
+    scheme: str | None,
+    layout: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out and softmax_lse of this rank's rows; tensors: q, k, v (batch, rows, heads, d), slopes,
+    sink."""
+    check_layout(layout)
+    shards = [ranks.shards(cu[-1], layout) for cu in (call.cu_seqlens_q, call.cu_seqlens_k)]
+    q, k, v, slopes, sink = tensors
+    _check(call, ranks, shards, tensors)
+    if scheme is None:
+        scheme = choose_scheme(
+            ranks,
+            seqlen_q=call.cu_seqlens_q[-1],
+            heads_q=q.size(2),
+            heads_kv=k.size(2),
+            head_dim=q.size(3),
+            causal=call.causal,
+            window_size=call.window,
+            alibi=slopes is not None,
+        )
+    _check_scheme(scheme, ranks)
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    tensors = (q, k, v, slopes, sink)
+    over_keys = partial(_over_keys, call, ranks.outer, scheme, layout)
+    with torch.autocast(device, enabled=False):
+        if scheme == "ulysses":
+            held = [tuple(s.outer_ranges(r) for r in range(ranks.outer_size)) for s in shards]
+            out, lse = _over_heads(
+                partial(_on_one_rank, call), ranks.outer, held, tensors, with_lse
+            )
+        elif ranks.inner is not None:
+            held = [s.inner_ranges(ranks.outer_rank) for s in shards]
+            out, lse = _over_heads(over_keys, ranks.inner, held, tensors, with_lse)
+        else:
+            out, lse = over_keys(tensors)
+    return out, lse if with_lse else None
+
+
+def _over_heads(attend, group, held, tensors, with_lse: bool):
+    """`attend` to all tokens of `group` with some of the heads on each of its ranks.
+
+    held: of q, and of k and v, what each rank holds (Share.held).
+    """
+    q, k, v, slopes, sink = tensors
+    heads = head_shares(q.size(2), k.size(2), dist.get_world_size(group))
+    heads_q, heads_kv = zip(*heads, strict=True)
+    share_q, share_k = Share(held[0], heads_q), Share(held[1], heads_kv)
+    q, k, v = to_heads([q, k, v], [share_q, share_k, share_k], group)
+    if q.size(2) == 0:
+        out, lse = _without_heads(q, k, v)
+    else:
+        mine = slice(*heads_q[dist.get_rank(group)])
+        slopes = None if slopes is None else slopes[..., mine]
+        out, lse = attend((q, k, v, slopes, None if sink is None else sink[mine]))
+    out = to_rows(out, share_q, group)
+    if with_lse:
+        lse = to_rows(lse.transpose(1, 2).unsqueeze(-1), share_q, group)
+        lse = lse.squeeze(-1).transpose(1, 2)
+    return out, lse
+
+
+def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors):
+    """Keys and values come from the other ranks of `group`."""
+    left, right = call.window
+    mask = [left, 0 if call.causal else right, int(call.top_left), int(tensors[3] is not None)]
+    return context_parallel_fwd(
+        *tensors,
+        call.softmax_scale,
+        call.softcap,
+        call.deterministic,
+        mask,
+        list(call.cu_seqlens_q),
+        list(call.cu_seqlens_k),
+        call.varlen,
+        scheme,
+        layout,
+        group.group_name,
+        forced_backend(),
+    )
+
+
+def _on_one_rank(call: _WholeCall, tensors):
+    """All rows and keys are here."""
+    q, k, v, slopes, sink = tensors
+    lengths = {}
+    if call.varlen:
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+        for side in ("q", "k"):
+            cu = getattr(call, f"cu_seqlens_{side}")
+            lengths[f"cu_seqlens_{side}"] = torch.tensor(cu, dtype=torch.int32, device=q.device)
+            lengths[f"max_seqlen_{side}"] = max((b - a for a, b in pairwise(cu)), default=0)
+    out, lse, _ = fwd(
+        fwd_arguments(
+            q,
+            k,
+            v,
+            **lengths,
+            alibi_slopes=slopes,
+            learnable_sink=sink,
+            softmax_scale=call.softmax_scale,
+            causal=call.causal,
+            window_size=call.window,
+            causal_alignment="top-left" if call.top_left else "bottom-right",
+            softcap=call.softcap,
+            deterministic=call.deterministic,
+        )
+    )
+    return (out.unsqueeze(0), lse.unsqueeze(0)) if call.varlen else (out, lse)
+
+
+def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of a rank that got no heads. They depend on q, k and v, so that the backward
+    comes through here, too, and exchanges nothing with the others, who wait for it."""
+    nothing = k.sum() + v.sum()
+    out = q[..., :1].expand(*q.shape[:-1], v.size(-1)) + nothing
+    return out, q[..., 0].transpose(1, 2).to(compute_dtype(q.dtype)) + nothing
+
+
+def _check_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            "flash_attn: dropout_p: expected 0.0 in context_parallel (the kernels cannot shift the"
+            f" mask of a part of the scores to its rows, keys and heads yet), got {dropout_p}"
+        )
+
+
+def _check_dimensions(q: Tensor, k: Tensor, v: Tensor, dims: int) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect(x.dim() == dims, name, f"{dims} dimensions", x.dim())
+        expect(x.size(-1) > 0, name, "a head_dim of at least 1", 0)
+
+
+def _check_scheme(scheme: str, ranks: Ranks) -> None:
+    allowed = SCHEMES if ranks.inner is None else SCHEMES[:2]
+    if scheme not in allowed:
+        raise ValueError(
+            f"flash_attn: scheme: expected one of {allowed} for a group of"
+            f" {1 if ranks.inner is None else 2} dimensions, got {scheme!r}"
+        )
+
+
+def _check(call: _WholeCall, ranks: Ranks, shards: list[Shards], tensors) -> None:
+    """What every rank has to find wrong by itself, before it waits for the others."""
+    q, k, v, slopes, sink = tensors
+    scale = call.softmax_scale
+    expect(math.isfinite(scale) and scale > 0, "softmax_scale", "a finite number above 0", scale)
+    capped = math.isfinite(call.softcap) and call.softcap >= 0
+    expect(capped, "softcap", "a finite number of at least 0", call.softcap)
+    expect(min(call.window) >= -1, "window_size", "numbers of at least -1", call.window)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect(x.dtype == q.dtype, name, f"dtype {q.dtype} as q has", x.dtype)
+        expect(x.device == q.device, name, f"device {q.device} as q has", x.device)
+        expect(x.size(0) == q.size(0), name, f"batch {q.size(0)} as q has", x.size(0))
+    expect(k.size(-1) == q.size(-1), "k", f"head_dim {q.size(-1)} as q has", k.size(-1))
+    expect(v.shape[1:3] == k.shape[1:3], "v", "rows and heads of k", tuple(v.shape[1:3]))
+    heads, heads_kv = q.size(2), k.size(2)
+    divides = heads_kv > 0 and heads % heads_kv == 0
+    expect(divides, "k", f"a number of heads that divides {heads}", heads_kv)
+    for name, x, held in (("q", q, shards[0]), ("k", k, shards[1])):
+        ranks.check_rows(held, x.size(1), name)
+    if slopes is not None:
+        sequences = len(call.cu_seqlens_q) - 1 if call.varlen else q.size(0)
+        fits = tuple(slopes.shape) in ((heads,), (sequences, heads))
+        wanted = f"float32 ({heads}) or ({sequences}, {heads})"
+        expect(fits and slopes.dtype == torch.float32, "alibi_slopes", wanted, _described(slopes))
+        if slopes.requires_grad:
+            raise NotImplementedError(
+                "flash_attn: alibi_slopes: has no gradient, expected requires_grad=False, got True"
+            )
+    if sink is not None:
+        fits = tuple(sink.shape) == (heads,) and sink.is_floating_point()
+        expect(fits, "learnable_sink", f"a floating dtype of shape ({heads})", _described(sink))
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+def _on_host(lengths: Lengths, argument: str) -> tuple[int, ...]:
+    numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    numbers = tuple(as_int(n, argument) for n in numbers)
+    rises = all(a <= b for a, b in pairwise(numbers))
+    expect(
+        bool(numbers) and numbers[0] == 0 and rises,
+        argument,
+        "0 and then no falling number",
+        numbers,
+    )
+    return numbers

@@ -1,0 +1,345 @@
+#!/usr/bin/env python3
+"""Small faults put into the library one at a time: do the tests see each?
+
+    python tests/mutation/run.py --out DIR [--count 160] [--seed 0] [--jobs 1] [--only PART]
+                                 [--thin 1]
+
+In the Python of a built checkout, on a CPU. Each mutant is one change (an operator, a constant, two
+arguments swapped, an option left out) to one line of flash_attn/*.py, csrc/aten or csrc/bindings.
+It lives in a copy of the package, so the checkout is never touched; of C++ one object is compiled
+and the library linked again. First run the tests of its file, then the others (with --thin N every
+Nth of them, with 0 none).
+
+DIR/results.jsonl gets a line a mutant; run again, what stands there is not repeated. Which mutants
+are drawn depends on the seed and on the sources alone. survivors.md, beside this file, explains
+those that no test sees.
+
+mutmut and cosmic-ray know Python only, and most of what computes here is C++.
+"""
+
+import argparse
+import ast
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STEP_SECONDS = 400  # of one pytest; a mutant that takes longer hangs, and is caught
+
+# The tests of a file: pytest's arguments, one run after the other until one fails.
+PYTHON = {
+    "flash_attn/_call.py": ["test_wrong_arguments.py", "test_varlen.py -k pages", "test_api.py"],
+    "flash_attn/_errors.py": ["test_wrong_arguments.py"],
+    "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
+    "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
+    "flash_attn/flash_attn_interface.py": ["test_api.py", "test_wrong_arguments.py"],
+    "flash_attn/kvcache.py": [
+        "test_kvcache.py --part=0/4",
+        "test_errors.py",
+        "test_cache_forms.py --part=0/4",
+    ],
+    "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
+    "flash_attn/_positional.py": ["test_upstream.py test_api.py"],
+    "flash_attn/_upstream.py": ["test_upstream.py test_api.py"],
+    "flash_attn/layers/rotary.py": ["test_padding.py test_wrong_arguments.py -k rotary"],
+}
+ATTENTION = ["test_score_range.py", "test_forward.py --part=0/8", "test_backward.py --part=0/8"]
+CACHE = [
+    "test_decode.py --part=0/6",
+    "test_kvcache.py --part=0/4",
+    "test_cache_forms.py --part=0/4",
+]
+CPP = {
+    "csrc/aten/score.cpp": ATTENTION,
+    "csrc/aten/slice.cpp": ATTENTION,
+    "csrc/aten/fwd.cpp": ATTENTION,
+    "csrc/aten/bwd.cpp": ["test_score_range.py", "test_backward.py --part=0/8"],
+    "csrc/aten/online_softmax.cpp": ["test_score_range.py", *CACHE[:1]],
+    "csrc/aten/tile.cpp": ATTENTION,
+    "csrc/aten/sequences.cpp": ["test_varlen.py --part=0/6"],
+    "csrc/aten/dropout.cpp": ["test_dropout.py"],
+    "csrc/aten/parallel.cpp": ["test_threads.py", "test_invariants.py"],
+    "csrc/aten/decode.cpp": CACHE,
+    "csrc/aten/cache.cpp": CACHE,
+    "csrc/aten/append.cpp": ["test_kvcache.py --part=0/4"],
+    "csrc/bindings/checks.cpp": ["test_errors.py", "test_wrong_arguments.py"],
+    "csrc/bindings/autograd.cpp": ["test_torch.py", "test_api.py", "test_opcheck.py"],
+    "csrc/bindings/meta.cpp": ["test_opcheck.py", "test_errors.py -k tracing"],
+    "csrc/bindings/overlap.cpp": ["test_kvcache.py", "test_errors.py"],
+    "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],
+}
+OTHERS = (
+    "test_api.py test_sdpa.py test_errors.py test_wrong_arguments.py test_score_range.py"
+    " test_upstream.py test_threads.py test_opcheck.py test_varlen.py test_layouts.py"
+    " test_dropout.py test_torch.py test_compile.py test_forward.py test_decode.py test_kvcache.py"
+    " test_backward.py test_invariants.py test_cache_forms.py test_gradcheck.py"
+)
+
+COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Mod: "*"}
+CPP_SWAPS = {
+    " < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ",
+    " && ": " || ", " || ": " && ", " + ": " - ", " - ": " + ", " * ": " + ",
+    "true": "false", "false": "true", "std::min": "std::max", "std::max": "std::min",
+    ".first": ".last", ".last": ".first", "!": "", ".sub_(": ".add_(", ".add_(": ".sub_(",
+    ".mul_(": ".add_(", "clamp_min": "clamp_max", "at::minimum": "at::maximum", ".lt(": ".le(",
+    ".ge(": ".gt(", "logical_or": "logical_and", "logical_and": "logical_or", "size(0)": "size(1)",
+    "size(1)": "size(0)", "size(-1)": "size(-2)",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    file: str
+    start: int  # in the file's text
+    end: int
+    text: str  # what stands there instead
+
+    def key(self, source: str) -> str:
+        """The same for the same change to the same line of a file that has changed elsewhere."""
+        begin = source.rfind("\n", 0, self.start) + 1
+        line = source[begin : source.find("\n", self.start)]
+        what = f"{self.file}|{line}|{self.start - begin}|{self.text}"
+        return hashlib.sha256(what.encode()).hexdigest()[:12]
+
+    def shown(self, source: str) -> str:
+        line = source.count("\n", 0, self.start) + 1
+        old = " ".join(source[self.start : self.end].split())
+        return f"{self.file}:{line}: {old!r} -> {' '.join(self.text.split())!r}"
+
+
+def python_mutants(file: str, source: str) -> Iterator[Mutant]:
+    lines = [0]
+    for line in source.encode().splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    data = source.encode()
+
+    def place(node: ast.AST) -> tuple[int, int]:
+        bounds = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+        return tuple(len(data[: lines[row - 1] + col].decode()) for row, col in bounds)
+
+    def between(left: ast.AST, right: ast.AST, new: str) -> Mutant:
+        start, end = place(left)[1], place(right)[0]
+        inner = source[start:end]  # with the brackets round the operands, if any
+        old = re.search(r"is not|not in|[^\s()]+", inner)
+        return Mutant(file, start + old.start(), start + old.end(), new)
+
+    def visit(node: ast.AST) -> Iterator[Mutant]:
+        # Neither words nor what only helps to say them.
+        if isinstance(node, (ast.Raise, ast.JoinedStr, ast.ExceptHandler, ast.Import)):
+            return
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            for left, operator, right in zip(operands, node.ops, operands[1:], strict=False):
+                yield between(left, right, COMPARISONS[type(operator)])
+        elif isinstance(node, ast.BoolOp):
+            new = "or" if isinstance(node.op, ast.And) else "and"
+            for left, right in zip(node.values, node.values[1:], strict=False):
+                yield between(left, right, new)
+        elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            yield between(node.left, node.right, ARITHMETIC[type(node.op)])
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield Mutant(file, place(node)[0], place(node.operand)[0], "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int)):
+            new = not node.value if isinstance(node.value, bool) else node.value + 1
+            yield Mutant(file, *place(node), repr(new))
+        elif isinstance(node, ast.Call):
+            for left, right in zip(node.args, node.args[1:], strict=False):
+                (a, b), (c, d) = place(left), place(right)
+                yield Mutant(file, a, d, source[c:d] + source[b:c] + source[a:b])
+            for keyword in node.keywords:
+                if keyword.arg and not isinstance(keyword.value, ast.Constant):
+                    yield Mutant(file, *place(keyword.value), "None")
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child)
+
+    yield from visit(ast.parse(source))
+
+
+def cpp_mutants(file: str, source: str) -> Iterator[Mutant]:
+    # Comments, strings and directives keep their length and lose their text.
+    quiet = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^#[^\n]*|template <[^\n]*', re.MULTILINE)
+    code = quiet.sub(lambda m: "~" * len(m[0]), source)
+    for old, new in CPP_SWAPS.items():
+        word = re.escape(old) if not old.isalpha() else rf"\b{old}\b"
+        if old == "!":
+            word = r"!(?!=)"
+        for match in re.finditer(word, code):
+            yield Mutant(file, *match.span(), new)
+    for match in re.finditer(r"(?<=[ (,-])[0-9]+(?=[;,)\s])", code):
+        yield Mutant(file, *match.span(), str(int(match[0]) + 1))
+
+
+class Workplace:
+    """A copy of the package, and what compiles and links one object of the library into it."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        for part in ("flash_attn", "tests", "fa3"):
+            shutil.copytree(ROOT / part, scratch / part, ignore=shutil.ignore_patterns("__pyc*"))
+        for file in ("flash_attn_2_cuda.py", "pyproject.toml"):
+            shutil.copy(ROOT / file, scratch)
+        self.library = scratch / "flash_attn" / "lib" / "libflash_attn.so"
+        self.original = scratch / "libflash_attn.original"
+        shutil.copy(self.library, self.original)
+        self.build = ROOT / "build"
+
+    def restore(self, file: str) -> None:
+        if file.endswith(".cpp"):
+            shutil.copy(self.original, self.library)
+        else:
+            shutil.copy(ROOT / file, self.scratch / file)
+
+    def install(self, mutant: Mutant, source: str) -> bool:
+        """False: it does not compile, and is no mutant."""
+        text = source[: mutant.start] + mutant.text + source[mutant.end :]
+        if not mutant.file.endswith(".cpp"):
+            (self.scratch / mutant.file).write_text(text)
+            return True
+        return self.compile(mutant.file, text)
+
+    def compile(self, file: str, text: str) -> bool:
+        commands = json.loads((self.build / "compile_commands.json").read_text())
+        [entry] = [c for c in commands if c["file"] == str(ROOT / file)]
+        mutated = self.scratch / "mutated.cpp"
+        mutated.write_text(text)
+        words = shlex.split(entry["command"])
+        was, now = words[words.index("-o") + 1], str(self.scratch / "mutated.o")
+        words[words.index("-o") + 1] = now
+        words[words.index(str(ROOT / file))] = str(mutated)
+        words[1:1] = ["-iquote", str((ROOT / file).parent), "-w"]
+        if subprocess.run(words, cwd=self.build, capture_output=True, check=False).returncode:
+            return False
+        ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        listing = [ninja, "-t", "commands", "libflash_attn.so"]
+        links = subprocess.run(listing, cwd=self.build, capture_output=True, text=True, check=True)
+        link = links.stdout.splitlines()[-1].replace(f" {was} ", f" {now} ")
+        link = link.replace("-o libflash_attn.so", f"-o {self.library}")
+        subprocess.run(link, cwd=self.build, shell=True, capture_output=True, check=True)
+        return True
+
+    def sees(self, arguments: str) -> bool:
+        """Whether these tests fail."""
+        words = [f"tests/{w}" if w.endswith(".py") else w for w in arguments.split()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+        environment = os.environ | {
+            "PYTHONPATH": str(self.scratch),
+            "OMP_NUM_THREADS": "2",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.scratch,
+                env=environment,
+                capture_output=True,
+                timeout=STEP_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        return done.returncode not in (0, 5)  # 5: no test has that name
+
+
+def try_mutant(
+    place: Workplace, mutant: Mutant, source: str, tests: list[str], passing: set[str]
+) -> dict | None:
+    """passing: pytest's arguments that pass where nothing is changed; grows."""
+    started = time.monotonic()
+    caught_by = None
+    try:
+        if not place.install(mutant, source):
+            return None
+        for arguments in tests:
+            if place.sees(arguments):
+                caught_by = arguments
+                break
+    finally:
+        place.restore(mutant.file)
+    if caught_by is not None and caught_by not in passing:
+        if place.sees(caught_by):
+            sys.exit(f"without any mutant, too, these fail: {caught_by}")
+        passing.add(caught_by)
+    seconds = round(time.monotonic() - started)
+    words = {"mutant": mutant.shown(source), "caught_by": caught_by, "seconds": seconds}
+    return {"key": mutant.key(source)} | words
+
+
+def draw(seed: int, only: str) -> list[tuple[Mutant, str]]:
+    """All mutants in the order in which they are tried: of each file in turn one."""
+    piles = []
+    for file in [*PYTHON, *CPP]:
+        if only not in file:
+            continue
+        source = (ROOT / file).read_text()
+        make = cpp_mutants if file.endswith(".cpp") else python_mutants
+        pile = [(mutant, source) for mutant in make(file, source)]
+        random.Random(f"{seed}{file}").shuffle(pile)
+        piles.append(pile)
+    rounds = max(map(len, piles), default=0)
+    return [pile[i] for i in range(rounds) for pile in piles if i < len(pile)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR")
+    parser.add_argument("--count", type=int, default=160, help="mutants in all (160)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
+    parser.add_argument("--thin", type=int, default=1, help="every Nth other test (1); 0: none")
+    parser.add_argument("--only", default="", metavar="PART", help="files with this in their path")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "results.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    done = {result["key"]: result for result in map(json.loads, lines)}
+    queue, passing = iter(draw(args.seed, args.only)), set()
+
+    def work(place: Workplace) -> None:
+        while sum("mutant" in r for r in done.values()) < args.count:
+            mutant, source = next(queue, (None, ""))
+            if mutant is None:
+                return
+            key = mutant.key(source)
+            if key in done:
+                continue
+            tests = [*(PYTHON | CPP)[mutant.file]]
+            if args.thin > 0:
+                tests.append(f"{OTHERS} --part={args.thin - 1}/{args.thin}")
+            # One that does not compile is remembered, and not counted.
+            done[key] = try_mutant(place, mutant, source, tests, passing) or {"key": key}
+            with log.open("a") as file:
+                file.write(json.dumps(done[key]) + "\n")
+            if "mutant" in done[key]:
+                print(done[key]["caught_by"] or "SURVIVED", "|", done[key]["mutant"], flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
+        places = [Workplace(Path(scratch) / str(i)) for i in range(args.jobs)]
+        list(pool.map(work, places))
+    tried = [r for r in done.values() if "mutant" in r]
+    survivors = [r["mutant"] for r in tried if r["caught_by"] is None]
+    print(f"{len(tried) - len(survivors)} of {len(tried)} caught; survivors:", *survivors, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A pool of processes that form a torch.distributed world, and run functions of the tests in it.
+
+The processes are started once, as importing torch takes longer than most tests.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _serve(rank: int, size: int, device: str, seconds: float, store: str, pipe) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds / 2),
+    )
+    while (task := pipe.recv()) is not None:
+        function, arguments = task
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """seconds: for one function on all ranks; the group's own time-out is half of it."""
+
+    def __init__(self, size: int, device: str, seconds: float = 60) -> None:
+        context = mp.get_context("spawn")
+        self.size, self.device, self.seconds = size, device, seconds
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, device, seconds, store, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def need(self, ranks: int) -> None:
+        """Skips the test where the world is smaller."""
+        if self.size < min(ranks, 4):
+            pytest.skip(f"needs {min(ranks, 4)} GPUs")
+
+    def outcomes(self, function: Callable, *arguments: object) -> list[tuple[bool, object]]:
+        """Of function(*arguments) on every rank: (True, its result) or (False, its traceback)."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(self.seconds):
+                self.close()
+                pytest.fail(f"rank {rank} has not answered in {self.seconds} s")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append((False, "the process has ended"))
+        return results
+
+    def run(self, function: Callable, *arguments: object) -> list:
+        """function(*arguments) on every rank; their results. A rank's error fails the test."""
+        results = self.outcomes(function, *arguments)
+        errors = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(results) if not ok]
+        assert not errors, "\n".join(errors)
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self._processes:
+            process.join(5)
+            process.kill()
+        self._folder.cleanup()
+
+
+TWO_DIMENSIONS = 22
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(*members: int) -> dist.ProcessGroup | None:
+    """The group of these ranks, made once; every rank has to call it. None for the others."""
+    if members not in _groups:
+        _groups[members] = dist.new_group(list(members))
+    return _groups[members] if dist.get_rank() in members else None
+
+
+def place(ranks: int, device: str):
+    """This rank's device and its group, None if it takes no part: of 4 ranks; of 2, which are not
+    neighbours in a world of 4; of 2 times 2, of which the inner ones are not."""
+    rank = dist.get_rank()
+    if device == "cuda":
+        device = f"cuda:{rank}"
+    if ranks == TWO_DIMENSIONS:
+        outer, inner = (group_of(0, 1), group_of(2, 3)), (group_of(0, 2), group_of(1, 3))
+        return device, (outer[rank // 2], inner[rank % 2])
+    if ranks == 4:
+        return device, group_of(0, 1, 2, 3)
+    return device, group_of(1, 3) if dist.get_world_size() == 4 else group_of(0, 1)

@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""A soak: random calls of every kind from many threads and streams, every result checked.
+
+    python tests/soak.py [--device cuda] [--seconds 120] [--threads 8] [--streams 4] [--seed 0]
+                         [--out FILE.json]
+
+A thread draws a call (attention with gradients, dense or varlen, any score term; a cache with or
+without an append, pages, garbage in its indices; on a GPU a CUDA graph, replayed on new data), runs
+it on the thread's stream among poisoned allocations, and holds it against float64, or a replay
+against the same bits in eager. Memory has to stay flat. What failed is printed with its seed; the
+exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import random
+import resource
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from caches import EIGHT_BITS, CacheCase, CacheProblem
+from cases import BIAS_SHAPES, Case, Problem, compare, expect, run
+
+import flash_attn
+
+ROUNDS = 6  # calls of one problem, whose reference is the larger part of the time
+EPOCHS = 10  # after each, memory is measured
+DEVICE_GROWTH, HOST_GROWTH = 2 << 20, 96 << 20  # bytes, from the middle of a soak to its end
+CAPTURE = threading.Lock()  # one capture at a time: it begins by waiting for the device
+
+
+@dataclass
+class Report:
+    calls: Counter = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)  # after each epoch
+    host_bytes: list[int] = field(default_factory=list)
+
+    def growth(self) -> tuple[int, int]:
+        """Bytes of the device and of the host, from the middle on."""
+        return tuple(x[-1] - x[len(x) // 2] for x in (self.device_bytes, self.host_bytes))
+
+    def complaints(self) -> list[str]:
+        device, host = self.growth()
+        grown = [f"device memory grew by {device} bytes"] * (device > DEVICE_GROWTH)
+        grown += [f"host memory grew by {host} bytes"] * (host > HOST_GROWTH)
+        return self.failures + grown
+
+
+def attention_case(draw: random.Random) -> Case:
+    varlen = draw.random() < 0.4
+    lengths = [tuple(draw.choice([0, 1, 17, 64, 130]) for _ in range(3)) for _ in range(2)]
+    heads_kv = draw.choice([1, 2])
+    return Case(
+        batch=2,
+        seqlen_q=draw.choice([1, 33, 64, 129]),
+        seqlen_k=draw.choice([1, 64, 100, 257]),
+        lengths_q=lengths[0] if varlen else None,
+        lengths_k=lengths[1] if varlen else None,
+        heads_q=heads_kv * draw.choice([1, 2]),
+        heads_kv=heads_kv,
+        d=draw.choice([32, 64, 80, 128, 192, 256]),
+        dtype=draw.choice(["fp16", "bf16", "bf16", "fp32"]),
+        causal=draw.random() < 0.5,
+        window=draw.choice([(-1, -1), (-1, -1), (20, 5)]),
+        softcap=draw.choice([0.0, 0.0, 0.0, 7.0]),
+        alibi=draw.choice(["", "", "", "head"]),
+        bias=draw.choice(["", "", "", "", *BIAS_SHAPES]),
+        sink=draw.random() < 0.2,
+        dropout_p=draw.choice([0.0, 0.0, 0.0, 0.2]),
+        deterministic=draw.random() < 0.3,
+    )
+
+
+def attention(draw: random.Random, device: str, seed: int) -> int:
+    case = attention_case(draw)
+    backends = ["aten"]
+    if device == "cuda":
+        names = ["sm80", "sm90"] if torch.cuda.get_device_capability() == (9, 0) else ["sm80"]
+        backends = [name for name in names if case.served_by(name)] or backends
+    problem = Problem(case, seed, device)
+    expected, backend = expect(problem), draw.choice(backends)
+    for _ in range(ROUNDS):
+        compare(problem, run(problem, backend), expected)
+    return ROUNDS
+
+
+def cache(draw: random.Random, device: str, seed: int) -> int:
+    new = draw.choice([0, 1, 3])
+    case = CacheCase(
+        seqlen_q=draw.choice([1, 1, 2, 5, 40]),
+        new=new,
+        capacity=draw.choice([70, 200]),
+        heads_q=draw.choice([2, 4, 8]),
+        d=draw.choice([32, 64, 128]),
+        dtype=draw.choice(["fp16", "bf16"]),
+        cache=draw.choice(["", "", *EIGHT_BITS]),
+        page_size=draw.choice([0, 16, 64]),
+        rows=draw.random() < 0.4,
+        leftpad=draw.random() < 0.3,
+        rotary=draw.choice(["", "", "halves"]) if new else "",
+        causal=draw.random() < 0.7,
+        softcap=draw.choice([0.0, 0.0, 5.0]),
+        sink=draw.random() < 0.2,
+        num_splits=draw.choice([0, 0, 3]),
+        batch_invariant=draw.random() < 0.2,
+        garbage=draw.random() < 0.5,
+    )
+    problem = CacheProblem(case, seed, device)
+    problem.compare(*problem.run(problem.support().backend))
+    return 1
+
+
+def graph(draw: random.Random, device: str, seed: int) -> int:
+    """A captured step, replayed on other data and lengths: the bits that eager gives."""
+    torch.manual_seed(seed)
+    make = dict(device=device, dtype=draw.choice([torch.float16, torch.bfloat16]))
+    d = draw.choice([64, 128])
+    kind = draw.choice(["dense", "varlen", "decode"])
+    if kind == "decode":
+        q, *pools = (torch.randn(n, 40, 2, d, **make) for n in (3, 9, 9))
+        q = q[:, :1].repeat(1, 1, 2, 1)
+        table = torch.randperm(9, device=device).int().view(3, 3)
+        lengths = torch.randint(1, 121, (3,), device=device, dtype=torch.int32)
+        inputs = [q, *pools]
+
+        def step() -> list[torch.Tensor]:
+            out = flash_attn.flash_decode_func(*inputs, lengths, block_table=table)
+            return [out]
+    else:
+        shape = (100, 2, d) if kind == "varlen" else (2, 50, 2, d)
+        inputs = [torch.randn(shape, **make, requires_grad=True) for _ in range(3)]
+        lengths = torch.tensor([0, draw.randint(1, 99), 100], device=device, dtype=torch.int32)
+        packed = (lengths, lengths, 100, 100) if kind == "varlen" else ()
+        name = "flash_attn_varlen_func" if kind == "varlen" else "flash_attn_func"
+        function = getattr(flash_attn, name)
+
+        def step() -> list[torch.Tensor]:
+            out = function(*inputs, *packed, causal=True, deterministic=True)
+            return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    for _ in range(2):
+        step()
+    stream, captured = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    with CAPTURE:
+        stream.synchronize()
+        with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+            results = step()
+    for _ in range(ROUNDS):
+        with torch.no_grad():
+            for x in inputs:
+                x.normal_()
+            lengths[1] = draw.randint(1, 99)
+        captured.replay()
+        for a, e in zip(results, step(), strict=True):
+            assert torch.equal(a, e), kind
+    return ROUNDS
+
+
+KINDS: dict[str, list[Callable[[random.Random, str, int], int]]] = {
+    "cpu": [attention, cache],
+    "cuda": [attention, cache, graph],
+}
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def soak(
+    device: str = "cuda", seconds: float = 120, threads: int = 8, streams: int = 4, seed: int = 0
+) -> Report:
+    report, lock = Report(), threading.Lock()
+    ways = [torch.cuda.Stream() for _ in range(streams)] if device == "cuda" else []
+    numbers = iter(range(seed * 10**9, (seed + 1) * 10**9))
+
+    def work(worker: int, until: float) -> None:
+        stream = torch.cuda.stream(ways[worker % streams]) if ways else contextlib.nullcontext()
+        with stream:
+            while time.monotonic() < until and not report.failures:
+                with lock:
+                    number = next(numbers)
+                draw = random.Random(number)
+                kind = draw.choice(KINDS[device])
+                try:
+                    calls = kind(draw, device, number % 2**31)
+                except Exception:
+                    with lock:
+                        words = traceback.format_exc(limit=-3)
+                        report.failures.append(f"{kind.__name__}, number {number}: {words}")
+                    return
+                with lock:
+                    report.calls[kind.__name__] += calls
+
+    # Poison on a CPU is a flag of the whole process, which threads would turn off under each other.
+    flags = torch.are_deterministic_algorithms_enabled()
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with ThreadPoolExecutor(threads) as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(EPOCHS):
+                until = time.monotonic() + seconds / EPOCHS
+                list(pool.map(work, range(threads), [until] * threads))
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                report.device_bytes.append(torch.cuda.memory_allocated() if ways else 0)
+                report.host_bytes.append(resident())
+    finally:
+        torch.use_deterministic_algorithms(flags)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", metavar="FILE.json")
+    args = parser.parse_args()
+    report = soak(args.device, args.seconds, args.threads, args.streams, args.seed)
+    device, host = report.growth()
+    values = dict(report.calls) | {"device bytes grown": device, "host bytes grown": host}
+    shape = {"seconds": args.seconds, "threads": args.threads, "streams": args.streams}
+    record = {"kind": "soak", "shape": shape, "unit": "calls", "values": values, "ratio": None}
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump([record], file)
+    print(", ".join(f"{value} {name}" for name, value in values.items()))
+    print(*report.complaints(), sep="\n")
+    return 1 if report.complaints() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

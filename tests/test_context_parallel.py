@@ -1,0 +1,418 @@
+"""One sequence over 2 and 4 ranks against one process with the whole sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import TWO_DIMENSIONS, Pool, place
+from torch import Tensor
+
+import flash_attn
+from flash_attn import context_parallel
+from flash_attn.context_parallel import attention, exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    scheme: str = "ring"
+    layout: str = "zigzag"
+    ranks: int = 4
+    dtype: torch.dtype = torch.float64
+    batch: int = 2
+    seqlen_q: int = 48
+    seqlen_k: int = 48
+    heads_q: int = 4
+    heads_kv: int = 2
+    d: int = 8
+    d_v: int = 8
+    documents: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # cu_seqlens: varlen
+    causal: bool = True
+    causal_alignment: str = "bottom-right"
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""  # "heads" or "sequences": what slopes differ by
+    sink: bool = False
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        default = Case()
+        changes = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        ]
+        return ",".join(changes).replace(" ", "") or "default"
+
+    def with_(self, **changes) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def options(self) -> dict:
+        names = ("causal", "causal_alignment", "window_size", "softcap", "deterministic")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass
+class Whole:
+    """The inputs and gradients that flow in, of the whole sequence, and what one process makes."""
+
+    case: Case
+    leaves: dict[str, Tensor]
+    slopes: Tensor | None
+    flow: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def draw(case: Case, device: str) -> Whole:
+        generator = torch.Generator().manual_seed(7)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        varlen = case.documents is not None
+        lead = () if varlen else (case.batch,)
+        sequences = len(case.documents[0]) - 1 if varlen else case.batch
+        leaves = {
+            "q": normal(*lead, case.seqlen_q, case.heads_q, case.d),
+            "k": normal(*lead, case.seqlen_k, case.heads_kv, case.d),
+            "v": normal(*lead, case.seqlen_k, case.heads_kv, case.d_v),
+        }
+        if case.sink:
+            leaves["sink"] = normal(case.heads_q)
+        slopes = None
+        if case.alibi:
+            shape = (case.heads_q,) if case.alibi == "heads" else (sequences, case.heads_q)
+            slopes = normal(*shape).float().to(device)
+        flow = (
+            normal(*lead, case.seqlen_q, case.heads_q, case.d_v),
+            normal(*lead, case.heads_q, case.seqlen_q),
+        )
+        leaves = {name: x.to(device, case.dtype) for name, x in leaves.items()}
+        wide = torch.promote_types(case.dtype, torch.float32)
+        return Whole(
+            case, leaves, slopes, (flow[0].to(device, case.dtype), flow[1].to(device, wide))
+        )
+
+    def run(self, attend, leaves: dict[str, Tensor], flow: tuple[Tensor, Tensor]):
+        """out, lse and the gradients of the leaves, of `attend`(q, k, v, …)."""
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+        out, lse, _ = attend(
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            alibi_slopes=self.slopes,
+            learnable_sink=leaves.get("sink"),
+            return_attn_probs=True,
+            **self.case.options,
+        )
+        grads = torch.autograd.grad((out, lse), list(leaves.values()), flow)
+        return {"out": out, "lse": lse} | {
+            f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)
+        }
+
+    def on_one_process(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        def attend(q, k, v, **options):
+            if self.case.documents is None:
+                return flash_attn.flash_attn_func(q, k, v, **options)
+            cu = [torch.tensor(c, dtype=torch.int32, device=q.device) for c in self.case.documents]
+            longest = [int(c.diff().max()) for c in cu]
+            return flash_attn.flash_attn_varlen_func(q, k, v, *cu, *longest, **options)
+
+        leaves = {name: x.to(dtype or x.dtype) for name, x in self.leaves.items()}
+        flow = tuple(x.to(dtype or x.dtype) for x in self.flow)
+        return self.run(attend, leaves, flow)
+
+    def on_ranks(self, group) -> dict[str, Tensor]:
+        """The same of the ranks of `group`: this rank's rows."""
+        case, varlen = self.case, self.case.documents is not None
+
+        def attend(q, k, v, **options):
+            options |= dict(group=group, scheme=case.scheme, layout=case.layout)
+            if varlen:
+                return context_parallel.flash_attn_varlen_func(q, k, v, *case.documents, **options)
+            lengths = dict(seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k)
+            return context_parallel.flash_attn_func(q, k, v, **lengths, **options)
+
+        leaves = {
+            name: x if name == "sink" else self.part(x, group, name)
+            for name, x in self.leaves.items()
+        }
+        flow = (self.part(self.flow[0], group, "out"), self.part(self.flow[1], group, "lse"))
+        return self.run(attend, leaves, flow)
+
+    def part(self, x: Tensor, group, name: str) -> Tensor:
+        dim = -1 if name == "lse" else x.dim() - 3
+        return context_parallel.split(x, group, dim, layout=self.case.layout)
+
+    def pairs(self, ranks: dict[str, Tensor], whole: dict[str, Tensor], group):
+        """(name, what the ranks found, what one process found), of this rank's rows; the sink's
+        gradient is summed over the ranks."""
+        for name, actual in ranks.items():
+            if name == "dsink":
+                if isinstance(group, tuple):
+                    dist.all_reduce(actual, group=group[0])
+                    dist.all_reduce(actual, group=group[1])
+                else:
+                    dist.all_reduce(actual, group=group)
+                yield name, actual, whole[name]
+            else:
+                yield name, actual, self.part(whole[name], group, name)
+
+
+def check_exact(case: Case, device: str) -> None:
+    device, group = place(case.ranks, device)
+    if group is None:
+        return
+    whole = Whole.draw(case, device)
+    ranks, expected = whole.on_ranks(group), whole.on_one_process()
+    for name, actual, wanted in whole.pairs(ranks, expected, group):
+        torch.testing.assert_close(
+            actual, wanted, rtol=1e-11, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+BASE = Case()
+FEATURES = [
+    BASE,
+    BASE.with_(causal=False),
+    BASE.with_(layout="contiguous", sink=True),
+    BASE.with_(seqlen_q=53, seqlen_k=53),  # does not divide
+    BASE.with_(seqlen_q=3, seqlen_k=3, ranks=4),  # ranks with nothing
+    BASE.with_(seqlen_q=20, seqlen_k=70),  # cross-attention
+    BASE.with_(seqlen_q=70, seqlen_k=21),  # rows without keys
+    BASE.with_(seqlen_q=20, seqlen_k=70, causal_alignment="top-left"),
+    BASE.with_(seqlen_q=70, seqlen_k=20, causal_alignment="top-left", sink=True),
+    BASE.with_(window_size=(7, 0), layout="contiguous"),
+    BASE.with_(window_size=(9, 4), causal=False, seqlen_q=51, seqlen_k=64),
+    BASE.with_(window_size=(30, 2), causal=False, seqlen_q=64, seqlen_k=40, softcap=3.0),
+    BASE.with_(alibi="heads", seqlen_q=50, seqlen_k=50),
+    BASE.with_(alibi="sequences", causal=False, seqlen_q=33, seqlen_k=60, d_v=4),
+    BASE.with_(alibi="heads", window_size=(12, 6), causal=False, seqlen_q=60, seqlen_k=33),
+    BASE.with_(softcap=2.0, sink=True, deterministic=True),
+    BASE.with_(heads_q=6, heads_kv=1, causal=False, sink=True),
+    BASE.with_(heads_q=2, heads_kv=1),  # fewer heads than ranks
+]
+PACKED = ((0, 5, 5, 30, 48), (0, 5, 5, 30, 48))
+PACKED_CROSS = ((0, 9, 20, 20, 50), (0, 3, 30, 33, 60))
+VARLEN = [
+    BASE.with_(documents=PACKED),
+    BASE.with_(documents=PACKED, window_size=(6, 0), layout="contiguous", sink=True),
+    BASE.with_(documents=PACKED, alibi="sequences"),
+    BASE.with_(documents=PACKED, causal=False, heads_kv=4),
+    BASE.with_(documents=PACKED_CROSS, seqlen_q=50, seqlen_k=60),
+    BASE.with_(documents=PACKED_CROSS, seqlen_q=50, seqlen_k=60, causal_alignment="top-left"),
+    BASE.with_(
+        documents=PACKED_CROSS, seqlen_q=50, seqlen_k=60, alibi="heads", causal=False, softcap=4.0
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [*FEATURES, *VARLEN], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, TWO_DIMENSIONS], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_exact(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
+    """float64, forward and backward: what one process finds, up to rounding."""
+    if ranks == TWO_DIMENSIONS and scheme == "ulysses":
+        scheme = None
+    pool.need(ranks)
+    pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks), pool.device)
+
+
+def check_neighbours(device: str) -> None:
+    device, group = place(4, device)
+    whole = Whole.draw(Case(window_size=(12, 0), layout="contiguous"), device)
+    rank, talked = dist.get_rank(group), []
+
+    def listen(group, sent, destination, received, source):
+        talked.extend([destination] * any(x.numel() for x in sent))
+        talked.extend([source] * any(x.numel() for x in received))
+        return exchange.exchange(group, sent, destination, received, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "exchange", listen)
+        whole.on_ranks(group)
+    # Keys twice, for the forward and the backward, and gradients once: from the rank before to the
+    # one behind, or back.
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < 4]
+    assert sorted(talked) == sorted(3 * neighbours)
+
+
+def test_a_window_talks_to_neighbours_only(pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_neighbours, pool.device)
+
+
+def check_in_head_groups(case: Case, device: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ROWS_OF_A_GROUP", 1)
+        check_exact(case, device)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all-gather"])
+def test_backward_in_head_groups(scheme: str, pool: Pool) -> None:
+    """One key head at a time, as long sequences go."""
+    case = Case(scheme=scheme, ranks=2, heads_q=6, heads_kv=3, alibi="sequences", sink=True)
+    pool.run(check_in_head_groups, case, pool.device)
+
+
+def check_error(case: Case, device: str) -> None:
+    device, group = place(case.ranks, device)
+    if group is None:
+        return
+    whole = Whole.draw(case, device)
+    exact, one = whole.on_one_process(torch.float64), whole.on_one_process()
+    for name, actual, wanted in whole.pairs(whole.on_ranks(group), exact, group):
+        local = one[name] if name == "dsink" else whole.part(one[name], group, name)
+        squares = torch.stack([(x.double() - wanted).square().sum() for x in (actual, local)])
+        dist.all_reduce(squares, group=group)
+        ranks, process = squares.sqrt().tolist()
+        assert ranks <= 1.1 * process, f"{name}: error {ranks:.3g}, of one process {process:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_error_is_that_of_one_process(scheme: str, dtype: torch.dtype, pool: Pool) -> None:
+    """Against float64 of the same inputs, no more than 10 % above one process in this dtype."""
+    case = Case(scheme=scheme, dtype=dtype, batch=1, seqlen_q=400, seqlen_k=400, d=32, d_v=32)
+    if scheme == "ulysses":  # that no two ranks share a key head
+        case = case.with_(heads_kv=4)
+    pool.need(case.ranks)
+    pool.run(check_error, case, pool.device)
+
+
+def check_repeats(case: Case, device: str) -> None:
+    device, group = place(case.ranks, device)
+    if group is None:
+        return
+    whole = Whole.draw(case, device)
+    first, second = whole.on_ranks(group), whole.on_ranks(group)
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_deterministic(scheme: str, ranks: int, pool: Pool) -> None:
+    pool.need(ranks)
+    case = Case(scheme=scheme, ranks=ranks, dtype=torch.bfloat16, deterministic=True, sink=True)
+    pool.run(check_repeats, case, pool.device)
+
+
+def check_split(length: int, layout: str, ranks: int, device: str) -> None:
+    device, group = place(ranks, device)
+    if group is None:
+        return
+    whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    whole.requires_grad_()
+    part = context_parallel.split(whole, group, layout=layout)
+    positions = context_parallel.position_ids(length, group, layout=layout, device=device)
+    assert torch.equal(part, whole[:, positions])
+    ids = torch.arange(length, device=device)
+    assert torch.equal(positions, context_parallel.split(ids, group, 0, layout=layout))
+
+    joined = context_parallel.join(part, group, length=length, layout=layout)
+    assert torch.equal(joined, whole)
+    assert torch.equal(
+        ids, context_parallel.join(positions, group, 0, length=length, layout=layout)
+    )
+    # Every rank's loss is the sum over the whole, and a part's gradient that of all their losses.
+    (grad,) = torch.autograd.grad(joined.sum(), whole)
+    assert torch.equal(grad[:, positions], torch.full_like(part, 4 if ranks != 2 else 2))
+    assert grad.sum() == grad[:, positions].sum()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("length", [16, 37, 3, 0])
+@pytest.mark.parametrize("ranks", [2, 4, TWO_DIMENSIONS], ids=["2", "4", "2x2"])
+def test_split_and_join(ranks: int, length: int, layout: str, pool: Pool) -> None:
+    pool.need(ranks)
+    pool.run(check_split, length, layout, ranks, pool.device)
+
+
+def check_mesh(device: str) -> None:
+    whole = Whole.draw(Case(scheme=None, dtype=torch.float64), place(4, device)[0])
+    expected = whole.on_one_process()
+    mesh = dist.device_mesh.init_device_mesh(device, (2, 2), mesh_dim_names=("outer", "inner"))
+    flat = dist.device_mesh.init_device_mesh(device, (4,))
+    for group in (mesh, flat, None):
+        ranks = whole.on_ranks(group)
+        for name, x in ranks.items():
+            torch.testing.assert_close(x, whole.part(expected[name], group, name))
+    one = context_parallel.split(torch.arange(8), mesh["inner"], 0, layout="contiguous")
+    assert one.tolist() == ([0, 1, 2, 3] if dist.get_rank() % 2 == 0 else [4, 5, 6, 7])
+
+
+def test_device_mesh(pool: Pool) -> None:
+    """A mesh of one or two dimensions, a dimension of one, and no group: the world."""
+    pool.need(4)
+    pool.run(check_mesh, pool.device)
+
+
+def check_refusals(device: str) -> None:
+    device, group = place(4, device)
+    q = torch.zeros(1, 4, 2, 8, device=device)
+
+    def refuses(error, message: str, call=context_parallel.flash_attn_func, x=q, **options) -> None:
+        with pytest.raises(error, match=message):
+            call(q, x, x, group=group, **options)
+
+    refuses(NotImplementedError, "dropout_p: expected 0.0 in context_parallel", dropout_p=0.1)
+    refuses(ValueError, "scheme: expected one of", scheme="star")
+    refuses(ValueError, "layout: expected one of", layout="striped")
+    refuses(ValueError, "causal_alignment", causal_alignment="middle")
+    refuses(RuntimeError, "q: expected 16 rows, which is what this rank holds of 64", seqlen_q=64)
+    refuses(RuntimeError, "k: expected dtype torch.float32 as q has", x=q.double())
+    refuses(
+        RuntimeError, "k: expected a number of heads that divides 2, got 4", x=q.repeat(1, 1, 2, 1)
+    )
+    refuses(RuntimeError, "alibi_slopes: expected float32", alibi_slopes=torch.zeros(3))
+    slopes = torch.zeros(2, device=device, requires_grad=True)
+    refuses(NotImplementedError, "alibi_slopes: has no gradient", alibi_slopes=slopes)
+    refuses(RuntimeError, "softmax_scale: expected a finite", softmax_scale=-1.0)
+    refuses(RuntimeError, "softcap: expected a finite", softcap=-1.0)
+    refuses(RuntimeError, "window_size: expected numbers of at least -1", window_size=(-2, 0))
+    refuses(RuntimeError, "k: expected 4 dimensions, got 3", x=q[0])
+    refuses(RuntimeError, "learnable_sink: expected", learnable_sink=torch.zeros(3))
+    varlen = context_parallel.flash_attn_varlen_func
+    flat = dict(call=lambda q, k, v, **o: varlen(q[0], k[0], v[0], **o))
+    refuses(
+        RuntimeError, "cu_seqlens_q: expected 0", cu_seqlens_q=[0, 9, 8], cu_seqlens_k=[0], **flat
+    )
+    refuses(
+        RuntimeError, "cu_seqlens_k: exp", cu_seqlens_q=[0, 16], cu_seqlens_k=[0, 8, 16], **flat
+    )
+
+
+def test_refusals(pool: Pool) -> None:
+    """Every rank refuses by itself, before it waits for the others."""
+    pool.need(4)
+    pool.run(check_refusals, pool.device)
+
+
+def check_choice() -> None:
+    shape = dict(seqlen_q=1 << 17, heads_q=32, heads_kv=8, causal=True)
+
+    def chosen(group=None, **changes) -> str:
+        return context_parallel.choose_scheme(group, **(shape | changes))
+
+    assert chosen() == "ulysses"
+    assert chosen(heads_kv=2) == "ring"
+    assert chosen(heads_kv=2, seqlen_q=512) == "all-gather"
+    assert chosen(window_size=(1024, 0)) == "ring"
+    assert chosen(heads_kv=2, alibi=True) == "ulysses"
+    assert chosen(heads_q=2, heads_kv=2, alibi=True) == "all-gather"
+    _, mesh = place(TWO_DIMENSIONS, "cpu")
+    assert chosen(mesh) == "ring"
+    assert chosen(mesh, alibi=True) == "all-gather"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts
+        assert chosen() == "ring"
+        assert chosen(seqlen_q=1 << 14) == "ring"
+        assert chosen(seqlen_q=1 << 11) == "all-gather"
+
+
+def test_choose_scheme(pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_choice)

@@ -1,0 +1,235 @@
+"""context_parallel beside the rest of torch: torch.compile, checkpointing, autocast, time-outs,
+torch's own context_parallel."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Pool, place
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.utils.checkpoint import checkpoint
+
+import flash_attn
+from flash_attn import context_parallel
+from flash_attn.context_parallel import hooks
+
+SCHEMES = ["ring", "all-gather", "ulysses"]
+
+
+def inputs(device: str, dtype=torch.float64, seqlen: int = 32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(1, seqlen, heads, 8, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+
+
+def grads_of(out: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(out.square().sum(), leaves)
+
+
+def check_compiled(scheme: str | None, device: str) -> None:
+    device, group = place(2, device)
+    if group is None:
+        return
+    whole = inputs(device)
+    out = flash_attn.flash_attn_func(*whole, causal=True)
+    grads = grads_of(out, whole)
+    parts = [context_parallel.split(x, group).detach().requires_grad_() for x in whole]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        options = dict(causal=True, group=group, scheme=scheme)
+        return context_parallel.flash_attn_func(2 * q, k, v, softmax_scale=8**-0.5 / 2, **options)
+
+    actual = attend(*parts)
+    torch.testing.assert_close(actual, context_parallel.split(out, group))
+    with torch.inference_mode():
+        torch.testing.assert_close(attend(*(x.clone() for x in parts)), actual)
+    for grad, wanted in zip(grads_of(actual, parts), grads, strict=True):
+        torch.testing.assert_close(grad, context_parallel.split(wanted, group))
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, None])
+def test_compile(scheme: str | None, pool: Pool) -> None:
+    """One graph without a break, forward and backward."""
+    pool.run(check_compiled, scheme, pool.device)
+
+
+def check_checkpointed(scheme: str, device: str) -> None:
+    device, group = place(4, device)
+    parts = [context_parallel.split(x, group).detach().requires_grad_() for x in inputs(device)]
+
+    def attend(q, k, v):
+        options = dict(causal=True, group=group, scheme=scheme)
+        return context_parallel.flash_attn_func(q.sin(), k, v, **options)
+
+    expected = grads_of(attend(*parts), parts)
+    again = grads_of(checkpoint(attend, *parts, use_reentrant=False), parts)
+    for grad, wanted in zip(again, expected, strict=True):
+        assert torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_activation_checkpointing(scheme: str, pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_checkpointed, scheme, pool.device)
+
+
+def check_autocast(scheme: str, device: str) -> None:
+    device, group = place(4, device)
+    kind = torch.device(device).type
+    parts = [context_parallel.split(x, group) for x in inputs(device, torch.float32)]
+    with torch.autocast(kind, torch.bfloat16):
+        out = context_parallel.flash_attn_func(*parts, group=group, scheme=scheme)
+    half = [x.bfloat16() for x in parts]
+    assert out.dtype == torch.bfloat16
+    wanted = context_parallel.flash_attn_func(*half, group=group, scheme=scheme)
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_autocast(scheme: str, pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_autocast, scheme, pool.device)
+
+
+def check_without_grad(scheme: str, device: str) -> None:
+    device, group = place(4, device)
+    whole = [x.detach() for x in inputs(device)]
+    expected = flash_attn.flash_attn_func(*whole, causal=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            parts = [context_parallel.split(x, group) for x in whole]
+            out = context_parallel.flash_attn_func(*parts, causal=True, group=group, scheme=scheme)
+            torch.testing.assert_close(context_parallel.join(out, group), expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_grad(scheme: str, pool: Pool) -> None:
+    """Under no_grad and in inference mode."""
+    pool.need(4)
+    pool.run(check_without_grad, scheme, pool.device)
+
+
+def check_torch_context_parallel(causal: bool, balanced: bool, device: str) -> None:
+    device, _ = place(4, device)
+    mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (4,))
+    torch_side = hooks._torch_side()
+    whole = [x.detach().transpose(1, 2) for x in inputs(device)]
+    leaves = [x.clone().requires_grad_() for x in whole]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+    expected_grads = grads_of(expected, leaves)
+
+    before = F.scaled_dot_product_attention
+    buffers = [x.clone() for x in whole]
+    shown = dict(buffers=buffers, buffer_seq_dims=[2] * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_side._cp_options, "enable_load_balance", balanced)
+        with context_parallel.serve_torch(), torch_context_parallel(mesh, **shown):
+            parts = [x.clone().requires_grad_() for x in buffers]
+            out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True)
+            results = [out, *grads_of(out, parts)]
+            with pytest.raises(NotImplementedError, match="attn_mask: expected None"):
+                F.scaled_dot_product_attention(*parts, attn_mask=torch.ones(8, 8, device=device))
+        results = context_parallel_unshard(mesh, results, [2] * 4)
+    assert F.scaled_dot_product_attention is before
+    for actual, wanted in zip(results, [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_torch_context_parallel(causal: bool, balanced: bool, pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_torch_context_parallel, causal, balanced, pool.device)
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = hooks._torch_side()
+    monkeypatch.delattr(module, hooks._BEGIN)
+    message = f"serve_torch: expected torch's .* 2.11 .* got torch {re.escape(torch.__version__)}"
+    with (
+        pytest.raises(NotImplementedError, match=message),
+        context_parallel.serve_torch(),
+    ):
+        pass
+
+
+def check_transformers(device: str) -> None:
+    device, group = place(4, device)
+    q, k, v = (x.detach() for x in inputs(device))
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=q.dtype).to(device)
+    attend = context_parallel.transformers_attention(group, layout="contiguous")
+    module = torch.nn.Module()
+    module.is_causal = True
+    parts = [
+        context_parallel.split(x, group, layout="contiguous").transpose(1, 2) for x in (q, k, v)
+    ]
+    options = dict(scaling=0.2, sliding_window=5, softcap=3.0, s_aux=sink, position_ids=None)
+    out, weights = attend(module, *parts, None, **options)
+    # Position p sees the 5 keys p - 4 to p.
+    whole = flash_attn.flash_attn_func(
+        *(q, k, v),
+        softmax_scale=0.2,
+        causal=True,
+        window_size=(4, 0),
+        softcap=3.0,
+        learnable_sink=sink,
+    )
+    assert weights is None
+    torch.testing.assert_close(out, context_parallel.split(whole, group, layout="contiguous"))
+    with pytest.raises(NotImplementedError, match="attention_mask: expected None"):
+        attend(module, *parts, torch.ones(1, 1, 8, 8, device=device))
+
+
+def test_transformers(pool: Pool) -> None:
+    pool.need(4)
+    pool.run(check_transformers, pool.device)
+
+
+def check_slow_rank(scheme: str) -> None:
+    """Rank 1 does not come; rank 0 hears of it from its group."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        parts = [context_parallel.split(x, group) for x in inputs("cpu")]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="(?i)timed out|connection closed"):
+            context_parallel.flash_attn_func(*parts, group=group, scheme=scheme)
+        assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_slow_rank(scheme: str, pool: Pool) -> None:
+    if pool.device == "cuda":
+        pytest.skip("NCCL's watchdog ends the process")
+    pool.run(check_slow_rank, scheme)
+
+
+def check_dead_rank() -> None:
+    parts = [context_parallel.split(x) for x in inputs("cpu")]
+    out = context_parallel.flash_attn_func(*parts, scheme="ring")
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError, match="(?i)timed out|connection closed|reset by peer"):
+        grads_of(out, parts)
+
+
+def test_dead_rank() -> None:
+    """A rank that is gone before the backward: an error in its neighbour's, no wrong gradient."""
+    pool = Pool(2, "cpu", seconds=20)
+    try:
+        outcomes = pool.outcomes(check_dead_rank)
+        assert outcomes == [(True, None), (False, "the process has ended")]
+    finally:
+        pool.close()

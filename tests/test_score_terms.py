@@ -1,0 +1,188 @@
+"""Score terms on the kernels, forward and backward: each term, and all at once, in each head-dim
+class, dtype, layout and mask."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import (
+    ATEN_CPU,
+    DIFFERENTIABLE,
+    SM80,
+    SM90,
+    Case,
+    Problem,
+    Target,
+    check,
+    compare,
+    each_case,
+    each_target,
+    expect,
+    op_arguments,
+    run,
+)
+from test_kernels import SHAPES
+
+TERMS = {
+    "softcap": dict(softcap=5.0),
+    "beyond the cap": dict(softcap=1.0),
+    "far from the cap": dict(softcap=300.0, spread="wide"),
+    "ALiBi": dict(alibi="head"),
+    "ALiBi of each sequence": dict(alibi="batch"),
+    "sink": dict(sink=True),
+    "dropout": dict(dropout_p=0.2),
+    "little kept": dict(dropout_p=0.83),
+    "bias": dict(bias="full"),
+    "mask": dict(bias="bool"),
+    "all": dict(
+        softcap=20.0, alibi="batch", bias="head", sink=True, lse_grad=True, softmax_scale=0.3
+    ),
+    "all with dropout": dict(
+        softcap=9.0, alibi="head", bias="full", bias_fp32=True, dropout_p=0.7, sink=True
+    ),
+}
+HEAD_DIMS = (64, 128, 256)
+
+
+def term_cases() -> list[Case]:
+    cases = []
+    for t, term in enumerate(TERMS.values()):
+        for i, d in enumerate(HEAD_DIMS):
+            for j, shape in enumerate(SHAPES.values()):
+                for k, dtype in enumerate(("fp16", "bf16")):
+                    more = dict(deterministic=(t + i + j + k) % 2 == 1, heads_q=4, heads_kv=2)
+                    cases.append(Case(d=d, dtype=dtype, **more | shape | term))
+    return cases
+
+
+def odd_cases() -> list[Case]:
+    """Head dims between the classes, top-left diagonals, groups of one, three and eight query
+    heads, more queries than keys, rows longer than any tile."""
+    every = dict(softcap=8.0, alibi="head", sink=True, bias="batch", dropout_p=0.1)
+    return [
+        Case(d=96, dtype="bf16", seqlen_q=65, seqlen_k=129, causal=True, **every),
+        Case(d=192, dtype="fp16", seqlen_q=129, seqlen_k=65, window=(17, 3), **every),
+        Case(d=40, d_v=24, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True, **every),
+        Case(d=80, d_v=200, dtype="fp16", seqlen_q=33, seqlen_k=40, deterministic=True, **every),
+        Case(d=64, dtype="fp16", seqlen_q=200, seqlen_k=70, causal=True, top_left=True, **every),
+        Case(d=128, dtype="bf16", seqlen_q=70, seqlen_k=200, top_left=True, **every),
+        Case(d=64, dtype="bf16", heads_q=3, heads_kv=3, seqlen_q=90, seqlen_k=90, **every),
+        Case(d=128, dtype="fp16", heads_q=6, heads_kv=2, seqlen_q=90, seqlen_k=90, **every),
+        Case(d=64, dtype="fp16", heads_q=8, heads_kv=1, seqlen_q=260, seqlen_k=90, **every),
+        Case(d=64, dtype="bf16", batch=1, seqlen_q=700, seqlen_k=900, causal=True, **every),
+        Case(d=128, dtype="bf16", batch=1, seqlen_q=700, seqlen_k=900, causal=True, **every),
+        Case(d=256, dtype="fp16", batch=1, seqlen_q=500, seqlen_k=600, window=(90, 0), **every),
+    ]
+
+
+@each_case(term_cases() + odd_cases(), [SM80, SM90])
+def test_score_terms(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(
+    [
+        Case(d=d, dtype="bf16", seqlen_q=40, seqlen_k=50, softcap=softcap, softmax_scale=scale)
+        for d in HEAD_DIMS
+        for softcap, scale in ((1e-6, 0.1), (3.0, 20.0), (1e35, 0.1), (3.0, 1e-6))
+    ],
+    [ATEN_CPU, SM80, SM90],
+)
+def test_extreme_caps(case: Case, target: Target, seed: int) -> None:
+    """Caps that all scores are at, where 1 - tanh² has no digits left for a gradient, and caps that
+    none comes near."""
+    check(case, target, seed, backward=case.softcap > 1e6 or case.softmax_scale < 1e-3)
+
+
+AXES = "bhqk"
+
+
+@pytest.mark.parametrize("dims", [4, 3, 2, 1])
+@pytest.mark.parametrize("sizes", list(itertools.product((False, True), repeat=4)))
+@each_target(ATEN_CPU, SM80)
+def test_each_way_to_broadcast(sizes: tuple, dims: int, target: Target, seed: int) -> None:
+    """The gradient of a bias with each subset of its dimensions, of any rank, with all other
+    terms: the sum of dS over the others."""
+    if any(sizes[: 4 - dims]):
+        pytest.skip("a dimension that is not there")
+    case = Case(
+        dtype="bf16",
+        batch=3,
+        seqlen_q=71,
+        seqlen_k=90,
+        d=(64, 128)[sizes[0]],
+        bias="scalar",
+        sink=True,
+        softcap=10.0,
+        dropout_p=0.1,
+        lse_grad=True,
+        causal=sizes[1],
+        deterministic=sizes[2],
+    )
+    problem = Problem(case, seed, target.device)
+    full = (3, case.heads_q, 71, 90)
+    shape = [n if whole else 1 for n, whole in zip(full, sizes, strict=True)][4 - dims :]
+    problem.attn_bias = problem.normal(*shape)
+    results = run(problem, target.backend)
+    assert results["dbias"].shape == problem.attn_bias.shape
+    compare(problem, results, expect(problem))
+
+
+@each_target(ATEN_CPU, SM80)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", ["bhqk", "bhkq", "qkhb", "kbqh", "expanded", "sliced"])
+def test_strides_and_dtypes_of_a_bias(
+    order: str, dtype: torch.dtype, target: Target, seed: int
+) -> None:
+    """Any strides, an odd number of keys, numbers that begin at an odd place."""
+    case = Case(dtype="bf16", seqlen_q=40, seqlen_k=67, bias="full", bias_fp32=True, d=48)
+    problem = Problem(case, seed, target.device)
+    bias = problem.attn_bias.to(dtype)
+    if order == "expanded":
+        bias = bias[:1, :, :, :1].expand(bias.shape)
+    elif order == "sliced":
+        bias = torch.nn.functional.pad(bias, (1, 2))[..., 1:-2]
+    else:
+        axes = [AXES.index(axis) for axis in order]
+        bias = bias.permute(axes).contiguous().permute([order.index(axis) for axis in AXES])
+    problem.attn_bias = bias
+    tensors = {name: x.requires_grad_() for name, x in problem.float_tensors().items()}
+    arguments = op_arguments(problem) | tensors | {"backend": target.backend}
+    out, lse, _ = torch.ops.flash_attn.fwd(**arguments)
+    gradients = torch.autograd.grad(out, list(tensors.values()), problem.dout)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {DIFFERENTIABLE[n]: g for n, g in zip(tensors, gradients, strict=True)}
+    assert results["dbias"].dtype == dtype
+    results["dbias"] = results["dbias"].bfloat16()
+    compare(problem, results, expect(problem))
+
+
+@each_target(ATEN_CPU, SM80)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_of_the_least_number(dtype: torch.dtype, target: Target, seed: int) -> None:
+    """Programs hide keys by the least finite number: as good as -inf."""
+    case = Case(dtype="bf16", seqlen_q=40, seqlen_k=66, bias="inf", bias_fp32=True)
+    problem = Problem(case, seed, target.device)
+    problem.attn_bias[..., 5] = 0.0  # no row without keys
+    expected = expect(problem)
+    problem.attn_bias = problem.attn_bias.clamp(min=torch.finfo(dtype).min).to(dtype)
+    if dtype == torch.bfloat16:
+        infinite = problem.attn_bias == torch.finfo(dtype).min
+        exact = Problem(case, seed, target.device)
+        exact.attn_bias = problem.attn_bias.masked_fill(infinite, float("-inf"))
+        expected = expect(exact)
+    compare(problem, run(problem, target.backend), expected)
+
+
+@each_target(ATEN_CPU, SM80)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_shared_biases_sum_in_one_order(deterministic: bool, target: Target, seed: int) -> None:
+    """The same bits of the bias's gradient every time, asked for or not."""
+    for form in ("head", "batch", "matrix", "key", "row", "full"):
+        case = Case(dtype="bf16", batch=5, seqlen_q=150, seqlen_k=140, bias=form, sink=True, d=64)
+        problem = Problem(case.with_(deterministic=deterministic), seed, target.device)
+        first = run(problem, target.backend)["dbias"]
+        for _ in range(3):
+            assert torch.equal(run(problem, target.backend)["dbias"], first), form

@@ -1,0 +1,38 @@
+"""The soak for seconds; benchmarks/prove runs it for minutes."""
+
+from __future__ import annotations
+
+import pytest
+import soak
+
+SECONDS = 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_calls_from_many_threads(device: str) -> None:
+    report = soak.soak(device, SECONDS, threads=4, streams=2, seed=1)
+    assert report.complaints() == []
+    assert set(report.calls) == {kind.__name__ for kind in soak.KINDS[device]}
+    assert len(report.host_bytes) == soak.EPOCHS
+
+
+def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = soak.run
+
+    def wrong(*arguments: object) -> dict:
+        results = right(*arguments)
+        return results | {"out": results["out"] + 1}
+
+    monkeypatch.setattr(soak, "run", wrong)
+    monkeypatch.setitem(soak.KINDS, "cpu", [soak.attention])
+    [failure, *_] = soak.soak("cpu", SECONDS, threads=1).complaints()
+    assert failure.startswith("attention, number ") and "out" in failure
+
+
+def test_growth_is_a_complaint() -> None:
+    flat = soak.Report(device_bytes=[9, 5, 5], host_bytes=[9, 5, 5])
+    assert flat.complaints() == []
+    device = soak.Report(device_bytes=[0, 0, 3 << 20], host_bytes=[0, 0, 0])
+    host = soak.Report(device_bytes=[0, 0, 0], host_bytes=[0, 0, 1 << 30])
+    assert device.complaints() == [f"device memory grew by {3 << 20} bytes"]
+    assert host.complaints() == [f"host memory grew by {1 << 30} bytes"]
