@@ -176,7 +176,7 @@ class Case:
         if backend != SM90.backend:
             return self.served_by(backend)
         terms = self.softcap or self.alibi or self.bias or self.dropout_p or self.deterministic
-        return self.served_by(backend) and not terms and max(self.d, self.d_v or self.d) <= 128
+        return self.served_by(backend) and not terms
 
     def with_(self, **changes: object) -> Case:
         return dataclasses.replace(self, **changes)

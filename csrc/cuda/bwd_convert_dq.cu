@@ -3,6 +3,7 @@
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
 #include "bwd_steps.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "tile/element.cuh"
 #include "tile/fragment.cuh"
@@ -35,6 +36,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_convert_dq_kernel(const __grid_constant__ BwdParams params,
                           const __grid_constant__ Scheduler scheduler, DqAccumOrder order) {
+  ptx::wait_for_prerequisites();
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
   const SeqlenInfo seqlen(params, tile.batch_idx);
   const int lane = threadIdx.x % 32;
@@ -80,8 +82,8 @@ void launch_convert(const BwdParams& params, DqAccumOrder order, Stream stream) 
   const Scheduler scheduler = Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q,
                                               params.batch, params.heads_q, 0);
   if (scheduler.num_tiles() == 0) return;
-  launch<bwd_convert_dq_kernel<Element>>(scheduler.num_tiles(), kThreads, 0, stream, params,
-                                         scheduler, order);
+  launch_overlapping<bwd_convert_dq_kernel<Element>>(scheduler.num_tiles(), kThreads, 0, true,
+                                                     stream, params, scheduler, order);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta).
+// delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta); and
+// zeros for the sums of dQ.
 #include <cmath>
 
 #include "bwd_steps.h"
@@ -46,12 +47,25 @@ __device__ __forceinline__ float dot_chunk(const Element* a, const Element* b) {
   return sum;
 }
 
+// This thread block's share of dq_accum becomes 0, while its loads are under way.
+__device__ __forceinline__ void zero_share(const BwdParams& params) {
+  if (params.dq_accum == nullptr) return;
+  const int64_t vectors = params.heads_q * params.dq_accum_rows * (params.dq_accum_cols / 4);
+  const int64_t blocks = int64_t{gridDim.x} * gridDim.y;
+  const int64_t block = blockIdx.y * int64_t{gridDim.x} + blockIdx.x;
+  float4* const sums = reinterpret_cast<float4*>(params.dq_accum);
+  for (int64_t i = block * kThreads + threadIdx.x; i < vectors; i += blocks * kThreads) {
+    sums[i] = {};
+  }
+}
+
 // Eight lanes sum one row of one head. blockIdx.x counts blocks of rows, over all batch entries;
 // blockIdx.y starts the heads.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_delta_kernel(const __grid_constant__ BwdParams params, unsigned blocks_per_batch,
                      int64_t rows_per_batch) {
+  zero_share(params);
   const int batch_idx = blockIdx.x / blocks_per_batch;
   const int64_t row = int64_t{blockIdx.x % blocks_per_batch} * kRowsPerBlock +
                       static_cast<int>(threadIdx.x) / kLanesPerRow;

@@ -7,7 +7,7 @@
 
 namespace flash_attn::cuda {
 
-// delta = rowsum(dO ∘ O) - dLSE; 0 for rows without keys (LSE -inf).
+// delta = rowsum(dO ∘ O) - dLSE; 0 for rows without keys (LSE -inf). Zeroes dq_accum.
 void run_bwd_delta(const BwdParams& params, Stream stream);
 
 // dsink, from delta.
@@ -30,10 +30,6 @@ void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
   run_bwd_delta(params, stream);
   if (params.dsink != nullptr) run_bwd_sink(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kRows) run_bwd_bias_rows(params, stream);
-  if (params.dq_accum != nullptr) {
-    const size_t floats = size_t{1} * params.heads_q * params.dq_accum_rows * params.dq_accum_cols;
-    FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.dq_accum, 0, floats * sizeof(float), stream));
-  }
   launch_products();
   if (params.dq_accum != nullptr) run_bwd_convert_dq(params, order, stream);
 }

@@ -40,6 +40,7 @@
 
 #include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/launch.h"
+#include "../cuda/ptx/griddepcontrol.cuh"
 #include "bwd.h"
 #include "bwd_consumer.cuh"
 #include "bwd_dq_reduction.cuh"
@@ -198,6 +199,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
   const SeqlenInfo seqlen(params, tile.batch_idx);
+  // For delta and zeros in dq_accum. Who returns waits, too: the grid must not end before the one that
+  // writes them.
+  flash_attn::ptx::wait_for_prerequisites();
   if (tile.block * Traits::kBlockN >= seqlen.segment_k) return;
   if (threadIdx.x == 0) {
     smem.init_barriers();
@@ -237,8 +241,9 @@ void launch_bwd(const BwdParams& params, Stream stream) {
   if (scheduler.num_tiles() == 0) return;
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
-  cuda::launch<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads, sizeof(Storage), stream,
-                                   params, scheduler, maps);
+  cuda::launch_overlapping<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
+                                               sizeof(Storage), true, stream, params, scheduler,
+                                               maps);
 }
 
 }  // namespace flash_attn::sm90

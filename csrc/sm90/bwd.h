@@ -5,8 +5,8 @@
 
 namespace flash_attn::sm90 {
 
-// Compute capability 9.0 only. Any head_dim and head_dim_v up to kBwdMaxHeadDim that are multiples of
-// 8, fp16 and bf16; not deterministic.
+// Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and
+// bf16; not deterministic.
 void run_bwd(const BwdParams& params, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const AttnParams& params);

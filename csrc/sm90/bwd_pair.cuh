@@ -28,6 +28,7 @@
 
 #include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/launch.h"
+#include "../cuda/ptx/griddepcontrol.cuh"
 #include "bwd.h"
 #include "bwd_dq_reduction.cuh"
 #include "bwd_pair_traits.cuh"
@@ -372,6 +373,9 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   const int rank = ptx::cluster_rank();
   const TileCoordinates tile = scheduler.tile(blockIdx.x / Traits::kBlocks);
   const SeqlenInfo seqlen(params, tile.batch_idx);
+  // For delta and zeros in dq_accum. Who returns waits, too: the grid must not end before the one that
+  // writes them.
+  flash_attn::ptx::wait_for_prerequisites();
   if (tile.block * Traits::kPairN >= seqlen.segment_k) return;  // both
   const BwdPairKeys<Traits> keys(params, tile.block * Traits::kPairN, seqlen.len_k, rank);
   if (threadIdx.x == 0) {
@@ -433,8 +437,9 @@ void launch_bwd_pair(const BwdParams& params, Stream stream) {
   if (scheduler.num_tiles() == 0) return;
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::kSlabCols);
-  cuda::launch<bwd_pair_kernel<Traits>>(Traits::kBlocks * scheduler.num_tiles(), Traits::kThreads,
-                                        sizeof(Storage), stream, params, scheduler, maps);
+  cuda::launch_overlapping<bwd_pair_kernel<Traits>>(Traits::kBlocks * scheduler.num_tiles(),
+                                                    Traits::kThreads, sizeof(Storage), true, stream,
+                                                    params, scheduler, maps);
 }
 
 }  // namespace flash_attn::sm90
