@@ -232,7 +232,8 @@ def test_registry(turned: bool, dropout_p: float, options: dict, device: str, mo
             actual = out_and_gradients(call, leaves)
         finally:
             registry.restore_flash_attention_impl()
-        assert torch.equal(call(), torchs), "restored"
+        # torch's kernel answers a negative scale with NaN.
+        torch.testing.assert_close(call(), torchs, rtol=0, atol=0, equal_nan=True)
     assert out.stride() == torchs.stride()
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)

@@ -29,6 +29,10 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 void refuse_backward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.deterministic, "deterministic is not supported");
   reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias is not supported");
+  // Slopes leave most probabilities below the normal range of fp16, to which they are rounded here
+  // before they become gradients.
+  reasons.refuse_if(call.alibi && call.dtype == DType::kFp16,
+                    "alibi_slopes in float16 is not supported in the backward");
   if (std::max(call.head_dim, call.head_dim_v) <= kBwdMaxSingleHeadDim) return;
   const std::string where =
       " is not supported in the backward above head_dim " + std::to_string(kBwdMaxSingleHeadDim);
