@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Sets everything up on a fresh machine, then runs one job.
 
-    python3 dev.py demo | test | lint | build
+    python3 dev.py demo | test | lint | build | wheel
+    python3 dev.py test --downstream     other people's programs, installed into .venv
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
 where the machine has none (no GPU is needed to compile); for lint the formatters alone. Run again,
@@ -115,17 +116,33 @@ def build() -> None:
     say(f"Built in {time.time() - start:.0f} s")
 
 
+def wheel(extra: list[str]) -> None:
+    """Wheels of both distributions in dist/, for this Python, this machine and .venv's torch."""
+    pip = (PYTHON, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", "dist")
+    run(*pip, *extra, ".", "./fa3")
+
+
 def demo(extra: list[str]) -> None:
     run(PYTHON, "-m", "flash_attn", "demo", *extra)
 
 
+def downstream(extra: list[str]) -> None:
+    """Other people's programs, of the versions that tests/downstream names."""
+    folder = ROOT / "tests" / "downstream"
+    lines = (folder / "requirements.txt").read_text().splitlines()
+    pip_install("other people's programs", *(x for x in lines if not x.startswith("#")))
+    run(PYTHON, "-m", "pytest", folder, *extra)
+
+
 def test(extra: list[str]) -> None:
     """Python tests, then the C++ program against the installed CMake package."""
+    if "--downstream" in extra:
+        return downstream([x for x in extra if x != "--downstream"])
     run(PYTHON, "-m", "pytest", *extra)
-    say("C++: building and testing csrc/example against the installed package")
+    say("C++: building and testing examples/cpp against the installed package")
     example = ROOT / "build" / "example"
     run(
-        *("cmake", "-G", "Ninja", "-S", ROOT / "csrc" / "example", "-B", example),
+        *("cmake", "-G", "Ninja", "-S", ROOT / "examples" / "cpp", "-B", example),
         *(f"-DCMAKE_PREFIX_PATH={ROOT / 'flash_attn'}", f"-DPython_EXECUTABLE={PYTHON}"),
     )
     run("cmake", "--build", example)
@@ -149,13 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("job", choices=["demo", "test", "lint", "build"])
+    parser.add_argument("job", choices=["demo", "test", "lint", "build", "wheel"])
     arguments, extra = parser.parse_known_args()
     make_environment()
     if arguments.job != "lint":
         install_build()
+    if arguments.job not in ("lint", "wheel"):
         build()
-    jobs = {"demo": demo, "test": test, "lint": lint, "build": lambda extra: None}
+    jobs = {"demo": demo, "test": test, "lint": lint, "wheel": wheel, "build": lambda extra: None}
     jobs[arguments.job](extra)
 
 

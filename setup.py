@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -62,4 +63,17 @@ class CMakeBuild(build_ext):
         return []
 
 
-setup(ext_modules=[Extension("flash_attn._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+def torch_requirement() -> str:
+    """The one torch that a library built here loads with; without one, what a build needs."""
+    try:
+        return f"torch=={version('torch').partition('+')[0]}"
+    except PackageNotFoundError:
+        return "torch>=2.11"
+
+
+setup(
+    ext_modules=[Extension("flash_attn._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    # einops: programs import rearrange from bert_padding.
+    install_requires=[torch_requirement(), "einops"],
+)

@@ -11,6 +11,7 @@ Memory is the allocator's peak on one rank, with q, k, v, dout and the gradients
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -158,10 +159,10 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE.json")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     dtype = torch.bfloat16 if cuda else torch.float32
     method = f"the slowest rank, blocks of {BLOCK_SECONDS} s after one call"
     records = [results.run_record(device, method)]

@@ -124,20 +124,22 @@ def ring(
     groups = head_groups(rows, heads_q, heads_kv)
     seconds = []
     for backward in (False, True):
-        # Merging reads and writes the fp32 sum 5 times and the new part once; adding dq, dk and dv
-        # reads and writes each sum once and its part once, and dk and dv are zeroed and brought.
-        merge = 5 * wide_queries + queries
+        # Merging reads and writes the fp32 sum twice and reads the new part; the first result
+        # becomes the sum. Adding dq, dk and dv reads and writes each sum and reads its part, and dk
+        # and dv are zeroed and brought. The end is a pass from fp32 to bf16.
+        merge = 4 * wide_queries + queries
         parts = 1
         if backward:
             merge = 2 * wide_queries + queries + 6 * wide_keys + keys
             parts = groups
-        total = 2 * wide_queries / a.memory
+        total = (wide_queries + queries) / a.memory
         for step in range(ranks):
             work = max(
                 kernel_time(planned(held[rank], held[rank - step], length), heads_q, backward)
                 for rank in {0, ranks // 2, ranks - 1}
             )
-            computing = (work + merge / a.memory) / parts
+            passes = merge if step or backward else wide_queries + queries
+            computing = (work + passes / a.memory) / parts
             moved = keys * (step + 1 < ranks) + (wide_keys * (step > 0) if backward else 0)
             moving = transfer_time(moved / parts, between_hosts, a)
             computing += a.transfer_share * min(moving, computing)
@@ -169,7 +171,7 @@ def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = AS
     gather = transfer_time(keys * others, between_hosts, a) + 2 * keys / a.memory
     scatter = transfer_time(wide_keys * others, between_hosts, a) + 2 * wide_keys / a.memory
     forward = gather + max(kernel_time(rectangles, HEADS_Q, False), a.launch)
-    forward += (7 * wide_queries + queries) / a.memory
+    forward += (5 * wide_queries + 2 * queries) / a.memory
     backward = gather + max(kernel_time(rectangles, HEADS_Q, True), a.launch) + scatter
     backward += (4 * wide_queries + 2 * len(rectangles) * wide_keys) / a.memory
     # As in the ring; of a group all keys twice, and all of their gradients.

@@ -15,7 +15,7 @@ __path__ = extend_path(__path__, __name__)
 # own release. pyproject.toml reads it from here.
 __version__ = "2.8.3+r1"
 
-from flash_attn import reference
+from flash_attn import _flops, _torch_flash, reference, sdpa
 from flash_attn.backends import Support, can_use, use_backend
 from flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -28,6 +28,9 @@ from flash_attn.flash_attn_interface import (
     flash_decode_func,
 )
 from flash_attn.sdpa import scaled_dot_product_attention
+
+_flops.register()
+_torch_flash.register()
 
 __all__ = [
     "Support",
@@ -42,5 +45,6 @@ __all__ = [
     "flash_decode_func",
     "reference",
     "scaled_dot_product_attention",
+    "sdpa",
     "use_backend",
 ]

@@ -1,7 +1,7 @@
 """From Python's options to the ops' argument lists: the one place that knows their order.
 
 Eager calls go to `_C` (pybind11 into a typed dispatcher handle), traced ones to
-`torch.ops.flash_attn`.
+`torch.ops.flash_attn`, those inside torch.func's transforms to `_functorch`.
 """
 
 import operator
@@ -9,6 +9,7 @@ import operator
 import torch
 from torch import Tensor
 
+from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
 
@@ -191,6 +192,19 @@ def fwd_arguments(
         max_seqlen_q = dense_seqlen(q)
     if max_seqlen_k is None:
         max_seqlen_k = dense_seqlen(k)
+    if _checks.ENABLED:
+        _checks.fwd(
+            q,
+            k,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            block_table=block_table,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
     if block_table is not None:
         k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
             k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
@@ -227,9 +241,28 @@ def fwd_arguments(
     )
 
 
+def _with_largest_1(probabilities):
+    """Each row divided by its largest: what upstream's kernels leave after their last tile."""
+    if probabilities.numel() == 0:
+        return probabilities
+    largest = probabilities.abs().amax(-1, keepdim=True)
+    return probabilities / torch.where(largest > 0, largest, 1)
+
+
 def fwd(arguments):
     """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask."""
-    return _ops().fwd(*arguments)
+    if torch.compiler.is_compiling():
+        results = torch.ops.flash_attn.fwd(*arguments)
+    else:
+        if _log.ENABLED:
+            _log.call("fwd", arguments)
+        run = _functorch.fwd if _functorch.is_active() else C.fwd
+        results = run(*arguments)
+    return_probs = arguments[-2]
+    if return_probs:
+        out, softmax_lse, probabilities = results
+        return out, softmax_lse, _with_largest_1(probabilities)
+    return results
 
 
 def draw_rng_state(like):
@@ -320,8 +353,19 @@ def decode_arguments(
     softcap=0.0,
     num_splits=0,
     batch_invariant=False,
+    new=0,
 ):
-    """The argument list of the op `decode`, and the end of that of `kvcache`."""
+    """The argument list of the op `decode`, and the end of that of `kvcache`, with `new` tokens."""
+    if _checks.ENABLED:
+        _checks.decode(
+            q,
+            k_cache,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            new=new,
+        )
     window_left, window_right = window_sides(window_size)
     return (
         q,
@@ -348,9 +392,14 @@ def decode_arguments(
 
 def decode(arguments):
     """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse."""
+    if _log.ENABLED:
+        _log.call("decode", arguments)
     return _ops().decode(*arguments)
 
 
 def kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments):
     """The same after k and v were written to the caches, from cache_seqlens on."""
-    return _ops().kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, *arguments)
+    arguments = (k, v, rotary_cos, rotary_sin, rotary_interleaved, *arguments)
+    if _log.ENABLED:
+        _log.call("kvcache", arguments)
+    return _ops().kvcache(*arguments)

@@ -24,11 +24,12 @@ def round_multiple(x: int, m: int) -> int:
 def _get_block_size_n(
     device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool
 ) -> int:
-    """The keys in one tile of upstream's kernels, by which its tests sum probabilities.
+    """The keys in one tile, after each of which upstream's kernels know the largest score so far.
 
-    Here S_dmask holds probabilities that are normalised already, so any width serves.
+    Its tests scale S_dmask by it, tile by tile. Here that is done by the largest score of the whole
+    row, so one tile holds all keys.
     """
-    return 128 if head_dim <= 64 and not is_dropout else 64
+    return 1 << 30
 
 
 class _Applied:

@@ -131,8 +131,8 @@ def flash_attn_func(
             (fp64 for fp64 inputs), differentiable; -inf for a query with nothing to attend to (with
             a sink: the sink).
         S_dmask (with return_attn_probs): with dropout, (batch, heads_q, seqlen_q, seqlen_k), the
-            normalised probabilities before dropout, negative where dropped: O(seqlen²) memory, for
-            tests. Without dropout: empty.
+            probabilities before dropout, negative where dropped, each row divided by its largest,
+            as upstream has them: O(seqlen²) memory, for tests. Without dropout: empty.
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or

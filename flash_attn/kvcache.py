@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import as_int, decode, decode_arguments, expect, kvcache
+from flash_attn._call import as_int, decode, decode_arguments, dense_seqlen, expect, kvcache
 from flash_attn._errors import explain
 
 Window = Sequence[int | None] | Tensor
@@ -193,9 +193,9 @@ def flash_attn_with_kvcache(
     """
     try:
         _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
+        new = 0 if k is None else dense_seqlen(k)
         if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
             length = as_int(cache_seqlens, "cache_seqlens")
-            new = 0 if k is None else k.size(1)
             k_cache, v_cache, cache_seqlens = _at_length(
                 q, k_cache, v_cache, block_table, length, new
             )
@@ -217,6 +217,7 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             num_splits=num_splits,
             batch_invariant=batch_invariant,
+            new=new,
         )
         if k is None:
             out, softmax_lse = decode(arguments)

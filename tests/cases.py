@@ -175,8 +175,12 @@ class Case:
         """The same of the backward."""
         if backend != SM90.backend:
             return self.served_by(backend)
-        terms = self.softcap or self.alibi or self.bias or self.dropout_p or self.deterministic
-        return self.served_by(backend) and not terms
+        terms = self.softcap or self.alibi or self.bias or self.dropout_p
+        bias_gradient = self.bias and self.bias not in BOOL_BIASES
+        narrow = max(self.d, self.d_v or self.d) <= 128
+        fp16_slopes = self.alibi and self.dtype == "fp16"
+        refused = self.deterministic or bias_gradient or fp16_slopes or (terms and not narrow)
+        return self.served_by(backend) and not refused
 
     def with_(self, **changes: object) -> Case:
         return dataclasses.replace(self, **changes)

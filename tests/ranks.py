@@ -27,6 +27,7 @@ def _serve(rank: int, size: int, device: str, seconds: float, store: str, pipe) 
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=seconds / 2),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     while (task := pipe.recv()) is not None:
         function, arguments = task

@@ -3,10 +3,12 @@ op."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,34 @@ def test_upstream_signature(name: str) -> None:
     others = [p for p in actual.values() if p.kind is not p.POSITIONAL_OR_KEYWORD]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in others)
     assert set(OURS.get(name, [])) <= {p.name for p in others}
+
+
+@pytest.mark.parametrize("module", ["flash_attn_interface", "kvcache"])
+def test_stubs_say_what_the_functions_say(module: str) -> None:
+    """Each public function once for either value of its flag, and once for both."""
+    source = Path(flash_attn.__file__).with_name(f"{module}.py")
+    written, stubs = (ast.parse(p.read_text()).body for p in (source, source.with_suffix(".pyi")))
+    functions = [f for f in written if isinstance(f, ast.FunctionDef) and f.name[0] != "_"]
+    for function in functions:
+        flag = "return_softmax_lse" if module == "kvcache" else "return_attn_probs"
+        overloads = [f for f in stubs if getattr(f, "name", None) == function.name]
+        described = []
+        for f in [function, *overloads]:
+            a = f.args
+            defaults = [None] * (len(a.args) - len(a.defaults)) + a.defaults + a.kw_defaults
+            described.append(
+                {
+                    x.arg: (ast.unparse(x.annotation), d and ast.unparse(d))
+                    for x, d in zip(a.args + a.kwonlyargs, defaults, strict=True)
+                }
+            )
+        assert [d.pop(flag) for d in described] == [
+            ("bool", "False"),
+            ("Literal[False]", "False"),
+            ("Literal[True]", None),
+            ("bool", "False"),
+        ]
+        assert all(d == described[0] for d in described)
 
 
 def test_decode_signature() -> None:
@@ -159,6 +189,8 @@ def public_functions() -> list[tuple[str, Callable]]:
         "",
         ".reference",
         ".bert_padding",
+        ".integrations.dtensor",
+        ".integrations.transformers",
         ".layers.rotary",
         ".losses.cross_entropy",
         ".modules.mha",
@@ -229,6 +261,8 @@ def test_each_option_reaches_the_op(form: str, option: str, seed: int) -> None:
         index = problem.index_tensors()
         call += [index["cu_seqlens_q"], index["cu_seqlens_k"], 20, 33]
         function = flash_attn.flash_attn_varlen_func
+    if probs.numel():
+        probs = probs / probs.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     actual = function(*call, **{option: value}, return_attn_probs=True)
     for a, e in zip(actual, (out, lse, probs), strict=True):
         assert torch.equal(a, e)

@@ -125,7 +125,7 @@ def test_many_new_tokens_against_a_cache() -> None:
     [
         (dict(op="fwd"), "sm90; fwd:"),
         (dict(op="bwd"), "sm90; bwd:"),
-        (dict(op="bwd", softcap=True), "sm80; bwd:"),
+        (dict(op="bwd", softcap=True), "sm90; bwd:"),
         (dict(op="decode", tokens=9), "cuda; decode:"),
         (dict(op="decode", tokens=20), "cuda; decode, each sequence in 2 pieces:"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),

@@ -11,11 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
-SOURCES = sorted(
-    path
-    for path in CSRC.rglob("*")
-    if path.suffix in (".h", ".cpp", ".cu", ".cuh") and "example" not in path.parts
-)
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
 PYTHON = sorted([*(ROOT / "flash_attn").rglob("*.py"), *(ROOT / "tests").glob("*.py")])
 
 pytestmark = pytest.mark.skipif(not SOURCES, reason="no source tree beside the tests")

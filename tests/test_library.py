@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import flash_attn
 
@@ -54,13 +55,15 @@ def test_an_unbuilt_checkout_does_not_borrow_a_library(tmp_path: Path) -> None:
 
 
 def test_the_build_takes_its_tools_from_its_python(tmp_path: Path, monkeypatch) -> None:
-    """From the package of this Python, else beside this Python, else from PATH."""
+    """From the package of this Python, else beside this Python, else from PATH; its torch, and no
+    other, is what the result requires."""
     setup = PACKAGE.parent / "setup.py"
     if not setup.exists():
         pytest.skip("no source tree beside the tests")
     functions: dict = {"__file__": str(setup)}
     exec(setup.read_text().partition("\nsetup(")[0], functions)
     tool = functions["tool"]
+    assert functions["torch_requirement"]() == f"torch=={torch.__version__.partition('+')[0]}"
     programs = []
     for name in ("package", "beside", "path"):
         programs.append(tmp_path / name / "a-tool")

@@ -122,6 +122,27 @@ def test_cuda_memory_is_linear(backward: bool, target: Target) -> None:
 
 
 @each_target(SM80)
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1)], ids=["whole", "sequences", "heads"])
+def test_the_gradient_of_a_bias_needs_no_workspace(shape: tuple, target: Target) -> None:
+    """Whatever shares the bias: beside what the call takes without it, the gradient alone."""
+    n = 1024
+    q, k, v = torch.randn(3, 2, n, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    bias = torch.randn(*shape, n, n, device="cuda", dtype=torch.bfloat16)
+
+    def peak(bias: torch.Tensor) -> int:
+        with use(target):
+            out = flash_attn.flash_attn_func(q, k, v, attn_bias=bias)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        inputs = [q, bias] if bias.requires_grad else [q]
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        return torch.cuda.max_memory_allocated() - before
+
+    without = peak(bias)
+    assert peak(bias.requires_grad_()) - without <= bias.numel() * bias.element_size() + 2**20
+
+
+@each_target(SM80)
 def test_plain_forward_allocates_the_output_and_the_lse_alone(target: Target) -> None:
     q = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.float16)
     with use(target):

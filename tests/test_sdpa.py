@@ -64,6 +64,9 @@ CALLS = [
     Call("broadcast batch", (2, 3, 9, 16), (1, 3, 12, 16)),
     Call("broadcast heads", (2, 3, 9, 16), (2, 1, 12, 16)),
     Call("scale", (2, 3, 9, 16), (2, 3, 12, 16), scale=0.05),
+    Call("negative scale", (2, 3, 9, 16), (2, 3, 12, 16), scale=-0.3),
+    Call("negative scale, causal", (2, 3, 9, 16), (2, 3, 9, 16), scale=-0.3, is_causal=True),
+    Call("zero scale, causal", (2, 3, 9, 16), (2, 3, 9, 16), scale=0.0, is_causal=True),
     Call("mask of rows and keys", (2, 3, 9, 16), (2, 3, 12, 16), mask=(9, 12)),
     Call("mask of keys", (2, 3, 9, 16), (2, 3, 12, 16), mask=(2, 1, 1, 12)),
     Call("mask, full", (2, 3, 9, 16), (2, 3, 12, 16), mask=(2, 3, 9, 12)),
@@ -196,3 +199,99 @@ def test_a_row_that_the_mask_empties_is_zero(target: Target) -> None:
     with use(target):
         out = flash_attn.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     assert not out[:, :, 2].count_nonzero() and out[:, :, [0, 1, 3]].abs().min() > 0
+
+
+def ragged(target: Target, *lengths: int) -> torch.Tensor:
+    """A leaf (batch, ragged, 4 * 16)."""
+    make = dict(device=target.device, dtype=torch.float64)
+    parts = [torch.randn(n, 64, **make) for n in lengths]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+
+def by_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, [4, 16]).transpose(1, 2)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_jagged(is_causal: bool, target: Target) -> None:
+    """Each sequence by itself, with other lengths of the queries than of the keys."""
+    query, key, value = ragged(target, 5, 3, 8), ragged(target, 4, 7, 8), None
+    value = torch.nested.nested_tensor_from_jagged(torch.randn_like(key.values()), key.offsets())
+    value = value.detach().requires_grad_()
+    with use(target):
+        out = flash_attn.scaled_dot_product_attention(
+            *map(by_heads, (query, key, value)), is_causal=is_causal
+        )
+    assert out.shape == by_heads(query).shape and out.layout == torch.jagged
+    gradients = torch.autograd.grad(out.values().square().sum(), (query, key, value))
+    for i, tensors in enumerate(zip(query.unbind(), key.unbind(), value.unbind(), strict=True)):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        turned = [x.unflatten(-1, [4, 16]).transpose(0, 1) for x in leaves]
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = torch_sdpa(*turned, is_causal=is_causal)
+        torch.testing.assert_close(out.unbind()[i], expected, rtol=1e-9, atol=1e-11)
+        parts = torch.autograd.grad(expected.square().sum(), leaves)
+        for gradient, part in zip(gradients, parts, strict=True):
+            torch.testing.assert_close(gradient.unbind()[i], part, rtol=1e-9, atol=1e-11)
+
+
+def test_nested_tensors_that_are_refused() -> None:
+    query = by_heads(ragged(ATEN_CPU, 5, 3)).detach()
+    others = by_heads(ragged(ATEN_CPU, 3, 5)).detach()
+    ours = flash_attn.scaled_dot_product_attention
+    with pytest.raises(RuntimeError, match="value: expected the lengths of key, got others"):
+        ours(query, query, others)
+    with pytest.raises(RuntimeError, match="key: expected a nested tensor.* got a dense tensor"):
+        ours(query, torch.randn(2, 4, 5, 16), query)
+    with pytest.raises(RuntimeError, match="attn_mask: expected None with nested tensors"):
+        ours(query, query, query, attn_mask=torch.ones(5, 5))
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap(grad)": lambda f, x: torch.vmap(torch.func.grad(f))(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "grad(vmap)": lambda f, x: torch.func.grad(lambda t: torch.vmap(f)(t).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones((), device=x.device, dtype=x.dtype))[0],
+}
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_function_transforms(transform: str, masked: bool, target: Target) -> None:
+    """torch.func gives what autograd gives, of the mask as well."""
+    make = dict(device=target.device, dtype=torch.float64)
+    x, bias = torch.randn(2, 1, 3, 5, 8, **make), torch.randn(5, 5, **make)
+
+    def total(t: torch.Tensor) -> torch.Tensor:
+        mask = t[..., 0, :, :5] * bias if masked else None
+        if masked:
+            mask = mask.unsqueeze(-3)
+        return flash_attn.scaled_dot_product_attention(t, t, t, attn_mask=mask).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    with use(target):
+        (expected,) = torch.autograd.grad(total(leaf), leaf)
+        torch.testing.assert_close(TRANSFORMS[transform](total, x), expected)
+
+
+def test_second_derivative_of_a_transform_raises() -> None:
+    def total(t: torch.Tensor) -> torch.Tensor:
+        return flash_attn.scaled_dot_product_attention(t, t, t).square().sum()
+
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.func.hessian(total)(torch.randn(1, 1, 3, 8))
+
+
+def test_symbolic_trace() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return flash_attn.scaled_dot_product_attention(x, x, x, is_causal=True) * 2
+
+    traced = torch.fx.symbolic_trace(Attention())
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert flash_attn.scaled_dot_product_attention in called
+    x = torch.randn(2, 3, 5, 8)
+    assert torch.equal(traced(x), Attention()(x))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,4 +118,53 @@ def test_helpers() -> None:
     assert turned.stride(-1) == 1 and torch.equal(turned, x.T)
     assert [flash_attn_interface.round_multiple(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
     assert flash_attn_interface.USE_TRITON_ROCM is False
-    assert flash_attn_interface._get_block_size_n("cpu", 64, False, True) % 32 == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_upstream_finds_the_probabilities(causal: bool, device: str) -> None:
+    """Its tests take S_dmask for exp(score - the largest score from a tile on to the right)."""
+    q, k = torch.randn(2, 2, 40, 3, 16, device=device)
+    *_, S_dmask = flash_attn.flash_attn_func(q, k, k, 0.3, causal=causal, return_attn_probs=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    if causal:
+        scores.masked_fill_(torch.ones(40, 40, device=device).triu(1).bool(), -torch.inf)
+    width = flash_attn_interface._get_block_size_n(device, 16, True, causal)
+    largest = torch.stack([tile.amax(-1) for tile in scores.split(width, -1)], -1)
+    largest = largest.flip(-1).cummax(-1).values.flip(-1)
+    tiles = zip(S_dmask.abs().split(width, -1), largest.unbind(-1), strict=True)
+    lse = scores.logsumexp(-1)
+    found = torch.cat([tile * (m - lse).exp()[..., None] for tile, m in tiles], -1)
+    torch.testing.assert_close(found, scores.softmax(-1))
+
+
+def run_files(*arguments: object) -> subprocess.CompletedProcess:
+    script = Path(__file__).with_name("upstream_tests.py")
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_sample_of_a_test_file(tmp_path: Path) -> None:
+    """The same cases for the same seed, each failure with its reason."""
+    file = tmp_path / "test_theirs.py"
+    file.write_text(
+        "import pytest\n"
+        "from flash_attn.flash_attn_interface import _get_block_size_n\n"
+        "@pytest.mark.parametrize('i', range(40))\n"
+        "def test_it(i):\n"
+        "    if i % 4 == 0: pytest.skip('no')\n"
+        "    assert i % 4 != 1, f'case {i}'\n"
+    )
+    whole = run_files(file)
+    assert whole.returncode == 1
+    assert whole.stdout.splitlines()[-1] == "seed 1: 20 passed, 10 failed, 10 skipped"
+    assert "test_theirs.py::test_it[5]\n    AssertionError: case 5" in whole.stdout
+    samples = [run_files(file, "--count", 12, "--seed", seed).stdout for seed in (7, 7, 8)]
+    failures = [[x for x in s.splitlines() if "test_it[" in x] for s in samples]
+    assert failures[0] == failures[1] != failures[2]
+    counts = [int(word) for word in samples[0].splitlines()[-1].split() if word.isdecimal()]
+    assert sum(counts) == 12
+    file.write_text("")
+    assert run_files(file).returncode == 2
+    missing = run_files(tmp_path / "test_none.py")
+    assert missing.returncode == 2 and "expected a test file of upstream's" in missing.stderr

@@ -41,9 +41,10 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   return call;
 }
 
-CallShape backward_shape_of(const AttnArgs& args) {
+CallShape backward_shape_of(const AttnArgs& args, bool bias_gradient) {
   CallShape call = call_shape_of(Op::kBackward, args, false);
   call.deterministic = is_deterministic(args);
+  call.bias_gradient = bias_gradient;
   return call;
 }
 
@@ -66,8 +67,12 @@ void warn_once(const std::string& reasons) {
 CallShape call_shape(const FwdArgs& args) {
   return call_shape_of(Op::kForward, args.attn, args.return_probs);
 }
-CallShape call_shape(const BwdArgs& args) { return backward_shape_of(args.attn); }
-CallShape backward_shape(const FwdArgs& args) { return backward_shape_of(args.attn); }
+CallShape call_shape(const BwdArgs& args) {
+  return backward_shape_of(args.attn, args.attn.attn_bias && args.grad_mask[3]);
+}
+CallShape backward_shape(const FwdArgs& args) {
+  return backward_shape_of(args.attn, args.attn.attn_bias && args.attn.attn_bias->requires_grad());
+}
 CallShape call_shape(const DecodeArgs& args) {
   CallShape call = call_shape_of(Op::kDecode, args.q, args.v_cache);
   call.alibi = args.alibi_slopes.has_value();

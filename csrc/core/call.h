@@ -22,7 +22,7 @@ struct CallShape {
   int64_t head_dim = 0, head_dim_v = 0;
   bool bias = false, alibi = false, softcap = false, dropout = false, sink = false;
   bool return_probs = false;
-  bool deterministic = false;  // backward only
+  bool deterministic = false, bias_gradient = false;  // backward only
 
   // Decode only.
   DType cache_dtype = DType::kFp16;

@@ -89,7 +89,7 @@ inline constexpr FwdTile kFwdScoresTile<64> = {
     .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
 template <>
 inline constexpr FwdTile kFwdScoresTile<128> = {
-    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+    .block_m = 128, .block_n = 48, .num_warps = 4, .blocks_per_sm = 2};
 template <>
 inline constexpr FwdTile kFwdScoresTile<256> = {
     .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};

@@ -77,20 +77,21 @@ struct FwdWork {
   const Element *q, *k, *v;  // row 0 of the sequence, at this head
   Element* out;
   float* lse;
+  // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
+  [[no_unique_address]] typename Traits::ScorePolicy score;
   AttentionWindow window;
   BlockRange range;        // of keys
   int first_key, end_key;  // what the block's queries see together
   float sink;              // -inf: none
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
-  [[no_unique_address]] typename Traits::ScorePolicy score;
 
   __device__ __forceinline__ FwdWork(const FwdParams& params, const TileCoordinates& tile,
                                      const SeqlenInfo& seqlen)
-      : window(params, seqlen.len_q, seqlen.len_k),
+      : score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)),
+        window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
-        segment_q(seqlen.segment_q),
-        score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)) {
+        segment_q(seqlen.segment_q) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);

@@ -16,6 +16,8 @@ void run_bwd(const BwdParams& params, Stream stream) {
       with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
         if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {
           launch_bwd_pair<kDType, kHeadDim, kHeadDimV>(params, stream);
+        } else if (cuda::has_score_terms(params)) {
+          launch_bwd_with_scores<kDType, kHeadDim>(params, stream);
         } else {
           launch_bwd<kDType, kHeadDim>(params, stream);
         }

@@ -18,7 +18,7 @@
 //
 // The plain loop of a consumer:
 //
-//   for each block of queries:  Sᵀ = K Qᵀ; P = exp(S - LSE); mask       dPᵀ = V dOᵀ
+//   for each block of queries:  Sᵀ = K Qᵀ; score terms; P = exp(S - LSE); mask      dPᵀ = V dOᵀ
 //                               dV += Pᵀ dO;  dS = P ∘ (dP - delta)     → dS to shared memory
 //                               barrier                                 // the other consumer's dS
 //                               dK += dSᵀ Q;  dQ += dS K                // reductions, from registers
@@ -31,6 +31,9 @@
 //   issue      │ dK (i-1), S (i) │ dP (i)    │ dV (i), dQ (i-1)       │                │
 //   meanwhile  │                 │ exp       │ dS, store              │ reduce dQ      │
 //   products   │ dK, S           │ dP        │ dV, dQ                 │ the other's    │
+//
+// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh). With them, what dS
+// consists of beside dP is rounded together with P (exponentiate), and dQ(i-1) begins behind dS.
 //
 // Shared memory   │ K, in the end dK │ V, in the end dV │ Q × kStages │ dO × kStages │ dS × 3 │
 //                 │ LSE, delta × kStages │ work, barriers │
@@ -51,7 +54,11 @@ namespace flash_attn::sm90 {
 // A consumer's walk over the queries; leaves its sums dK (not yet scaled) and dV.
 template <typename Traits>
 class QueryWalk {
+  using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
+  static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
+  // With score terms, dQ begins when dP has been used up: there are no registers for both.
+  static constexpr bool kLateDq = kGeneral;
 
  public:
   __device__ __forceinline__ QueryWalk(Consumer& self, typename Traits::KeyGradient& dK,
@@ -88,7 +95,9 @@ class QueryWalk {
     if constexpr (!kFirst) start_dk();
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
-    lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.lane);
+    if constexpr (!kGeneral) {
+      lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.lane);
+    }
     if constexpr (!kFirst) {
       ptx::wgmma_wait<1>();
       end_dk();
@@ -97,21 +106,35 @@ class QueryWalk {
     pin(S);
     self.dout_ring.wait_full();
     self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
-    const bool masked = block.m < full_begin || block.m >= full_end;
-    exponentiate(S, self.scale_log2, lse_log2, masked, self.work, self.warp_row,
-                 block.m * Traits::kBlockM, self.lane);
-    typename Traits::ScoresOperand P = to_operand_a<typename Traits::Element>(S);
+    const bool masked = block.m < first_full() || block.m >= end_full();
+    typename Traits::ScoresOperand P;
+    if constexpr (kGeneral) {
+      exponentiate<Element>(P, dS, S, self.smem.score(block.head), self.params, self.scale_log2,
+                            row_values.lse_log2, masked, self.work,
+                            {block.m * Traits::kBlockM, self.work.first_key + self.warp_row},
+                            self.lane);
+    } else {
+      exponentiate(S, self.scale_log2, lse_log2, masked, self.work, self.warp_row,
+                   block.m * Traits::kBlockM, self.lane);
+      P = to_operand_a<Element>(S);
+    }
     self.start_key_gradient(dV, P, self.smem.dout[self.dout_ring.stage()]);  // dV += Pᵀ dO
-    if constexpr (!kFirst) start_dq(dQ);
-    ptx::wgmma_wait<kFirst ? 1 : 2>();
+    if constexpr (!kFirst && !kLateDq) start_dq(dQ);
+    ptx::wgmma_wait<kFirst || kLateDq ? 1 : 2>();
     pin(dP);
-    differentiate<typename Traits::Element>(dS, dP, P, row_values.delta,
-                                            self.lane);  // dS = P ∘ (dP - delta)
+    // dS = P ∘ (dP - delta)
+    if constexpr (kGeneral) {
+      differentiate_weights<Element>(dS, dP, row_values.delta, self.lane);
+    } else {
+      differentiate<Element>(dS, dP, P, row_values.delta, self.lane);
+    }
+    if constexpr (!kFirst && kLateDq) ds_done.wait_full();
     store_operand(self.smem.ds[self.ds_ring.stage()], dS, self.warp_row, self.lane);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
     if (self.lane == 0) self.ds_ring.arrive_full();
     self.ds_ring.advance();
+    if constexpr (!kFirst && kLateDq) start_dq(dQ);
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     pin(dV);
     pin(P);
@@ -119,6 +142,14 @@ class QueryWalk {
     if constexpr (!kFirst) end_dq(dQ);
     self.q_ring.advance();
     block.advance();
+  }
+
+  // The blocks that need no mask. With score terms registers are too short for them.
+  __device__ __forceinline__ int first_full() const {
+    return kGeneral ? self.work.range.full_begin : full_begin;
+  }
+  __device__ __forceinline__ int end_full() const {
+    return kGeneral ? self.work.range.full_end : full_end;
   }
 
   // Of the block before: dK += dSᵀ Q, dQ = dS K, which wants the dS of all consumers.
@@ -152,13 +183,30 @@ class QueryWalk {
 
   Consumer& self;
   typename Traits::KeyGradient &dK, &dV;
-  typename Traits::ScoresOperand dS;  // of the block before
+  typename Traits::ScoresOperand
+      dS;  // of the block before; then this one's weights, if there are any
   QueryBlocks block;
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
   Ring<Traits::kStages> q_done;    // the block before
   Ring<Traits::kScoreStages> ds_done;
   DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction;
 };
+
+// What the score terms of a head are. A place in the ring is empty: the head before the last, whose
+// terms lay here, is done with.
+template <typename Traits, typename Ring>
+__device__ __forceinline__ void start_scores_of_head(const BwdParams& params,
+                                                     BwdSharedStorage<Traits>& smem, int head,
+                                                     const Ring& ring) {
+  if constexpr (Traits::ScorePolicy::kGeneral) {
+    const BwdWork& work = smem.work();
+    ring.wait_empty();
+    if (threadIdx.x % 32 == 0) {
+      new (smem.score_storage[head % 2])
+          typename Traits::ScorePolicy(params, work.batch_idx, head, work.seqlen.diagonal(params));
+    }
+  }
+}
 
 // dK and dV of this warp's keys, through shared memory that only it uses by now.
 template <typename Traits>
@@ -167,7 +215,10 @@ __device__ __forceinline__ void store_key_gradients(const BwdConsumer<Traits>& s
                                                     typename Traits::KeyGradient& dV) {
   const BwdParams& params = self.params;
   const BwdWork& work = self.work;
-  scale_rows(dK, {params.softmax_scale, params.softmax_scale});
+  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
+  const float dk_scale = params.softmax_scale * scale;
+  scale_rows(dK, {dk_scale, dk_scale});
+  if constexpr (Traits::ScorePolicy::kGeneral) scale_rows(dV, {scale, scale});
   ptx::barrier_sync<Traits::kConsumerThreads>(kConsumersDone);  // all their dQ have read K
   store_rounded(self.smem.k, dK, 0, self.warp_row, self.lane);
   store_rounded(self.smem.v, dV, 0, self.warp_row, self.lane);
@@ -216,7 +267,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::lower_registers<Traits::kProducerRegisters>();
     const BwdWork& work = smem.work();
     if (warp == 2) {
-      load_row_values_loop(params, work, smem.row_values, smem.q_ring);
+      load_row_values_loop(params, work, smem.row_values, smem.q_ring,
+                           [&](int head, const auto& ring) {
+                             start_scores_of_head<Traits>(params, smem, head, ring);
+                           });
     } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {
         load_keys(smem.k, maps.k, work, work.first_key, params.head_dim, smem.k_ring);
@@ -232,18 +286,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-template <DType kDType, int kHeadDim>
-void launch_bwd(const BwdParams& params, Stream stream) {
-  using Traits = BwdTraits<kDType, kHeadDim>;
+template <typename Traits>
+void launch_bwd_kernel(const BwdParams& params, Stream stream) {
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, kHeadDim);
+  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim);
   if (scheduler.num_tiles() == 0) return;
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
   cuda::launch_overlapping<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
                                                sizeof(Storage), true, stream, params, scheduler,
                                                maps);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, PlainScores>>(params, stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, GeneralScores>>(params, stream);
 }
 
 }  // namespace flash_attn::sm90

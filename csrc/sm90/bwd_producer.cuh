@@ -33,16 +33,20 @@ __device__ __forceinline__ void load_queries_loop(Tile (&tiles)[kStages], const 
 }
 
 // LSE and delta of each block of queries, which start at any address in varlen: no bulk copy. A whole
-// warp. The loads are under way while the slot is waited for.
-template <int kBlockM, int kStages>
+// warp. The loads are under way while the slot is waited for. start_head(head, ring): before the
+// first block of each head.
+template <int kBlockM, int kStages, typename StartHead>
 __device__ __forceinline__ void load_row_values_loop(const BwdParams& params, const BwdWork& work,
                                                      RowValues<kBlockM> (&row_values)[kStages],
-                                                     RingBarriers<kStages>& barriers) {
+                                                     RingBarriers<kStages>& barriers,
+                                                     const StartHead& start_head) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32;
   Ring<kStages> ring(barriers);
+  bool new_head = true;
 #pragma unroll 1
-  for (QueryBlocks block(work); block.more(); block.advance(), ring.advance()) {
+  for (QueryBlocks block(work); block.more(); new_head = block.advance(), ring.advance()) {
+    if (new_head) start_head(block.head, ring);
     const int64_t first = work.batch_idx * params.lse_batch_stride +
                           block.head * params.lse_head_stride + work.seqlen.q_begin;
     float lse[kRows], delta[kRows];
@@ -51,7 +55,7 @@ __device__ __forceinline__ void load_row_values_loop(const BwdParams& params, co
       const int query = block.m * kBlockM + i * 32 + lane;
       const bool exists = query < work.seqlen.len_q;
       lse[i] = exists ? params.lse[first + query] : -INFINITY;
-      delta[i] = exists ? params.delta[first + query] : 0.f;
+      delta[i] = exists ? params.delta[first + query] * params.dropout.keep : 0.f;
     }
     ring.wait_empty();
     RowValues<kBlockM>& values = row_values[ring.stage()];

@@ -4,6 +4,7 @@
 
 #include "../cuda/attn/mask.cuh"
 #include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/tile/fragment.cuh"
 #include "bwd_work.cuh"
@@ -67,8 +68,78 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
   }
 }
 
-// The same in place of dP, from P in shared memory (store_operand): fewer registers. first_row: of the
-// warp's rows in the tile.
+// The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
+// dX consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. 16
+// queries at a time, so that neither S nor that slope is kept. place: of the warp's S.
+template <typename Element, int kBlockM>
+__device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
+                                             const Accumulator<1, kBlockM>& S,
+                                             const GeneralScores& score, const BwdParams& params,
+                                             float scale_log2, const float (&lse_log2)[kBlockM],
+                                             bool masked, const BwdWork& work, ScorePlace place,
+                                             int lane) {
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; ++k) {
+    const ScorePlace at = {place.query + 16 * k, place.key};
+    Accumulator<1, 16> part, slope;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part.data[0][n][i] = S.data[0][2 * k + n][i];
+    }
+    slope.fill(1.f);
+    score.finish<true>(part, slope, at, lane);
+    score.add_bias<Element, true>(part, params.score.bias, at, lane);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + 16 * k + 8 * n + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = part.data[0][n][i];
+        s = flash_attn::ptx::exp2(fmaf(s, scale_log2, -(i % 2 == 0 ? lse.x : lse.y)));
+      }
+    }
+    if (masked) {
+      const int key = place.key + fragment_row(0, lane);
+      mask_queries(part, work.window, {key, key + 8}, at.query, lane);
+    }
+    const OperandA<1, 16> rounded = to_operand_a<Element>(part);
+    score.differentiate(part, slope);
+    const OperandA<1, 16> weight = to_operand_a<Element>(part);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      P.data[0][k][r] = rounded.data[0][0][r];
+      weights.data[0][k][r] = weight.data[0][0][r];
+    }
+    score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, lane);
+  }
+}
+
+// dX = weights ∘ (dP - delta), without dP where they are negative, in place of the weights. With dropout
+// this lacks the factor ρ (cuda/attn/score_policy.cuh), and delta is delta / ρ.
+template <typename Element, int kBlockM>
+__device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
+                                                      const Accumulator<1, kBlockM>& dP,
+                                                      const float (&delta)[kBlockM], int lane) {
+  const auto gradient = [](float weight, float dp, float row_delta) {
+    return weight * (__float_as_int(weight) < 0 ? row_delta : dp - row_delta);
+  };
+#pragma unroll
+  for (int n = 0; n < kBlockM / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      uint32_t& x = dX.data[0][n / 2][n % 2 * 2 + row];
+      const float2 weight = flash_attn::ptx::unpack<Element>(x);
+      const float* const dp = dP.data[0][n] + 2 * row;
+      x = flash_attn::ptx::pack<Element>(gradient(weight.x, dp[0], pair.x),
+                                         gradient(weight.y, dp[1], pair.y));
+    }
+  }
+}
+
+// differentiate() in place of dP, from P in shared memory (store_operand): fewer registers. first_row:
+// of the warp's rows in the tile.
 template <typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, const float (&delta)[kBlockM],

@@ -1,6 +1,7 @@
 // What the roles of the backward kernel share: types of tiles, shared memory.
 #pragma once
 
+#include "../cuda/attn/score_policy.cuh"
 #include "bwd_config.h"
 #include "bwd_work.cuh"
 #include "tile/ring.cuh"
@@ -10,9 +11,10 @@ namespace flash_attn::sm90 {
 // How the consumers share a block's part of dQ: each takes some of the queries, or of the columns.
 enum class DqShare { kRows, kCols };
 
-template <DType kElementType, int kHeadDimClass>
+template <DType kElementType, int kHeadDimClass, typename ScorePolicyType>
 struct BwdTraits {
   static constexpr DType kDType = kElementType;
+  using ScorePolicy = ScorePolicyType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -42,6 +44,8 @@ struct BwdTraits {
 
 template <typename Traits>
 struct BwdSharedStorage {
+  using ScorePolicy = typename Traits::ScorePolicy;
+
   alignas(1024) typename Traits::KTile k;
   alignas(1024) typename Traits::KTile v;
   alignas(1024) typename Traits::QTile q[Traits::kStages];
@@ -53,7 +57,13 @@ struct BwdSharedStorage {
   RingBarriers<Traits::kScoreStages> ds_ring;
   RingBarriers<1> k_ring, v_ring;
   alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
+  // Of a head and the next one.
+  alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
 
+  // Of the query head, once its first Q is there.
+  __device__ __forceinline__ const ScorePolicy& score(int head) const {
+    return *reinterpret_cast<const ScorePolicy*>(score_storage[head % 2]);
+  }
   __device__ __forceinline__ const BwdWork& work() const {
     return *reinterpret_cast<const BwdWork*>(work_storage);
   }

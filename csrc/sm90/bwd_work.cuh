@@ -72,7 +72,8 @@ class QueryBlocks {
   int begin_, end_, end_head_;
 };
 
-// LSE and delta of a block of queries; P = exp2(scale_log2 · S - lse_log2).
+// LSE and delta of a block of queries: P = exp2(scale_log2 · S - lse_log2), and delta is multiplied by
+// dropout's keep probability.
 template <int kBlockM>
 struct RowValues {
   float lse_log2[kBlockM], delta[kBlockM];

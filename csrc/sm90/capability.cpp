@@ -5,6 +5,7 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "bwd_config.h"
 #include "config.h"
 
 namespace flash_attn::sm90 {
@@ -27,10 +28,18 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 
 void refuse_backward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.deterministic, "deterministic is not supported");
-  reasons.refuse_if(call.alibi, "alibi_slopes is not supported in the backward");
-  reasons.refuse_if(call.softcap, "softcap is not supported in the backward");
-  reasons.refuse_if(call.bias, "attn_bias is not supported in the backward");
-  reasons.refuse_if(call.dropout, "dropout_p is not supported in the backward");
+  reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias is not supported");
+  // Slopes leave most probabilities below the normal range of fp16, to which they are rounded here
+  // before they become gradients.
+  reasons.refuse_if(call.alibi && call.dtype == DType::kFp16,
+                    "alibi_slopes in float16 is not supported in the backward");
+  if (std::max(call.head_dim, call.head_dim_v) <= kBwdMaxSingleHeadDim) return;
+  const std::string where =
+      " is not supported in the backward above head_dim " + std::to_string(kBwdMaxSingleHeadDim);
+  reasons.refuse_if(call.alibi, "alibi_slopes" + where);
+  reasons.refuse_if(call.softcap, "softcap" + where);
+  reasons.refuse_if(call.bias, "attn_bias" + where);
+  reasons.refuse_if(call.dropout, "dropout_p" + where);
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

@@ -1,4 +1,4 @@
-"""The command line: ``python -m flash_attn demo|info|check|race``.
+"""The command line: ``python -m flash_attn demo|info|check|race|replay``.
 
 Each command is a module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> exit code``.
 What the user got wrong is a :class:`~flash_attn.cli.common.CliError`: one line on stderr, exit code
@@ -12,7 +12,7 @@ import sys
 
 from .common import CliError
 
-COMMANDS = ("demo", "info", "check", "race")
+COMMANDS = ("demo", "info", "check", "race", "replay")
 
 
 class _Parser(argparse.ArgumentParser):

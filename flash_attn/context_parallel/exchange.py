@@ -77,9 +77,8 @@ def gather_rows(x: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -
     everything = x.new_empty(len(sizes) * padded.size(0), *padded.shape[1:])
     dist.all_gather_into_tensor(everything, padded, group=group)
     parts = everything.view(len(sizes), *padded.shape)
-    return torch.cat(
-        [parts[rank, :, row : row + count] for rank, row, count in in_order(held)], dim=1
-    )
+    pieces = [parts[rank, :, row : row + count] for rank, row, count in in_order(held)]
+    return torch.cat(pieces or [parts[0]], dim=1)
 
 
 def sum_rows(x: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -> Tensor:

@@ -83,14 +83,16 @@ def flash_attn_func(
         dropout_p: 0.0; more raises NotImplementedError, as the mask of a part of the scores would
             not be that of one GPU.
         alibi_slopes: fp32 (heads_q) or (batch, heads_q). Where keys and diagonals lie on different
-            ranks, "ring" and "all-gather" add ALiBi as a bias, which on a GPU is slower (the
-            backend aten); "ulysses" calls the kernels as one GPU does.
+            ranks, "ring" and "all-gather" add ALiBi as a bias, which takes longer, on backends that
+            serve attn_bias; "ulysses" calls the kernels as one GPU does.
         deterministic: the backward gives the same bits in every run with as many ranks.
         learnable_sink: float (heads_q), alike on all ranks: it enters once. Its gradient is a share
             that has to be summed over the ranks, as that of every parameter.
         group: the ranks that share each sequence; they need not be neighbours. A ProcessGroup, a
             DeviceMesh of one dimension, or of two (or a tuple of two ProcessGroups): then heads are
             exchanged over the inner dimension and keys over the outer one. Default: all ranks.
+            With NCCL, init_process_group needs its device_id, so that ranks which have nothing to
+            send are connected, too.
         scheme: "ring": keys and values go from rank to rank while the rank computes with those
             before them. "all-gather": all keys and values come first. "ulysses": all tokens of some
             heads on each rank, by all-to-all; over two dimensions it names what the outer one does
@@ -338,12 +340,10 @@ def _over_heads(attend, group, held, tensors, with_lse: bool):
     heads_q, heads_kv = zip(*heads, strict=True)
     share_q, share_k = Share(held[0], heads_q), Share(held[1], heads_kv)
     q, k, v = to_heads([q, k, v], [share_q, share_k, share_k], group)
-    if q.size(2) == 0:
-        out, lse = _without_heads(q, k, v)
-    else:
-        mine = slice(*heads_q[dist.get_rank(group)])
-        slopes = None if slopes is None else slopes[..., mine]
-        out, lse = attend((q, k, v, slopes, None if sink is None else sink[mine]))
+    mine = slice(*heads_q[dist.get_rank(group)])
+    slopes = None if slopes is None else slopes[..., mine]
+    sink = None if sink is None else sink[mine]
+    out, lse = (attend if q.size(2) else _without_heads)((q, k, v, slopes, sink))
     out = to_rows(out, share_q, group)
     if with_lse:
         lse = to_rows(lse.transpose(1, 2).unsqueeze(-1), share_q, group)
@@ -400,10 +400,13 @@ def _on_one_rank(call: _WholeCall, tensors):
     return (out.unsqueeze(0), lse.unsqueeze(0)) if call.varlen else (out, lse)
 
 
-def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of a rank that got no heads. They depend on q, k and v, so that the backward
-    comes through here, too, and exchanges nothing with the others, who wait for it."""
+def _without_heads(tensors) -> tuple[Tensor, Tensor]:
+    """The results of a rank that got no heads. They depend on q, k, v and the sink, so that the
+    backward comes through here, too, and exchanges nothing with the others, who wait for it."""
+    q, k, v, _, sink = tensors
     nothing = k.sum() + v.sum()
+    if sink is not None:
+        nothing = nothing + sink.sum().to(q.dtype)
     out = q[..., :1].expand(*q.shape[:-1], v.size(-1)) + nothing
     return out, q[..., 0].transpose(1, 2).to(compute_dtype(q.dtype)) + nothing
 
@@ -418,6 +421,8 @@ def _check_dropout(dropout_p: float) -> None:
 
 def _check_dimensions(q: Tensor, k: Tensor, v: Tensor, dims: int) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"flash_attn: {name}: expected torch.Tensor, got {type(x).__name__}")
         expect(x.dim() == dims, name, f"{dims} dimensions", x.dim())
         expect(x.size(-1) > 0, name, "a head_dim of at least 1", 0)
 

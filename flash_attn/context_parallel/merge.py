@@ -84,36 +84,47 @@ class RunningMerge:
         acc ← exp(m − m') acc + exp(LSEᵢ − m') Oᵢ             LSE = m + log l,  O = acc / l
 
     The state starts as that of a row without keys, or with the sink as its only key, which has no
-    value.
+    value. Where the first result covers all rows, it is the state.
     """
 
-    def __init__(self, like: Tensor, sink: Tensor | None) -> None:
-        """like: (batch, rows, heads, d_v) in the dtype of q; sink: (heads) or None."""
-        batch, rows, heads, _ = like.shape
-        dtype = compute_dtype(like.dtype)
-        self._dtype = like.dtype
-        self._acc = torch.zeros_like(like, dtype=dtype)
-        self._m = self._acc.new_full((batch, heads, rows), float("-inf"))
-        self._l = torch.zeros_like(self._m)
-        if sink is not None:
-            self._m[:] = sink.to(dtype)[:, None]
-            self._l.fill_(1)
+    def __init__(self, out: Tensor, sink: Tensor | None) -> None:
+        """out: (batch, rows, heads, d_v), takes the result in the end; sink: (heads) or None."""
+        self._out, self._sink = out, sink
+        self._wide = compute_dtype(out.dtype)
+        self._acc: Tensor | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Takes out (batch, n, heads, d_v) and lse (batch, heads, n) of some rows."""
+        if self._acc is None:
+            if self._sink is None and out.shape == self._out.shape:
+                self._acc = out.to(self._wide)
+                self._m, self._l = lse, lse.ne(float("-inf")).to(lse.dtype)
+                return
+            self._start()
         m, l, acc = self._m[..., rows], self._l[..., rows], self._acc[:, rows]
         new = torch.maximum(m, lse)
         finite = new.masked_fill(new.isneginf(), 0)
         kept, added = torch.exp(m - finite), torch.exp(lse - finite)
         l.mul_(kept).add_(added)
-        acc.mul_(_by_row(kept)).addcmul_(_by_row(added), out.to(acc.dtype))
+        acc.mul_(_by_row(kept)).addcmul_(_by_row(added), out)
         m.copy_(new)
 
+    def _start(self) -> None:
+        batch, rows, heads, _ = self._out.shape
+        self._acc = torch.zeros_like(self._out, dtype=self._wide)
+        self._m = self._acc.new_full((batch, heads, rows), float("-inf"))
+        self._l = torch.zeros_like(self._m)
+        if self._sink is not None:
+            self._m[:] = self._sink.to(self._wide)[:, None]
+            self._l.fill_(1)
+
     def result(self) -> tuple[Tensor, Tensor]:
-        """out in the dtype of q, softmax_lse."""
+        """out, softmax_lse."""
+        if self._acc is None:
+            self._start()
         lse = self._m + self._l.log()
-        self._acc.div_(_by_row(self._l.masked_fill(self._l == 0, 1)))
-        return self._acc.to(self._dtype), lse
+        total = self._l.masked_fill(self._l == 0, 1)
+        return torch.div(self._acc, _by_row(total), out=self._out), lse
 
 
 def _by_row(x: Tensor) -> Tensor:

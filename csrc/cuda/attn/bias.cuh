@@ -56,16 +56,21 @@ __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const Bia
                                          const Number* bias, float factor, int query, int key,
                                          int lane) {
   const int first_key = key + fragment_col(0, lane);
+  const Number* of_row[2 * kMBlocks];
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    const int query_of_row = query + row / 2 * 16 + fragment_row(row, lane);
+    of_row[row] = bias + min(query_of_row, params.rows - 1) * params.row_stride +
+                  first_key * params.key_stride;
+  }
+  // Column by column: the offsets of all columns at once would take too many registers.
   const auto add = [&](const auto& load_pair) {
 #pragma unroll
-    for (int row = 0; row < S.kRows; ++row) {
-      const int query_of_row = query + row / 2 * 16 + fragment_row(row, lane);
-      const Number* const numbers = bias + min(query_of_row, params.rows - 1) * params.row_stride +
-                                    first_key * params.key_stride;
+    for (int i = 0; i < S.kRowElements; i += 2) {
+      const int col = fragment_col(i, 0), keys_left = params.keys - first_key - col;
 #pragma unroll
-      for (int i = 0; i < S.kRowElements; i += 2) {
-        const int col = fragment_col(i, 0);
-        const float2 pair = load_pair(numbers, col, params.keys - first_key - col);
+      for (int row = 0; row < S.kRows; ++row) {
+        const float2 pair = load_pair(of_row[row], col, keys_left);
         S.at(row, i) = fmaf(pair.x, factor, S.at(row, i));
         S.at(row, i + 1) = fmaf(pair.y, factor, S.at(row, i + 1));
       }
@@ -81,6 +86,26 @@ __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const Bia
       return {keys_left > 0 ? load_bias(number) : -INFINITY,
               keys_left > 1 ? load_bias(number + params.key_stride) : -INFINITY};
     });
+  }
+}
+
+// The same with keys as rows.
+template <typename Number, int kMBlocks, int kN>
+__device__ __forceinline__ void add_bias_transposed(Accumulator<kMBlocks, kN>& S,
+                                                    const BiasParams& params, const Number* bias,
+                                                    float factor, int query, int key, int lane) {
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    const int key_of_row = key + row / 2 * 16 + fragment_row(row, lane);
+    const Number* const numbers = bias + key_of_row * params.key_stride;
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      const int query_of_col = min(query + fragment_col(i, lane), params.rows - 1);
+      const float number = key_of_row < params.keys
+                               ? load_bias(numbers + query_of_col * params.row_stride)
+                               : -INFINITY;
+      S.at(row, i) = fmaf(number, factor, S.at(row, i));
+    }
   }
 }
 

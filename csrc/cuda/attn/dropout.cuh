@@ -72,19 +72,16 @@ class DropoutMask {
   // Of the block of 16 × 16 whose first row and column are these, rounded into an operand, what is
   // dropped becomes 0.
   __device__ __forceinline__ void drop(uint32_t (&block)[4], int first_row, int first_col) const {
-    uint32_t words[2][2];
-    draw(words, first_row, first_col);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        // The halves s of both neighbours.
-        const uint32_t numbers =
-            ptx::permute_bytes(words[0][r], words[1][r], s == 0 ? 0x5410 : 0x7632);
-        block[kTransposed ? s + 2 * r : r + 2 * s] &=
-            ptx::greater_equal_or_nan2(ptx::absolute2(numbers), params_.bound) ^ params_.mirror;
-      }
-    }
+    for_each_pair(first_row, first_col, [&](int index, uint32_t kept) { block[index] &= kept; });
+  }
+
+  // The same; in a second operand of the same place, without negative numbers, it becomes negative.
+  __device__ __forceinline__ void drop_and_mark(uint32_t (&block)[4], uint32_t (&marked)[4],
+                                                int first_row, int first_col) const {
+    for_each_pair(first_row, first_col, [&](int index, uint32_t kept) {
+      block[index] &= kept;
+      marked[index] |= ~kept & 0x80008000;
+    });
   }
 
   // The same of its elements in an accumulator: kept[row][i] of the lane's rows (0: g, 1: g + 8) and
@@ -106,6 +103,26 @@ class DropoutMask {
   }
 
  private:
+  // step(index, kept) for each register of an operand's block: all bits of a half where its element is
+  // kept.
+  template <typename Step>
+  __device__ __forceinline__ void for_each_pair(int first_row, int first_col,
+                                                const Step& step) const {
+    uint32_t words[2][2];
+    draw(words, first_row, first_col);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        // The halves s of both neighbours.
+        const uint32_t numbers =
+            ptx::permute_bytes(words[0][r], words[1][r], s == 0 ? 0x5410 : 0x7632);
+        step(kTransposed ? s + 2 * r : r + 2 * s,
+             ptx::greater_equal_or_nan2(ptx::absolute2(numbers), params_.bound) ^ params_.mirror);
+      }
+    }
+  }
+
   // words[neighbour][r]: of the columns 2t + neighbour and 2t + neighbour + 8.
   __device__ __forceinline__ void draw(uint32_t (&words)[2][2], int first_row,
                                        int first_col) const {

@@ -138,13 +138,17 @@ class GeneralScores {
   }
 
   // After finish(). -inf for hidden keys.
-  template <typename Element, int kMBlocks, int kN>
+  template <typename Element, bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const BiasParams& params,
                                            ScorePlace place, int lane) const {
     if (params.data == nullptr) return;
     with_bias_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
-      flash_attn::add_bias(S, params, static_cast<const Number*>(bias_), inverse_scale_,
-                           place.query, place.key, local(lane));
+      const Number* const bias = static_cast<const Number*>(bias_);
+      if constexpr (kTransposed) {
+        add_bias_transposed(S, params, bias, inverse_scale_, place.query, place.key, local(lane));
+      } else {
+        flash_attn::add_bias(S, params, bias, inverse_scale_, place.query, place.key, local(lane));
+      }
     });
   }
 
@@ -171,6 +175,16 @@ class GeneralScores {
         mask.drop(P.data[m][k], place.query + 16 * m, place.key + 16 * k);
       }
     }
+  }
+
+  // Of 16 queries as columns and 16 keys as rows: what is dropped of P, rounded, becomes 0, and
+  // negative in a second operand of the same place.
+  __device__ __forceinline__ void drop_and_mark(uint32_t (&P)[4], uint32_t (&marked)[4],
+                                                const DropoutParams& params, ScorePlace place,
+                                                int lane) const {
+    if (params.rng_state == nullptr) return;
+    DropoutMask<true>(params, dropout_, local(lane))
+        .drop_and_mark(P, marked, place.key, place.query);
   }
 
   // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.

@@ -1,0 +1,168 @@
+"""DTensor's sharding of the ops: over heads and over the batch, forward and backward.
+
+    from flash_attn.integrations import dtensor
+    dtensor.register()
+
+Then flash_attn_func and the others take DTensors. Tensor parallelism shards the heads (dimension 2;
+1 for varlen), data parallelism the batch; what is sharded otherwise is gathered first. With dropout
+everything is, as the mask depends on the global head and row, and all processes have to draw from
+generators of the same state.
+"""
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from flash_attn._log import argument_names
+
+__all__ = ["register"]
+
+_registered = False
+
+
+def _heads_divide(q, heads_kv: int) -> bool:
+    """Whether every part of q's heads has its own heads of k beside it.
+
+    The parts of the mesh over which q's batch is spread do not cut heads.
+    """
+    parts = 1
+    for size, placement in zip(q.mesh.shape, q.placements, strict=True):
+        parts *= 1 if placement.is_shard(0) else size
+    return heads_kv % parts == 0
+
+
+def _of_bias(bias, dim: int):
+    """The placement of attn_bias where dimension `dim` of (batch, heads, …) is sharded."""
+    place = dim + len(bias.shape) - 4
+    return Shard(place) if place >= 0 and bias.shape[place] > 1 else Replicate()
+
+
+def _of_slopes(slopes, dim: int):
+    """The placement of a tensor (heads) or (batch, heads) where `dim` of those is sharded."""
+    place = dim + slopes.ndim - 2
+    return Shard(place) if place >= 0 else Replicate()
+
+
+def _inputs(call: dict, main: dict, dim: int) -> list:
+    """A placement for each argument: that of `main`, else what sharding `dim` makes of it."""
+    placements = []
+    for name, x in call.items():
+        if not hasattr(x, "placements"):
+            placement = None
+        elif name in main:
+            placement = main[name]
+        elif name == "attn_bias":
+            placement = _of_bias(x, dim)
+        elif name in ("alibi_slopes", "learnable_sink", "k_descale", "v_descale"):
+            placement = _of_slopes(x, dim)
+        elif name.startswith(("seqused", "leftpad", "cache_seqlens", "cache_batch_idx")):
+            placement = Shard(0) if dim == 0 else Replicate()
+        else:
+            placement = Replicate()
+        placements.append(placement)
+    return placements
+
+
+def _replicated(call: dict, outputs: int) -> tuple[list, list]:
+    inputs = [Replicate() if hasattr(x, "placements") else None for x in call.values()]
+    return [Replicate()] * outputs, inputs
+
+
+def _dims(call: dict) -> list[tuple[int, int, int]]:
+    """What can be sharded: (dimension of (batch, heads), that of q, that of the LSE)."""
+    q, is_varlen = call["q"], call.get("cu_seqlens_q") is not None
+    heads_kv = call["k_cache" if "k_cache" in call else "k"].shape[-2]
+    dims = []
+    if call.get("dropout_p", 0.0) > 0.0:
+        return dims
+    if _heads_divide(q, heads_kv):
+        dims.append((1, len(q.shape) - 2, 0 if is_varlen else 1))
+    if not is_varlen and call.get("block_table") is None:
+        dims.append((0, 0, 0))
+    return dims
+
+
+def _shard_fwd(*arguments):
+    call = dict(zip(argument_names("fwd"), arguments, strict=True))
+    shardings = [_replicated(call, 3)]
+    for dim, place, place_lse in _dims(call):
+        main = dict.fromkeys(("q", "k", "v"), Shard(place))
+        probabilities = Shard(dim) if call["return_probs"] else Replicate()
+        outputs = [Shard(place), Shard(place_lse), probabilities]
+        shardings.append((outputs, _inputs(call, main, dim)))
+    return shardings
+
+
+def _gradient_of(placement, is_wanted: bool):
+    """A replicated input of a sharded call collects a part of its gradient from each shard."""
+    if not is_wanted:
+        return Replicate()
+    return Partial() if placement.is_replicate() else placement
+
+
+def _shard_bwd(*arguments):
+    call = dict(zip(argument_names("bwd"), arguments, strict=True))
+    shardings = [_replicated(call, 5)]
+    for dim, place, place_lse in _dims(call):
+        main = dict.fromkeys(("dout", "out", "q", "k", "v"), Shard(place))
+        main |= dict.fromkeys(("dlse", "softmax_lse"), Shard(place_lse))
+        inputs = dict(zip(call, _inputs(call, main, dim), strict=True))
+        gradients = [
+            _gradient_of(inputs[name], is_wanted and inputs[name] is not None)
+            for name, is_wanted in zip(
+                ("q", "k", "v", "attn_bias", "learnable_sink"), call["grad_mask"], strict=True
+            )
+        ]
+        shardings.append((gradients, list(inputs.values())))
+    return shardings
+
+
+def _decodings(call: dict) -> list[tuple[list, list]]:
+    shardings = []
+    names = ("q", "k_cache", "v_cache", "k", "v")
+    for dim, place, _ in _dims(call):
+        if dim == 0 and call["cache_batch_idx"] is not None:
+            continue
+        main = dict.fromkeys(names, Shard(place))
+        shardings.append(([Shard(place), Shard(dim)], _inputs(call, main, dim)))
+    return shardings
+
+
+def _shard_decode(*arguments):
+    call = dict(zip(argument_names("decode"), arguments, strict=True))
+    return [_replicated(call, 2), *_decodings(call)]
+
+
+def _shard_kvcache(*arguments):
+    """The caches are written where they lie, so only what fits their own placements is offered."""
+    call = dict(zip(argument_names("kvcache"), arguments, strict=True))
+    placements = {*call["k_cache"].placements, *call["v_cache"].placements}
+    at = list(call).index("k_cache")
+    shardings = [_replicated(call, 2), *_decodings(call)]
+    fitting = [s for s in shardings if placements == {s[1][at]}]
+    if not fitting:
+        raise RuntimeError(
+            "flash_attn: k_cache, v_cache: expected both replicated, or sharded over heads or (not"
+            f" paged, without cache_batch_idx) over the batch, got placements {placements}"
+        )
+    return fitting
+
+
+def _shard_rng_state(like):
+    """Each process draws by itself, whatever its shard is."""
+    shards = [([Replicate()], [Shard(dim)]) for dim in range(len(like.shape))]
+    return [([Replicate()], [Replicate()]), *shards]
+
+
+def register() -> None:
+    """Teaches DTensor to shard the ops. A second call does nothing."""
+    global _registered
+    if _registered:
+        return
+    ops = torch.ops.flash_attn
+    register_sharding(ops.fwd.default)(_shard_fwd)
+    register_sharding(ops.bwd.default)(_shard_bwd)
+    register_sharding(ops.decode.default)(_shard_decode)
+    register_sharding(ops.kvcache.default)(_shard_kvcache)
+    register_sharding(ops.rng_state.default)(_shard_rng_state)
+    _registered = True

@@ -1,0 +1,114 @@
+"""transformers' models on this library, on any device, by transformers' public hooks.
+
+    from flash_attn.integrations.transformers import register
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register())
+
+transformers' own attn_implementation="flash_attention_2" finds this package, too, but transformers
+allows it on a GPU and for 16 bits only, and without position bias. Where it is allowed, it is the
+faster one for padded batches: it removes the padding where this one masks it.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn.flash_attn_interface import flash_attn_func
+
+__all__ = ["attention", "register"]
+
+
+def _bias(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+    """Both as one attn_bias. A bool mask is True where a key takes part; a float one is added."""
+    if position_bias is None:
+        return attention_mask
+    if attention_mask is None:
+        return position_bias
+    if attention_mask.dtype == torch.bool:
+        return position_bias.masked_fill(~attention_mask, float("-inf"))
+    return position_bias + attention_mask
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """flash_attn_func with the signature of transformers' attention functions.
+
+    Arguments:
+        module: the attention layer; its is_causal counts where the call says nothing.
+        query: (batch or 1, heads, seqlen_q, d); key: (batch, heads_kv, seqlen_k, d); value: (batch,
+            heads_kv, seqlen_k, d_v).
+        attention_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k), bool (True takes part)
+            or added to the scores. It has all of the mask in it, windows too. None: causal where
+            there is more than one query and the layer is causal, with query i at key i, which is
+            also right for the unused end of a static cache.
+        scaling: factor of query keyᵀ. Default: d ** -0.5.
+        dropout: probability that a weight is dropped.
+        is_causal: default: module.is_causal, or True.
+        softcap: as in flash_attn_func. None: off.
+        s_aux: (heads), learnable sinks.
+        position_bias: broadcastable as attention_mask is, added to the scores; has a gradient.
+        output_attentions: must be False.
+        _: what other layers tell other functions. Windows are among it, and in attention_mask.
+
+    Returns:
+        (batch, seqlen_q, heads, d_v), and None for the weights.
+
+    Raises:
+        NotImplementedError: output_attentions. Others: as flash_attn_func.
+    """
+    if output_attentions:
+        raise NotImplementedError(
+            "flash_attn: output_attentions: expected False, as the weights are never stored"
+            ' (attn_implementation="eager" has them), got True'
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    out = flash_attn_func(
+        query.expand(key.size(0), -1, -1, -1).transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=attention_mask is None and is_causal and bool(query.size(2) > 1),
+        softcap=softcap or 0.0,
+        attn_bias=_bias(attention_mask, position_bias),
+        learnable_sink=s_aux,
+        causal_alignment="top-left",
+    )
+    return out, None
+
+
+def register(name: str = "exact_attention") -> str:
+    """Makes attn_implementation=name this library, in this process, for every model.
+
+    Arguments:
+        name: any, without "flash" in it: transformers takes such names for kernels of its hub.
+
+    Returns:
+        name.
+
+    Raises:
+        ValueError: name. ImportError: there is no transformers with AttentionMaskInterface.
+    """
+    if "flash" in name:
+        raise ValueError(
+            'flash_attn: name: expected one without "flash" in it, which transformers would look'
+            f" for on its hub, got {name!r}"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    return name

@@ -1,0 +1,143 @@
+"""Models of transformers give with this library what they give with transformers' own attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import MODELS, VOCABULARY, Model
+from transformers import PreTrainedModel
+
+from flash_attn.integrations.transformers import attention as attention_function
+from flash_attn.integrations.transformers import register
+
+EXACT = register()
+GPU = pytest.mark.gpu
+# (attention, device, dtype, what the logits and gradients may differ by, of their largest)
+REGISTERED = (EXACT, "cpu", torch.float32, 2e-5)
+REGISTERED_GPU = pytest.param(EXACT, "cuda", torch.float32, 1e-3, marks=GPU)
+UNCHANGED = pytest.param("flash_attention_2", "cuda", torch.bfloat16, 6e-2, marks=GPU)
+EVERYWHERE = pytest.mark.parametrize(
+    "attention, device, dtype, tolerance", [REGISTERED, REGISTERED_GPU, UNCHANGED]
+)
+PADDINGS = [None, "left", "right"]
+
+
+def skip_what_transformers_refuses(model: Model, attention: str) -> None:
+    if attention != EXACT and model.name.split(",")[0] in ("t5", "gpt-oss"):
+        pytest.skip("transformers has no flash_attention_2 for it")
+
+
+def logits_and_gradients(model: PreTrainedModel, inputs: dict, dlogits: torch.Tensor) -> dict:
+    """Of the tokens that are no padding, by name."""
+    valid = inputs["attention_mask"].bool()
+    if "decoder_input_ids" in inputs:
+        valid = torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
+    logits = model(**inputs).logits[valid]
+    (logits * dlogits[valid]).sum().backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"logits": logits.detach()} | gradients
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("side", PADDINGS)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_logits_and_gradients(
+    model: Model,
+    side: str | None,
+    attention: str,
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    skip_what_transformers_refuses(model, attention)
+    inputs = model.inputs(device, side)
+    rows = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
+    dlogits = torch.randn(*rows, VOCABULARY, device=device, dtype=dtype)
+    expected = logits_and_gradients(model.build("eager", device, dtype), inputs, dlogits)
+    actual = logits_and_gradients(model.build(attention, device, dtype), inputs, dlogits)
+    assert actual.keys() == expected.keys()
+    largest = {name: e.abs().max().item() for name, e in expected.items()}
+    # The gradient of a key's bias is 0 but for rounding, which grows with the other gradients.
+    rounding = tolerance / 20 * max(largest.values())
+    for name, e in expected.items():
+        error = (actual[name] - e).abs().max().item()
+        assert error <= tolerance * largest[name] + rounding, name
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("model", [m for m in MODELS if m.generates], ids=str)
+def test_generated_tokens(
+    model: Model,
+    side: str | None,
+    cache: str,
+    attention: str,
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    skip_what_transformers_refuses(model, attention)
+    inputs = model.inputs(device, side)
+    inputs.pop("decoder_input_ids", None)
+    options = dict(max_new_tokens=12, do_sample=False, cache_implementation=cache)
+    expected = model.build("eager", device, dtype).generate(**inputs, **options)
+    actual = model.build(attention, device, dtype).generate(**inputs, **options)
+    assert actual.shape == expected.shape
+    if dtype != torch.bfloat16:
+        assert torch.equal(actual, expected)
+    else:
+        first = inputs["input_ids"].size(1)
+        assert torch.equal(actual[:, : first + 1], expected[:, : first + 1])
+
+
+def test_beam_search() -> None:
+    """The beams of a sequence share its prompt, and the cache is put into another order."""
+    model = MODELS[0]
+    inputs = model.inputs("cpu", "left")
+    options = dict(max_new_tokens=8, do_sample=False, num_beams=3)
+    expected = model.build("eager", "cpu", torch.float32).generate(**inputs, **options)
+    actual = model.build(EXACT, "cpu", torch.float32).generate(**inputs, **options)
+    assert torch.equal(actual, expected)
+
+
+def test_packed_sequences() -> None:
+    """Position ids that start again separate two documents of one row."""
+    model = MODELS[0]
+    tokens = torch.randint(2, VOCABULARY, (1, 15))
+    positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
+    built = model.build(EXACT, "cpu", torch.float32)
+    packed = built(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    apart = [built(input_ids=part).logits for part in tokens.split([6, 9], 1)]
+    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_dropout_of_attention_weights(device: str) -> None:
+    """GPT-2's, alone: the same mean and variance of the layer's output as with eager attention."""
+    dropout = dict(attn_pdrop=0.2, resid_pdrop=0.0, embd_pdrop=0.0, num_hidden_layers=1)
+    (gpt2,) = (m for m in MODELS if m.kind == "GPT2")
+    x = torch.randn(1, 9, 64, device=device).repeat(4096, 1, 1)
+    causal = torch.full((1, 1, 9, 9), torch.finfo(x.dtype).min, device=device).triu(1)
+    samples = {}
+    for attention in ("eager", EXACT):
+        layer = gpt2.build(attention, device, torch.float32, **dropout).transformer.h[0].attn
+        with torch.no_grad():
+            clean = layer(x[:1], attention_mask=causal)[0]
+            samples[attention] = layer.train()(x, attention_mask=causal)[0] - clean
+    variance = {name: s.var(0) for name, s in samples.items()}
+    for s in samples.values():
+        assert (s.mean(0).abs() <= 6 * (s.var(0) / len(s)).sqrt() + 1e-5).all()
+    ratio = (variance[EXACT].sum(-1) / variance["eager"].sum(-1)).log().abs()
+    assert (ratio < 0.1).all(), ratio
+
+
+def test_the_name_is_checked() -> None:
+    with pytest.raises(ValueError, match='name: expected one without "flash" in it'):
+        register("my_flash_attention")
+
+
+def test_weights_are_refused() -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="output_attentions: expected False"):
+        attention_function(torch.nn.Identity(), x, x, x, None, output_attentions=True)
