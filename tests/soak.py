@@ -14,7 +14,6 @@ exit code is then 1.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import random
@@ -124,7 +123,8 @@ def cache(draw: random.Random, device: str, seed: int) -> int:
 
 
 def graph(draw: random.Random, device: str, seed: int) -> int:
-    """A captured step, replayed on other data and lengths: the bits that eager gives."""
+    """A captured step, replayed on other data and lengths: the bits that eager gives. The current
+    stream must be the thread's own: what anyone else launches on it would be captured, too."""
     torch.manual_seed(seed)
     make = dict(device=device, dtype=draw.choice([torch.float16, torch.bfloat16]))
     d = draw.choice([64, 128])
@@ -154,10 +154,9 @@ def graph(draw: random.Random, device: str, seed: int) -> int:
     for _ in range(2):
         step()
     stream, captured = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-    with CAPTURE:
-        stream.synchronize()
-        with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
-            results = step()
+    stream.synchronize()
+    with CAPTURE, torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+        results = step()
     for _ in range(ROUNDS):
         with torch.no_grad():
             for x in inputs:
@@ -184,26 +183,31 @@ def soak(
     device: str = "cuda", seconds: float = 120, threads: int = 8, streams: int = 4, seed: int = 0
 ) -> Report:
     report, lock = Report(), threading.Lock()
-    ways = [torch.cuda.Stream() for _ in range(streams)] if device == "cuda" else []
+    on_gpu = device == "cuda"
+    # torch hands out 32 streams in turn: these are all different.
+    ways = [torch.cuda.Stream() for _ in range(streams)] if on_gpu else []
+    own = [torch.cuda.Stream() for _ in range(threads)] if on_gpu else []
     numbers = iter(range(seed * 10**9, (seed + 1) * 10**9))
 
     def work(worker: int, until: float) -> None:
-        stream = torch.cuda.stream(ways[worker % streams]) if ways else contextlib.nullcontext()
-        with stream:
-            while time.monotonic() < until and not report.failures:
-                with lock:
-                    number = next(numbers)
-                draw = random.Random(number)
-                kind = draw.choice(KINDS[device])
-                try:
+        while time.monotonic() < until and not report.failures:
+            with lock:
+                number = next(numbers)
+            draw = random.Random(number)
+            kind = draw.choice(KINDS[device])
+            stream = None
+            if on_gpu:
+                stream = own[worker] if kind is graph else ways[worker % streams]
+            try:
+                with torch.cuda.stream(stream):  # of None: nothing
                     calls = kind(draw, device, number % 2**31)
-                except Exception:
-                    with lock:
-                        words = traceback.format_exc(limit=-3)
-                        report.failures.append(f"{kind.__name__}, number {number}: {words}")
-                    return
+            except Exception:
                 with lock:
-                    report.calls[kind.__name__] += calls
+                    words = traceback.format_exc(limit=-3)
+                    report.failures.append(f"{kind.__name__}, number {number}: {words}")
+                return
+            with lock:
+                report.calls[kind.__name__] += calls
 
     # Poison on a CPU is a flag of the whole process, which threads would turn off under each other.
     flags = torch.are_deterministic_algorithms_enabled()
@@ -216,9 +220,9 @@ def soak(
                 until = time.monotonic() + seconds / EPOCHS
                 list(pool.map(work, range(threads), [until] * threads))
                 gc.collect()
-                if device == "cuda":
+                if on_gpu:
                     torch.cuda.synchronize()
-                report.device_bytes.append(torch.cuda.memory_allocated() if ways else 0)
+                report.device_bytes.append(torch.cuda.memory_allocated() if on_gpu else 0)
                 report.host_bytes.append(resident())
     finally:
         torch.use_deterministic_algorithms(flags)

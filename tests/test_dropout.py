@@ -25,7 +25,7 @@ from cases import (
 from philox import draw, keep_mask, keep_probability, philox2x32, philox4x32
 
 import flash_attn
-from flash_attn.reference import philox_keep_mask
+from flash_attn.reference import attention_ref, philox_keep_mask
 
 # The known answers that come with the authors' implementation (Random123, kat_vectors).
 KNOWN_ANSWERS_4 = [
@@ -339,3 +339,15 @@ def test_expectation_is_attention_without_dropout() -> None:
     mean, sigma = out.mean(0), out.std(0) / math.sqrt(400)
     plain = flash_attn.flash_attn_func(q, k, v)[0]
     assert ((mean - plain).abs() < 6 * sigma).all()
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("keys", [1, 2, 513, 1025])
+def test_returned_probabilities_are_complete(keys: int, target: Target, seed: int) -> None:
+    """Of every key, also of one that is a block of its own."""
+    problem = Problem(Case(seqlen_q=3, seqlen_k=keys, dropout_p=0.2), seed, target.device)
+    q, k, v = problem.q, problem.k, problem.v
+    with use(target):
+        _, _, probs = flash_attn.flash_attn_func(q, k, v, 0.2, return_attn_probs=True)
+    expected = attention_ref(*(x.cpu() for x in (q, k, v)))[2]
+    torch.testing.assert_close(probs.abs().cpu().double(), expected, atol=1e-5, rtol=1e-4)

@@ -112,7 +112,8 @@ class Mutant:
         """The same for the same change to the same line of a file that has changed elsewhere."""
         begin = source.rfind("\n", 0, self.start) + 1
         line = source[begin : source.find("\n", self.start)]
-        what = f"{self.file}|{line}|{self.start - begin}|{self.text}"
+        same = source.count(f"\n{line}\n", 0, begin)  # lines like it, before it
+        what = f"{self.file}|{line}|{self.start - begin}|{self.text}" + (f"|{same}" if same else "")
         return hashlib.sha256(what.encode()).hexdigest()[:12]
 
     def shown(self, source: str) -> str:
