@@ -63,9 +63,11 @@ double cost(const CallShape& call) {
   // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as those of
   // wider tiles, decode's reads half as long.
   constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
+  const int64_t widest = std::max(call.head_dim, call.head_dim_v);
+  // Read number by number, a bias costs narrow heads more here than the products cost sm80.
+  if (call.op == Op::kBackward && call.bias && widest <= 64) return kNarrowTileCost;
   if (call.op != Op::kDecode) return 0;
   const int splits = decode_splits(call);
-  const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
   return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);
 }
