@@ -125,15 +125,17 @@ def cache(draw: random.Random, device: str, seed: int) -> int:
 def graph(draw: random.Random, device: str, seed: int) -> int:
     """A captured step, replayed on other data and lengths: the bits that eager gives. The current
     stream must be the thread's own: what anyone else launches on it would be captured, too."""
-    torch.manual_seed(seed)
-    make = dict(device=device, dtype=draw.choice([torch.float16, torch.bfloat16]))
+    # Torch's own generator serves nobody while any thread's capture holds it.
+    generator = torch.Generator(device).manual_seed(seed)
+    place = dict(device=device, generator=generator)
+    make = place | dict(dtype=draw.choice([torch.float16, torch.bfloat16]))
     d = draw.choice([64, 128])
     kind = draw.choice(["dense", "varlen", "decode"])
     if kind == "decode":
         q, *pools = (torch.randn(n, 40, 2, d, **make) for n in (3, 9, 9))
         q = q[:, :1].repeat(1, 1, 2, 1)
-        table = torch.randperm(9, device=device).int().view(3, 3)
-        lengths = torch.randint(1, 121, (3,), device=device, dtype=torch.int32)
+        table = torch.randperm(9, **place).int().view(3, 3)
+        lengths = torch.randint(1, 121, (3,), dtype=torch.int32, **place)
         inputs = [q, *pools]
 
         def step() -> list[torch.Tensor]:
@@ -160,7 +162,7 @@ def graph(draw: random.Random, device: str, seed: int) -> int:
     for _ in range(ROUNDS):
         with torch.no_grad():
             for x in inputs:
-                x.normal_()
+                x.normal_(generator=generator)
             lengths[1] = draw.randint(1, 99)
         captured.replay()
         for a, e in zip(results, step(), strict=True):

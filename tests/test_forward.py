@@ -373,8 +373,10 @@ def test_nan_in_keys_that_nobody_sees(case: Case, target: Target, seed: int) -> 
     """Same bits as without the NaNs, forward and backward, and gradient 0 for those keys.
 
     sm80's backward reads keys that only the mask hides, so there the forward alone is held; sm90
-    reads them in the forward too.
+    reads them in the forward too. Kernels read every key that a bias hides: 0 times NaN is NaN.
     """
+    if case.bias and target.backend != "aten":
+        pytest.skip("kernels read what a bias hides")
     problem = Problem(case, seed, target.device)
     expected = expect(problem)
     unseen = (expected.conditions["dv"] == 0).all(-1).all(-1)

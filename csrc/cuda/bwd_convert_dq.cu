@@ -35,7 +35,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&pairs)[kBlocks], int l
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_convert_dq_kernel(const __grid_constant__ BwdParams params,
-                          const __grid_constant__ Scheduler scheduler, DqAccumOrder order) {
+                          const __grid_constant__ Scheduler scheduler, DqAccumOrder order,
+                          float scale) {
   ptx::wait_for_prerequisites();
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
   const SeqlenInfo seqlen(params, tile.batch_idx);
@@ -48,7 +49,6 @@ __global__ void __launch_bounds__(kThreads)
   Element* const dq =
       static_cast<Element*>(params.dq) +
       SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
-  const float scale = params.softmax_scale * params.dropout.scale;
   for (int first_col = 0; first_col < params.head_dim; first_col += 8 * kBlocks) {
     uint32_t pairs[2][kBlocks];  // of rows lane / 4 and lane / 4 + 8
 #pragma unroll
@@ -83,7 +83,8 @@ void launch_convert(const BwdParams& params, DqAccumOrder order, Stream stream) 
                                               params.batch, params.heads_q, 0);
   if (scheduler.num_tiles() == 0) return;
   launch_overlapping<bwd_convert_dq_kernel<Element>>(scheduler.num_tiles(), kThreads, 0, true,
-                                                     stream, params, scheduler, order);
+                                                     stream, params, scheduler, order,
+                                                     params.softmax_scale * params.dropout.scale);
 }
 
 }  // namespace

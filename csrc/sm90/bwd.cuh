@@ -250,10 +250,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
   const SeqlenInfo seqlen(params, tile.batch_idx);
-  // For delta and zeros in dq_accum. Who returns waits, too: the grid must not end before the one that
-  // writes them.
-  flash_attn::ptx::wait_for_prerequisites();
-  if (tile.block * Traits::kBlockN >= seqlen.segment_k) return;
+  if (tile.block * Traits::kBlockN >= seqlen.segment_k) {
+    // Without this the grid could end before the one that zeroes dq_accum.
+    flash_attn::ptx::wait_for_prerequisites();
+    return;
+  }
   if (threadIdx.x == 0) {
     smem.init_barriers();
     new (smem.work_storage)
@@ -261,13 +262,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
+  flash_attn::ptx::wait_for_prerequisites();  // for delta, and zeros in dq_accum
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
     const BwdWork& work = smem.work();
     if (warp == 2) {
-      load_row_values_loop(params, work, smem.row_values, smem.q_ring,
+      const float delta_scale = Traits::ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
+      load_row_values_loop(params, work, smem.row_values, smem.q_ring, delta_scale,
                            [&](int head, const auto& ring) {
                              start_scores_of_head<Traits>(params, smem, head, ring);
                            });

@@ -373,10 +373,11 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   const int rank = ptx::cluster_rank();
   const TileCoordinates tile = scheduler.tile(blockIdx.x / Traits::kBlocks);
   const SeqlenInfo seqlen(params, tile.batch_idx);
-  // For delta and zeros in dq_accum. Who returns waits, too: the grid must not end before the one that
-  // writes them.
-  flash_attn::ptx::wait_for_prerequisites();
-  if (tile.block * Traits::kPairN >= seqlen.segment_k) return;  // both
+  if (tile.block * Traits::kPairN >= seqlen.segment_k) {  // both
+    // Without this the grid could end before the one that zeroes dq_accum.
+    flash_attn::ptx::wait_for_prerequisites();
+    return;
+  }
   const BwdPairKeys<Traits> keys(params, tile.block * Traits::kPairN, seqlen.len_k, rank);
   if (threadIdx.x == 0) {
     smem.init_barriers();
@@ -385,14 +386,15 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
     smem.work().first_key = keys.first_key;  // of the thread block; the rest is the pair's
   }
   smem.zero_absent_slabs(keys);
-  ptx::cluster_sync();  // the peer's barriers are ready
+  ptx::cluster_sync();                        // the peer's barriers are ready
+  flash_attn::ptx::wait_for_prerequisites();  // for delta, and zeros in dq_accum
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
     const BwdWork& work = smem.work();
     if (warp == 2) {
-      load_row_values_loop(params, work, smem.row_values, smem.row_ring,
+      load_row_values_loop(params, work, smem.row_values, smem.row_ring, 1.f,
                            [](int /*head*/, const auto& /*ring*/) {});
     } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {

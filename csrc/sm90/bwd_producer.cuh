@@ -32,13 +32,14 @@ __device__ __forceinline__ void load_queries_loop(Tile (&tiles)[kStages], const 
   }
 }
 
-// LSE and delta of each block of queries, which start at any address in varlen: no bulk copy. A whole
-// warp. The loads are under way while the slot is waited for. start_head(head, ring): before the
-// first block of each head.
+// LSE, and delta times delta_scale, of each block of queries, which start at any address in varlen: no
+// bulk copy. A whole warp. The loads are under way while the slot is waited for. start_head(head,
+// ring): before the first block of each head.
 template <int kBlockM, int kStages, typename StartHead>
 __device__ __forceinline__ void load_row_values_loop(const BwdParams& params, const BwdWork& work,
                                                      RowValues<kBlockM> (&row_values)[kStages],
                                                      RingBarriers<kStages>& barriers,
+                                                     float delta_scale,
                                                      const StartHead& start_head) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32;
@@ -55,14 +56,14 @@ __device__ __forceinline__ void load_row_values_loop(const BwdParams& params, co
       const int query = block.m * kBlockM + i * 32 + lane;
       const bool exists = query < work.seqlen.len_q;
       lse[i] = exists ? params.lse[first + query] : -INFINITY;
-      delta[i] = exists ? params.delta[first + query] * params.dropout.keep : 0.f;
+      delta[i] = exists ? params.delta[first + query] : 0.f;
     }
     ring.wait_empty();
     RowValues<kBlockM>& values = row_values[ring.stage()];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]);
-      values.delta[i * 32 + lane] = delta[i];
+      values.delta[i * 32 + lane] = delta[i] * delta_scale;
     }
     __syncwarp();
     if (lane == 0) ring.arrive_full();
