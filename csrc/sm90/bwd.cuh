@@ -26,7 +26,8 @@
 // The loop here departs from it in two ways. dK and dQ of a block are issued beside the scores of the
 // next, so that nothing waits for its dS to reach shared memory; and consumers meet at no barrier:
 // each says when its dS lies there, and waits for the other's only before dQ, half an iteration
-// later. So one's exponentials hide behind the other's products (i: the iteration):
+// later. The first consumer has a head start of half an iteration. So one's exponentials hide behind the
+// other's products (i: the iteration):
 //
 //   issue      │ dK (i-1), S (i) │ dP (i)    │ dV (i), dQ (i-1)       │                │
 //   meanwhile  │                 │ exp       │ dS, store              │ reduce dQ      │
@@ -92,6 +93,7 @@ class QueryWalk {
     typename Traits::QueryGradient dQ;
     QueryPairs<Traits::kBlockM> lse_log2;
     const auto& row_values = self.smem.row_values[self.q_ring.stage()];
+    if constexpr (kFirst) self.await_head_start();
     if constexpr (!kFirst) start_dk();
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
@@ -106,6 +108,7 @@ class QueryWalk {
     pin(S);
     self.dout_ring.wait_full();
     self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
+    if constexpr (kFirst) self.give_head_start();
     const bool masked = block.m < first_full() || block.m >= end_full();
     typename Traits::ScoresOperand P;
     if constexpr (kGeneral) {

@@ -9,7 +9,8 @@
 namespace flash_attn::sm90 {
 
 enum BwdBarrier : int {  // 0 is __syncthreads
-  kConsumersDone = 1
+  kConsumersDone = 1,
+  kHeadStart
 };
 
 // What a consumer keeps while it walks.
@@ -41,6 +42,16 @@ struct BwdConsumer {
         q_ring(smem.q_ring),
         dout_ring(smem.dout_ring),
         ds_ring(smem.ds_ring) {}
+
+  // The first consumer begins when all is there, the second when the first has issued its scores and
+  // their gradient. If they began together, they would do their exponentials together, too, iteration
+  // after iteration, and the tensor cores would have nothing to do meanwhile.
+  __device__ __forceinline__ void await_head_start() const {
+    if (warpgroup == 1) ptx::barrier_sync<Traits::kConsumerThreads>(kHeadStart);
+  }
+  __device__ __forceinline__ void give_head_start() const {
+    if (warpgroup == 0) ptx::barrier_arrive<Traits::kConsumerThreads>(kHeadStart);
+  }
 
   // The warp is done with the slot.
   __device__ __forceinline__ void release(Ring<Traits::kStages>& ring) const {
