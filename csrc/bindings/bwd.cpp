@@ -60,7 +60,11 @@ void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::T
         at::empty({params.heads_q, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
     params.dq_accum = dq_accum.data_ptr<float>();
   }
-  if (backend == Backend::kSm90) return sm90::run_bwd(params, stream_of(q));
+  if (backend == Backend::kSm90) {
+    const at::Tensor tile_counter = at::empty({1}, lse.options().dtype(at::kInt));
+    params.tile_counter = tile_counter.data_ptr<int32_t>();
+    return sm90::run_bwd(params, device_info_of(q), stream_of(q));
+  }
   sm80::run_bwd(params, device_info_of(q), stream_of(q));
 }
 

@@ -173,6 +173,7 @@ struct BwdParams : AttnParams {
   float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
+  int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch; null: no need
   bool deterministic = false;
 };
 

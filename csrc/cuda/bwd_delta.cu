@@ -47,8 +47,11 @@ __device__ __forceinline__ float dot_chunk(const Element* a, const Element* b) {
   return sum;
 }
 
-// This thread block's share of dq_accum becomes 0, while its loads are under way.
+// This thread block's share of the workspace becomes 0, while its loads are under way.
 __device__ __forceinline__ void zero_share(const BwdParams& params) {
+  if (params.tile_counter != nullptr && blockIdx.x + blockIdx.y + threadIdx.x == 0) {
+    *params.tile_counter = 0;
+  }
   if (params.dq_accum == nullptr) return;
   const int64_t vectors = params.heads_q * params.dq_accum_rows * (params.dq_accum_cols / 4);
   const int64_t blocks = int64_t{gridDim.x} * gridDim.y;

@@ -4,13 +4,14 @@
 //   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
 //   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
 //
-// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it
+// A tile is kBlockN keys of one kv head; K, V and the sums dK, dV stay with the thread block while it
 // walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
 // Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
-// fp32 reductions in global memory. Roles:
+// fp32 reductions in global memory. A thread block takes tile after tile, and what the next one needs
+// is loaded while dK and dV of this one go out. Roles:
 //
-//   producer warpgroup    warp 0: K, Q     warp 1: V, dO      consumer warpgroups    64 keys each:
-//   (few registers)       warp 2: LSE and delta               (many registers)       S, dP, dK, dV
+//   producer warpgroup    warp 0: Q                    warp 1: dO      consumer warpgroups    64 keys
+//   (few registers)       warp 2: tiles, LSE, delta    warp 3: V, K    (many registers)       each
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
@@ -36,10 +37,11 @@
 // Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh). With them, what dS
 // consists of beside dP is rounded together with P (exponentiate), and dQ(i-1) begins behind dS.
 //
-// Shared memory   │ K, in the end dK │ V, in the end dV │ Q × kStages │ dO × kStages │ dS × 3 │
-//                 │ LSE, delta × kStages │ work, barriers │
+// Shared memory   │ K │ V │ Q × kStages │ dO × kStages │ dS × 3, at the end of a tile dV and dK │
+//                 │ LSE, delta × kStages │ work × 2, barriers │
 #pragma once
 
+#include <algorithm>
 #include <new>
 
 #include "../cuda/attn/key_gradient.cuh"
@@ -62,23 +64,23 @@ class QueryWalk {
   static constexpr bool kLateDq = kGeneral;
 
  public:
-  __device__ __forceinline__ QueryWalk(Consumer& self, typename Traits::KeyGradient& dK,
+  __device__ __forceinline__ QueryWalk(const BwdWork& work, Consumer& self,
+                                       typename Traits::KeyGradient& dK,
                                        typename Traits::KeyGradient& dV)
-      : self(self),
+      : work(work),
+        self(self),
         dK(dK),
         dV(dV),
-        block(self.work),
-        full_begin(self.work.range.full_begin),
-        full_end(self.work.range.full_end),
-        q_done(self.q_ring),
-        ds_done(self.ds_ring),
-        reduction(self.params, self.work, block, self.dq_first_row() + self.warp_row % 64,
+        block(work),
+        full_begin(work.range.full_begin),
+        full_end(work.range.full_end),
+        reduction(self.params, work, block, self.dq_first_row() + self.warp_row % 64,
                   self.dq_first_col(), self.lane) {}
 
   __device__ __forceinline__ void run() {
     if (!block.more()) return;
-    Ring<1>(self.smem.k_ring).wait_full();
-    Ring<1>(self.smem.v_ring).wait_full();
+    self.k_ring.wait_full();
+    self.v_ring().wait_full();
     step<true>();
 #pragma unroll 1
     while (block.more()) step<false>();
@@ -93,7 +95,7 @@ class QueryWalk {
     typename Traits::QueryGradient dQ;
     QueryPairs<Traits::kBlockM> lse_log2;
     const auto& row_values = self.smem.row_values[self.q_ring.stage()];
-    if constexpr (kFirst) self.await_head_start();
+    if constexpr (kFirst) self.await_start();
     if constexpr (!kFirst) start_dk();
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
@@ -106,22 +108,22 @@ class QueryWalk {
     }
     ptx::wgmma_wait<0>();
     pin(S);
-    self.dout_ring.wait_full();
+    self.dout_ring().wait_full();
     self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
     if constexpr (kFirst) self.give_head_start();
     const bool masked = block.m < first_full() || block.m >= end_full();
     typename Traits::ScoresOperand P;
     if constexpr (kGeneral) {
-      exponentiate<Element>(P, dS, S, self.smem.score(block.head), self.params, self.scale_log2,
-                            row_values.lse_log2, masked, self.work,
-                            {block.m * Traits::kBlockM, self.work.first_key + self.warp_row},
+      exponentiate<Element>(P, dS, S, self.smem.score(work, block.head), self.params,
+                            self.scale_log2, row_values.lse_log2, masked, work,
+                            {block.m * Traits::kBlockM, work.first_key + self.warp_row},
                             self.lane);
     } else {
-      exponentiate(S, self.scale_log2, lse_log2, masked, self.work, self.warp_row,
+      exponentiate(S, self.scale_log2, lse_log2, masked, work, self.warp_row,
                    block.m * Traits::kBlockM, self.lane);
       P = to_operand_a<Element>(S);
     }
-    self.start_key_gradient(dV, P, self.smem.dout[self.dout_ring.stage()]);  // dV += Pᵀ dO
+    self.start_key_gradient(dV, P, self.smem.dout[self.q_ring.stage()]);  // dV += Pᵀ dO
     if constexpr (!kFirst && !kLateDq) start_dq(dQ);
     ptx::wgmma_wait<kFirst || kLateDq ? 1 : 2>();
     pin(dP);
@@ -131,43 +133,43 @@ class QueryWalk {
     } else {
       differentiate<Element>(dS, dP, P, row_values.delta, self.lane);
     }
-    if constexpr (!kFirst && kLateDq) ds_done.wait_full();
+    if constexpr (!kFirst && kLateDq) self.ds_ring.before().wait_full();
     store_operand(self.smem.ds[self.ds_ring.stage()], dS, self.warp_row, self.lane);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
     if (self.lane == 0) self.ds_ring.arrive_full();
-    self.ds_ring.advance();
     if constexpr (!kFirst && kLateDq) start_dq(dQ);
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     pin(dV);
     pin(P);
-    self.release(self.dout_ring);
+    self.release(self.dout_ring());
     if constexpr (!kFirst) end_dq(dQ);
     self.q_ring.advance();
+    self.ds_ring.advance();
     block.advance();
   }
 
   // The blocks that need no mask. With score terms registers are too short for them.
   __device__ __forceinline__ int first_full() const {
-    return kGeneral ? self.work.range.full_begin : full_begin;
+    return kGeneral ? work.range.full_begin : full_begin;
   }
   __device__ __forceinline__ int end_full() const {
-    return kGeneral ? self.work.range.full_end : full_end;
+    return kGeneral ? work.range.full_end : full_end;
   }
 
   // Of the block before: dK += dSᵀ Q, dQ = dS K, which wants the dS of all consumers.
   __device__ __forceinline__ void start_dk() {
-    self.start_key_gradient(dK, dS, self.smem.q[q_done.stage()]);
+    self.start_key_gradient(dK, dS, self.smem.q[self.q_ring.before().stage()]);
   }
   __device__ __forceinline__ void end_dk() {
     pin(dK);
     pin(dS);
-    self.release(q_done);
+    self.release(self.q_ring.before());
   }
   __device__ __forceinline__ void start_dq(typename Traits::QueryGradient& dQ) {
-    ds_done.wait_full();
-    self.start_query_gradient(dQ, self.smem.ds[ds_done.stage()]);
-    ds_done.advance();
+    const auto ds_ring = self.ds_ring.before();
+    ds_ring.wait_full();
+    self.start_query_gradient(dQ, self.smem.ds[ds_ring.stage()]);
     reduction.advance();
   }
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
@@ -178,113 +180,181 @@ class QueryWalk {
 
   __device__ __forceinline__ void finish() {
     typename Traits::QueryGradient dQ;
+    self.release(self.v_ring());
     start_dk();
     start_dq(dQ);
-    end_dq(dQ);
+    ptx::wgmma_wait<0>();
+    self.release(self.k_ring);
+    self.k_ring.advance();
     end_dk();
+    end_dq(dQ);
   }
 
+  const BwdWork& work;
   Consumer& self;
   typename Traits::KeyGradient &dK, &dV;
   typename Traits::ScoresOperand
       dS;  // of the block before; then this one's weights, if there are any
   QueryBlocks block;
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
-  Ring<Traits::kStages> q_done;    // the block before
-  Ring<Traits::kScoreStages> ds_done;
   DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction;
 };
 
-// What the score terms of a head are. A place in the ring is empty: the head before the last, whose
-// terms lay here, is done with.
-template <typename Traits, typename Ring>
-__device__ __forceinline__ void start_scores_of_head(const BwdParams& params,
-                                                     BwdSharedStorage<Traits>& smem, int head,
-                                                     const Ring& ring) {
-  if constexpr (Traits::ScorePolicy::kGeneral) {
-    const BwdWork& work = smem.work();
-    ring.wait_empty();
-    if (threadIdx.x % 32 == 0) {
-      new (smem.score_storage[head % 2])
-          typename Traits::ScorePolicy(params, work.batch_idx, head, work.seqlen.diagonal(params));
-    }
-  }
-}
-
-// dK and dV of this warp's keys, through shared memory that only it uses by now.
+// dK or dV of this warp's keys, some columns at a time, through an empty place of dS: nobody else
+// touches this warp's rows there before it stores its next dS.
 template <typename Traits>
-__device__ __forceinline__ void store_key_gradients(const BwdConsumer<Traits>& self,
-                                                    typename Traits::KeyGradient& dK,
-                                                    typename Traits::KeyGradient& dV) {
-  const BwdParams& params = self.params;
-  const BwdWork& work = self.work;
-  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
-  const float dk_scale = params.softmax_scale * scale;
-  scale_rows(dK, {dk_scale, dk_scale});
-  if constexpr (Traits::ScorePolicy::kGeneral) scale_rows(dV, {scale, scale});
-  ptx::barrier_sync<Traits::kConsumerThreads>(kConsumersDone);  // all their dQ have read K
-  store_rounded(self.smem.k, dK, 0, self.warp_row, self.lane);
-  store_rounded(self.smem.v, dV, 0, self.warp_row, self.lane);
-  __syncwarp();
+__device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& self,
+                                                   const BwdWork& work,
+                                                   const typename Traits::KeyGradient& gradient,
+                                                   void* tensor, const Strides& strides,
+                                                   int num_cols) {
+  using Tile = typename Traits::GradientTile;
+  auto& tile = reinterpret_cast<Tile&>(self.smem.ds[self.ds_ring.stage()]);
   const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
-  rows.template store<16, 32>(params.dk, params.dk_strides, params.head_dim, self.smem.k,
-                              self.warp_row, self.lane);
-  rows.template store<16, 32>(params.dv, params.dv_strides, params.head_dim_v, self.smem.v,
-                              self.warp_row, self.lane);
+#pragma unroll
+  for (int col = 0; col < Traits::kHeadDim; col += Tile::kCols) {
+    __syncwarp();
+    store_rounded(tile, gradient, col, self.warp_row, self.lane);
+    __syncwarp();
+    rows.template store<16, 32>(static_cast<typename Traits::Element*>(tensor) + col, strides,
+                                num_cols - col, tile, self.warp_row, self.lane);
+  }
 }
 
 template <typename Traits>
 __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
                                                   BwdSharedStorage<Traits>& smem, int consumer) {
   BwdConsumer<Traits> self(params, smem, consumer);
-  typename Traits::KeyGradient dK, dV;
-  dK.fill(0.f);
-  dV.fill(0.f);
-  QueryWalk<Traits>(self, dK, dV).run();
-  store_key_gradients(self, dK, dV);
+  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
+  const float dk_scale = params.softmax_scale * scale;
+#pragma unroll 1
+  while (const BwdWork* const work = self.queue.read()) {
+    self.place_thread();
+    typename Traits::KeyGradient dK, dV;
+    dK.fill(0.f);
+    dV.fill(0.f);
+    QueryWalk<Traits>(*work, self, dK, dV).run();
+    scale_rows(dK, {dk_scale, dk_scale});
+    if constexpr (Traits::ScorePolicy::kGeneral) scale_rows(dV, {scale, scale});
+    store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);
+    store_key_gradient(self, *work, dK, params.dk, params.dk_strides, params.head_dim);
+    __syncwarp();
+    self.queue.release(self.lane == 0);
+  }
 }
 
+// Takes tiles and publishes them; loads LSE and delta, and says what the score terms of a head are. A
+// whole warp. With a counter, which all thread blocks share, the next tile is taken before this one's
+// last block is waited for: late, so that thread blocks end together, but early enough for its first
+// loads to hide behind the end of this one.
+template <typename Traits>
+__device__ __forceinline__ void schedule_and_load_row_values_loop(
+    const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
+    BwdSharedStorage<Traits>& smem) {
+  using ScorePolicy = typename Traits::ScorePolicy;
+  const float delta_scale = ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
+  WorkWriter queue(smem.queue);
+  Ring<Traits::kStages> ring(smem.q_ring);
+  int heads = 0;  // walked over so far
+  int tile_idx = blockIdx.x;
+#pragma unroll 1
+  while (tile_idx < num_tiles) {
+    const TileCoordinates tile = scheduler.tile(tile_idx);
+    const SeqlenInfo seqlen(params, tile.batch_idx);
+    int next = 0;  // not taken yet
+    const auto take_next = [&] {
+      next = tile_idx + gridDim.x;
+      if (params.tile_counter == nullptr) return;
+      if (threadIdx.x % 32 == 0) next = gridDim.x + atomicAdd(params.tile_counter, 1);
+      next = __shfl_sync(~0u, next, 0);
+    };
+    if (tile.block * Traits::kBlockN < seqlen.segment_k) {
+      BwdWork described = BwdWork::make<Traits::kBlockM, Traits::kBlockN>(params, tile, seqlen);
+      if constexpr (ScorePolicy::kGeneral) described.first_score = heads % 2;
+      const BwdWork& work = queue.push(described);
+      if (work.has_queries()) heads += work.end_head - work.q.head;
+      // A place in the ring is empty: the head before the last, whose terms lay here, is done with.
+      const auto start_head = [&](int head, const auto& ring) {
+        if constexpr (ScorePolicy::kGeneral) {
+          ring.wait_empty();
+          if (threadIdx.x % 32 == 0) {
+            new (smem.score_place(work, head))
+                ScorePolicy(params, work.batch_idx, head, work.seqlen.diagonal(params));
+          }
+        }
+      };
+      load_row_values(params, work, smem.row_values, ring, delta_scale, start_head, take_next);
+    }
+    if (next == 0) take_next();
+    tile_idx = next;
+  }
+  queue.end();
+}
+
+// Calls step(work) for each tile that has queries. One thread of a loader warp.
+template <typename Traits, typename Step>
+__device__ __forceinline__ void for_each_work(BwdSharedStorage<Traits>& smem, const Step& step) {
+  WorkReader queue(smem.queue);
+#pragma unroll 1
+  while (const BwdWork* const work = queue.read()) {
+    if (work->has_queries()) step(*work);
+    queue.release(true);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_q_loop(const BwdParams& params, const CUtensorMap& map,
+                                            BwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kStages> ring(smem.q_ring);
+  for_each_work(smem, [&](const BwdWork& work) {
+    load_queries(smem.q, map, work, params.head_dim, ring);
+  });
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_dout_loop(const BwdParams& params, const CUtensorMap& map,
+                                               BwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kStages> ring(smem.dout_ring);
+  for_each_work(smem, [&](const BwdWork& work) {
+    load_queries(smem.dout, map, work, params.head_dim_v, ring);
+  });
+}
+
+// V first: its place is empty earlier.
+template <typename Traits>
+__device__ __forceinline__ void load_keys_loop(const BwdParams& params, const BwdTensorMaps& maps,
+                                               BwdSharedStorage<Traits>& smem) {
+  Ring<1> k_ring(smem.k_ring);
+  for_each_work(smem, [&](const BwdWork& work) {
+    load_keys(smem.v, maps.v, work, params.head_dim_v, k_ring.in(smem.v_ring));
+    load_keys(smem.k, maps.k, work, params.head_dim, k_ring);
+    k_ring.advance();
+  });
+}
+
+// Only delta and zeros in dq_accum and tile_counter come from the kernel before; whoever reads or adds
+// to them waits, so that this grid does not end before that one.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdParams params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
-               const __grid_constant__ BwdTensorMaps maps) {
+               const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
-  const TileCoordinates tile = scheduler.tile(blockIdx.x);
-  const SeqlenInfo seqlen(params, tile.batch_idx);
-  if (tile.block * Traits::kBlockN >= seqlen.segment_k) {
-    // Without this the grid could end before the one that zeroes dq_accum.
-    flash_attn::ptx::wait_for_prerequisites();
-    return;
-  }
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    new (smem.work_storage)
-        BwdWork(BwdWork::make<Traits::kBlockM, Traits::kBlockN>(params, tile, seqlen));
-  }
+  if (threadIdx.x == 0) smem.init_barriers();
   smem.zero_absent_slabs(params);
   __syncthreads();
-  flash_attn::ptx::wait_for_prerequisites();  // for delta, and zeros in dq_accum
+  flash_attn::ptx::wait_for_prerequisites();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
-    const BwdWork& work = smem.work();
     if (warp == 2) {
-      const float delta_scale = Traits::ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
-      load_row_values_loop(params, work, smem.row_values, smem.q_ring, delta_scale,
-                           [&](int head, const auto& ring) {
-                             start_scores_of_head<Traits>(params, smem, head, ring);
-                           });
-    } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
-      if (warp == 0) {
-        load_keys(smem.k, maps.k, work, work.first_key, params.head_dim, smem.k_ring);
-        load_queries_loop(smem.q, maps.q, work, params.head_dim, smem.q_ring);
-      } else {
-        load_keys(smem.v, maps.v, work, work.first_key, params.head_dim_v, smem.v_ring);
-        load_queries_loop(smem.dout, maps.dout, work, params.head_dim_v, smem.dout_ring);
-      }
+      schedule_and_load_row_values_loop<Traits>(params, scheduler, num_tiles, smem);
+    } else if (ptx::elect_one()) {
+      if (warp == 0) load_q_loop<Traits>(params, maps.q, smem);
+      if (warp == 1) load_dout_loop<Traits>(params, maps.dout, smem);
+      if (warp == 3) load_keys_loop<Traits>(params, maps, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -293,26 +363,29 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits>
-void launch_bwd_kernel(const BwdParams& params, Stream stream) {
+void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream stream) {
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim);
-  if (scheduler.num_tiles() == 0) return;
+  const int num_tiles = scheduler.num_tiles(), blocks = std::min(num_tiles, device.num_sms);
+  if (num_tiles == 0) return;
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
-  cuda::launch_overlapping<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
-                                               sizeof(Storage), true, stream, params, scheduler,
-                                               maps);
+  // Tiles of one length need no counter.
+  if (sequences_are_alike(params)) params.tile_counter = nullptr;
+  cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
+                                               stream, params, scheduler, maps, num_tiles);
 }
 
 template <DType kDType, int kHeadDim>
-void launch_bwd(const BwdParams& params, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, PlainScores>>(params, stream);
+void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, PlainScores>>(params, device, stream);
 }
 
 template <DType kDType, int kHeadDim>
-void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, GeneralScores>>(params, stream);
+void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device,
+                            Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, GeneralScores>>(params, device, stream);
 }
 
 }  // namespace flash_attn::sm90

@@ -3,20 +3,22 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../cuda/device.h"
 
 namespace flash_attn::sm90 {
 
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and
 // bf16; not deterministic. Score terms up to kBwdMaxSingleHeadDim, without the gradient of a bias.
-void run_bwd(const BwdParams& params, Stream stream);
+void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const AttnParams& params);
 
 // dK, dV, and the sums in dq_accum.
 template <DType kDType, int kHeadDim>
-void launch_bwd(const BwdParams& params, Stream stream);
+void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_bwd_with_scores(const BwdParams& params, Stream stream);
+void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device,
+                            Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, Stream stream);
 

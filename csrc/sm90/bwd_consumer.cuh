@@ -1,6 +1,7 @@
 // A consumer warpgroup of the backward kernel: the steps of its walk over the queries.
 #pragma once
 
+#include "../cuda/ptx/opaque.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_traits.cuh"
 #include "ptx/warpgroup.cuh"
@@ -9,11 +10,11 @@
 namespace flash_attn::sm90 {
 
 enum BwdBarrier : int {  // 0 is __syncthreads
-  kConsumersDone = 1,
+  kTogether = 1,
   kHeadStart
 };
 
-// What a consumer keeps while it walks.
+// What a consumer keeps from tile to tile.
 template <typename Traits>
 struct BwdConsumer {
   using Element = typename Traits::Element;
@@ -23,41 +24,59 @@ struct BwdConsumer {
 
   const BwdParams& params;
   BwdSharedStorage<Traits>& smem;
-  const BwdWork& work;
-  const int warpgroup, lane;
-  const int warp_row;  // of the warp's 16 keys in the block
+  const int warpgroup;
+  int lane, warp_row;  // warp_row: of the warp's 16 keys in the block
   const float scale_log2;
-  Ring<Traits::kStages> q_ring, dout_ring;
+  Ring<Traits::kStages> q_ring;  // dO's is in step with it
   Ring<Traits::kScoreStages> ds_ring;
+  Ring<1> k_ring;  // V's is in step with it
+  WorkReader<BwdWork, 2> queue;
 
   __device__ __forceinline__ BwdConsumer(const BwdParams& params, BwdSharedStorage<Traits>& smem,
                                          int consumer)
       : params(params),
         smem(smem),
-        work(smem.work()),
         warpgroup(consumer),
-        lane(threadIdx.x % 32),
-        warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
         scale_log2(params.softmax_scale * kLog2E),
         q_ring(smem.q_ring),
-        dout_ring(smem.dout_ring),
-        ds_ring(smem.ds_ring) {}
+        ds_ring(smem.ds_ring),
+        k_ring(smem.k_ring),
+        queue(smem.queue) {}
 
-  // The first consumer begins when all is there, the second when the first has issued its scores and
-  // their gradient. If they began together, they would do their exponentials together, too, iteration
-  // after iteration, and the tensor cores would have nothing to do meanwhile.
-  __device__ __forceinline__ void await_head_start() const {
-    if (warpgroup == 1) ptx::barrier_sync<Traits::kConsumerThreads>(kHeadStart);
+  // At the start of a tile. What follows from the thread's number is computed anew in each: there are
+  // no registers to keep it.
+  __device__ __forceinline__ void place_thread() {
+    const unsigned thread = flash_attn::ptx::opaque(threadIdx.x);
+    lane = thread % 32;
+    warp_row = warpgroup * 64 + thread / 32 % 4 * 16;
+  }
+
+  // The consumers come to a tile together, and the second begins when the first has issued its scores
+  // and their gradient. If they began together, they would do their exponentials together, too,
+  // iteration after iteration, and the tensor cores would have nothing to do meanwhile; if the second
+  // came an iteration later, the first would wait for its dS all the time.
+  __device__ __forceinline__ void await_start() const {
+    if (warpgroup == 0) {
+      ptx::barrier_sync<Traits::kConsumerThreads>(kTogether);
+    } else {
+      ptx::barrier_arrive<Traits::kConsumerThreads>(kTogether);
+      ptx::barrier_sync<Traits::kConsumerThreads>(kHeadStart);
+    }
   }
   __device__ __forceinline__ void give_head_start() const {
     if (warpgroup == 0) ptx::barrier_arrive<Traits::kConsumerThreads>(kHeadStart);
   }
 
   // The warp is done with the slot.
-  __device__ __forceinline__ void release(Ring<Traits::kStages>& ring) const {
+  template <int kStages>
+  __device__ __forceinline__ void release(const Ring<kStages>& ring) const {
     if (lane == 0) ring.arrive_empty();
-    ring.advance();
   }
+
+  __device__ __forceinline__ Ring<Traits::kStages> dout_ring() const {
+    return q_ring.in(smem.dout_ring);
+  }
+  __device__ __forceinline__ Ring<1> v_ring() const { return k_ring.in(smem.v_ring); }
 
   // Starts Sᵀ = K Qᵀ of this consumer's keys; dPᵀ = V dOᵀ.
   __device__ __forceinline__ void start_scores(Scores& S) const {
@@ -67,7 +86,7 @@ struct BwdConsumer {
   }
   __device__ __forceinline__ void start_score_gradient(Scores& dP) const {
     gemm_ss<Element, Traits::kHeadDim, Into::kZero>(dP, keys(smem.v),
-                                                    queries(smem.dout[dout_ring.stage()]));
+                                                    queries(smem.dout[q_ring.stage()]));
     ptx::wgmma_commit();
   }
 
@@ -99,7 +118,8 @@ struct BwdConsumer {
 
  private:
   __device__ __forceinline__ auto keys(const typename Traits::KTile& tile) const {
-    return WgmmaOperand<Layout::kKInner, typename Traits::KTile>(tile, warpgroup * 64);
+    return WgmmaOperand<Layout::kKInner, typename Traits::KTile>(
+        tile, flash_attn::ptx::opaque(warpgroup) * 64);
   }
   __device__ __forceinline__ static auto queries(const typename Traits::QTile& tile) {
     return WgmmaOperand<Layout::kKInner, typename Traits::QTile>(tile);

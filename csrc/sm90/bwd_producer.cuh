@@ -1,4 +1,4 @@
-// The producer warps of the backward kernels: one loads K and Q, one V and dO, one LSE and delta.
+// What the producer warps of the backward kernels load.
 #pragma once
 
 #include "../cuda/attn/softmax_bwd.cuh"
@@ -7,21 +7,21 @@
 
 namespace flash_attn::sm90 {
 
-// A block of K or V, once. One thread.
+// A block of K or V. One thread.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, const BwdWork& work,
-                                          int first_key, int num_cols, RingBarriers<1>& barriers) {
-  const Ring<1> ring(barriers);
+                                          int num_cols, const Ring<1>& ring) {
+  ring.wait_empty();
   ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-  load_tile(tile, map, work.kv, first_key, num_cols, ring.full(), ptx::CacheHint::kEvictFirst);
+  load_tile(tile, map, work.kv, work.first_key, num_cols, ring.full(),
+            ptx::CacheHint::kEvictFirst);
 }
 
-// Q or dO, block after block. One thread.
+// Q or dO, block after block of a piece of work. One thread.
 template <int kStages, typename Tile>
-__device__ __forceinline__ void load_queries_loop(Tile (&tiles)[kStages], const CUtensorMap& map,
-                                                  const BwdWork& work, int num_cols,
-                                                  RingBarriers<kStages>& barriers) {
-  Ring<kStages> ring(barriers);
+__device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUtensorMap& map,
+                                             const BwdWork& work, int num_cols,
+                                             Ring<kStages>& ring) {
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); block.advance(), ring.advance()) {
     ring.wait_empty();
@@ -32,21 +32,21 @@ __device__ __forceinline__ void load_queries_loop(Tile (&tiles)[kStages], const 
   }
 }
 
-// LSE, and delta times delta_scale, of each block of queries, which start at any address in varlen: no
-// bulk copy. A whole warp. The loads are under way while the slot is waited for. start_head(head,
-// ring): before the first block of each head.
-template <int kBlockM, int kStages, typename StartHead>
-__device__ __forceinline__ void load_row_values_loop(const BwdParams& params, const BwdWork& work,
-                                                     RowValues<kBlockM> (&row_values)[kStages],
-                                                     RingBarriers<kStages>& barriers,
-                                                     float delta_scale,
-                                                     const StartHead& start_head) {
+// LSE, and delta times delta_scale, of each block of queries of a piece of work; they start at any
+// address in varlen: no bulk copy. A whole warp. The loads are under way while the slot is waited for.
+// start_head(head, ring): before the first block of each head; before_last(): before the last block.
+template <int kBlockM, int kStages, typename StartHead, typename BeforeLast>
+__device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
+                                                RowValues<kBlockM> (&row_values)[kStages],
+                                                Ring<kStages>& ring, float delta_scale,
+                                                const StartHead& start_head,
+                                                const BeforeLast& before_last) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32;
-  Ring<kStages> ring(barriers);
   bool new_head = true;
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); new_head = block.advance(), ring.advance()) {
+    if (block.is_last()) before_last();
     if (new_head) start_head(block.head, ring);
     const int64_t first = work.batch_idx * params.lse_batch_stride +
                           block.head * params.lse_head_stride + work.seqlen.q_begin;

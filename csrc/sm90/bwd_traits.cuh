@@ -5,6 +5,7 @@
 #include "bwd_config.h"
 #include "bwd_work.cuh"
 #include "tile/ring.cuh"
+#include "tile/work_queue.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -25,7 +26,7 @@ struct BwdTraits {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   using QTile = SmemTile<Element, kBlockM, kHeadDim>;     // dO too
-  using KTile = SmemTile<Element, kBlockN, kHeadDim>;     // V too; in the end dK and dV
+  using KTile = SmemTile<Element, kBlockN, kHeadDim>;     // V too
   using ScoreTile = SmemTile<Element, kBlockN, kBlockM>;  // dSᵀ: keys are rows
   using Scores = Accumulator<1, kBlockM>;                 // Sᵀ, dPᵀ of a consumer's 64 keys
   using ScoresOperand = OperandA<1, kBlockM>;             // the same, rounded: Pᵀ, dSᵀ
@@ -38,6 +39,9 @@ struct BwdTraits {
 
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
+  // Some columns of dK or dV on their way out, in an empty place of dS.
+  using GradientTile = SmemTile<Element, kBlockN, 64>;
+  static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
 
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
 };
@@ -56,16 +60,16 @@ struct BwdSharedStorage {
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
   RingBarriers<1> k_ring, v_ring;
-  alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
+  WorkQueue<BwdWork, 2> queue;
   // Of a head and the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
 
-  // Of the query head, once its first Q is there.
-  __device__ __forceinline__ const ScorePolicy& score(int head) const {
-    return *reinterpret_cast<const ScorePolicy*>(score_storage[head % 2]);
+  // Of a query head of the work, once its first Q is there.
+  __device__ __forceinline__ void* score_place(const BwdWork& work, int head) {
+    return score_storage[(work.first_score + head - work.q.head) % 2];
   }
-  __device__ __forceinline__ const BwdWork& work() const {
-    return *reinterpret_cast<const BwdWork*>(work_storage);
+  __device__ __forceinline__ const ScorePolicy& score(const BwdWork& work, int head) {
+    return *reinterpret_cast<const ScorePolicy*>(score_place(work, head));
   }
 
   // What no load ever writes. By all threads, before a barrier among them.
@@ -89,6 +93,8 @@ struct BwdSharedStorage {
     ds_ring.init(kConsumerWarps, 1);  // who waits for all to be full knows what is empty
     k_ring.init(1, kConsumerWarps);
     v_ring.init(1, kConsumerWarps);
+    constexpr int kLoaders = 3;  // of Q, of dO, of K and V
+    queue.init(kLoaders + kConsumerWarps);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

@@ -16,6 +16,8 @@ struct BwdWork {
   MatrixPlace q, kv;  // q: dO as well; its head is the first of the group
   int end_head;       // behind the group's last query head
   int batch_idx, first_key;
+  // Where the score terms of the first head lie; those of the next one in the other place.
+  int first_score;
 
   __device__ __forceinline__ bool has_queries() const { return range.begin < range.end; }
   // That QueryBlocks visits.
@@ -43,7 +45,8 @@ struct BwdWork {
                .batch = varlen_k ? 0 : tile.batch_idx},
         .end_head = (tile.head + 1) * group,
         .batch_idx = tile.batch_idx,
-        .first_key = first_key};
+        .first_key = first_key,
+        .first_score = 0};
   }
 };
 
@@ -60,6 +63,9 @@ class QueryBlocks {
         end_(work.range.end),
         end_head_(work.end_head) {}
   __device__ __forceinline__ bool more() const { return head < end_head_; }
+  __device__ __forceinline__ bool is_last() const {
+    return head == end_head_ - 1 && m == end_ - 1;
+  }
   // Whether the head is a new one.
   __device__ __forceinline__ bool advance() {
     if (++m < end_) return false;

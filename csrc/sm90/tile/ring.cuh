@@ -39,6 +39,14 @@ class Ring {
     return ring;
   }
 
+  // The place of the visit before this one.
+  __device__ __forceinline__ Ring before() const {
+    Ring ring(barriers_);
+    ring.stage_ = stage_ == 0 ? kStages - 1 : stage_ - 1;
+    ring.phase_ = stage_ == 0 ? phase_ ^ 1 : phase_;
+    return ring;
+  }
+
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ uint64_t& full() const { return barriers_.full[stage_]; }
   __device__ __forceinline__ uint64_t& empty() const { return barriers_.empty[stage_]; }

@@ -1,0 +1,84 @@
+// What a thread block works on, tile after tile: one warp takes tiles and describes them, all others
+// read the descriptions.
+#pragma once
+
+#include <new>
+
+#include "ring.cuh"
+
+namespace flash_attn::sm90 {
+
+template <typename Work, int kSlots>
+struct WorkQueue {
+  struct Slot {
+    bool end;  // no work: all is done
+    alignas(Work) unsigned char storage[sizeof(Work)];
+  };
+  Slot slots[kSlots];
+  RingBarriers<kSlots> ring;
+
+  // One thread calls it, before a barrier among all threads. readers: how many threads release what
+  // they have read.
+  __device__ __forceinline__ void init(int readers) { ring.init(1, readers); }
+};
+
+// The end of the queue that one warp writes, together: a lane that waited alone would keep the others
+// polling beside it.
+template <typename Work, int kSlots>
+class WorkWriter {
+ public:
+  __device__ __forceinline__ explicit WorkWriter(WorkQueue<Work, kSlots>& queue)
+      : queue_(queue), ring_(queue.ring) {}
+
+  // Returns what lies in the queue now, which the writer may read until the next push().
+  __device__ __forceinline__ const Work& push(const Work& work) {
+    ring_.wait_empty();
+    auto& slot = queue_.slots[ring_.stage()];
+    auto* const pushed = reinterpret_cast<Work*>(slot.storage);
+    if (threadIdx.x % 32 == 0) {
+      slot.end = false;
+      new (slot.storage) Work(work);
+      ring_.arrive_full();
+    }
+    __syncwarp();
+    ring_.advance();
+    return *pushed;
+  }
+  __device__ __forceinline__ void end() {
+    ring_.wait_empty();
+    if (threadIdx.x % 32 == 0) {
+      queue_.slots[ring_.stage()].end = true;
+      ring_.arrive_full();
+    }
+  }
+
+ private:
+  WorkQueue<Work, kSlots>& queue_;
+  Ring<kSlots> ring_;
+};
+
+// One reader's end.
+template <typename Work, int kSlots>
+class WorkReader {
+ public:
+  __device__ __forceinline__ explicit WorkReader(WorkQueue<Work, kSlots>& queue)
+      : queue_(queue), ring_(queue.ring) {}
+
+  // Waits for the next piece of work; null behind the last one.
+  __device__ __forceinline__ const Work* read() const {
+    ring_.wait_full();
+    const auto& slot = queue_.slots[ring_.stage()];
+    return slot.end ? nullptr : reinterpret_cast<const Work*>(slot.storage);
+  }
+  // The reader is done with it. `arrives`: in the one thread that says so for this reader.
+  __device__ __forceinline__ void release(bool arrives) {
+    if (arrives) ring_.arrive_empty();
+    ring_.advance();
+  }
+
+ private:
+  WorkQueue<Work, kSlots>& queue_;
+  Ring<kSlots> ring_;
+};
+
+}  // namespace flash_attn::sm90
