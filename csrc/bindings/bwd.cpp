@@ -52,7 +52,8 @@ void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::T
   const at::Tensor delta = at::empty_like(lse);
   params.delta = delta.data_ptr<float>();
   at::Tensor dq_accum;
-  if (!params.deterministic) {
+  const bool sums_dq = backend == Backend::kSm90 || !params.deterministic;
+  if (sums_dq) {
     params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);
     params.dq_accum_cols = backend == Backend::kSm90 ? sm90::bwd_dq_accum_cols(params)
                                                      : sm80::bwd_dq_accum_cols(params);
@@ -63,6 +64,12 @@ void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::T
   if (backend == Backend::kSm90) {
     const at::Tensor tile_counter = at::empty({1}, lse.options().dtype(at::kInt));
     params.tile_counter = tile_counter.data_ptr<int32_t>();
+    at::Tensor dq_turns;
+    if (params.deterministic) {
+      dq_turns = at::empty({params.heads_q, cuda::bwd_dq_turns(params)},
+                           lse.options().dtype(at::kInt));
+      params.dq_turns = dq_turns.data_ptr<int32_t>();
+    }
     return sm90::run_bwd(params, device_info_of(q), stream_of(q));
   }
   sm80::run_bwd(params, device_info_of(q), stream_of(q));

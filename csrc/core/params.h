@@ -169,10 +169,13 @@ struct BwdParams : AttnParams {
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of
-  // cuda/attn/dq_accum.cuh; null if deterministic.
+  // cuda/attn/dq_accum.cuh; null if dq is computed apart.
   float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
+  // Workspace (heads_q, dq_accum_rows / 16), zeroed by the launch: at the first row of each block of
+  // queries, how many blocks of keys have been added to its sums; null: they are added in any order.
+  int32_t* dq_turns = nullptr;
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch; null: no need
   bool deterministic = false;
 };

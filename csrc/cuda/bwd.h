@@ -7,5 +7,7 @@ namespace flash_attn::cuda {
 
 // BwdParams::dq_accum: rows of one head.
 int64_t bwd_dq_accum_rows(const AttnParams& params);
+// BwdParams::dq_turns: numbers of one head.
+int64_t bwd_dq_turns(const BwdParams& params);
 
 }  // namespace flash_attn::cuda

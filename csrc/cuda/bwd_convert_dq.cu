@@ -93,6 +93,8 @@ int64_t bwd_dq_accum_rows(const AttnParams& params) {
   return dq_accum_first_row(params, params.total_q, params.batch) + kDqAccumRows + kDqAccumPadding;
 }
 
+int64_t bwd_dq_turns(const BwdParams& params) { return params.dq_accum_rows / kDqAccumRows; }
+
 DqAccumOrder portable_dq_accum_order() {
   return compiled_architecture<bwd_convert_dq_kernel<__half>>() >= 90 ? DqAccumOrder::kByLane
                                                                       : DqAccumOrder::kByValue;

@@ -53,13 +53,13 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
     *params.tile_counter = 0;
   }
   if (params.dq_accum == nullptr) return;
-  const int64_t vectors = params.heads_q * params.dq_accum_rows * (params.dq_accum_cols / 4);
-  const int64_t blocks = int64_t{gridDim.x} * gridDim.y;
-  const int64_t block = blockIdx.y * int64_t{gridDim.x} + blockIdx.x;
+  const int64_t rows = params.heads_q * params.dq_accum_rows;
+  const int64_t threads = int64_t{gridDim.x} * gridDim.y * kThreads;
+  const int64_t thread = (blockIdx.y * int64_t{gridDim.x} + blockIdx.x) * kThreads + threadIdx.x;
   float4* const sums = reinterpret_cast<float4*>(params.dq_accum);
-  for (int64_t i = block * kThreads + threadIdx.x; i < vectors; i += blocks * kThreads) {
-    sums[i] = {};
-  }
+  for (int64_t i = thread; i < rows * (params.dq_accum_cols / 4); i += threads) sums[i] = {};
+  if (params.dq_turns == nullptr) return;
+  for (int64_t i = thread; i < rows / kDqAccumRows; i += threads) params.dq_turns[i] = 0;
 }
 
 // Eight lanes sum one row of one head. blockIdx.x counts blocks of rows, over all batch entries;

@@ -10,8 +10,9 @@
 // fp32 reductions in global memory. A thread block takes tile after tile, and what the next one needs
 // is loaded while dK and dV of this one go out. Roles:
 //
-//   producer warpgroup    warp 0: Q                    warp 1: dO      consumer warpgroups    64 keys
-//   (few registers)       warp 2: tiles, LSE, delta    warp 3: V, K    (many registers)       each
+//   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
+//   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV
+//                         warps 2, 3: the order of dQ's sums, if it has to be kept
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
@@ -49,6 +50,7 @@
 #include "../cuda/ptx/griddepcontrol.cuh"
 #include "bwd.h"
 #include "bwd_consumer.cuh"
+#include "bwd_dq_order.cuh"
 #include "bwd_dq_reduction.cuh"
 #include "bwd_producer.cuh"
 
@@ -175,7 +177,19 @@ class QueryWalk {
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
     ptx::wgmma_wait<0>();
     pin(dQ);
+    const bool in_order = self.params.dq_turns != nullptr;
+    if (in_order) {
+      if (begun) say_added();
+      begun = true;
+      self.turn_ring.wait_full();
+    }
     reduction.add(dQ);
+    if (in_order) self.turn_ring.advance();
+  }
+  // Of the block before: an iteration later, when its reductions are on their way.
+  __device__ __forceinline__ void say_added() const {
+    __syncwarp();
+    if (self.lane == 0) self.turn_ring.before().in(self.smem.added_ring).arrive_full();
   }
 
   __device__ __forceinline__ void finish() {
@@ -188,8 +202,10 @@ class QueryWalk {
     self.k_ring.advance();
     end_dk();
     end_dq(dQ);
+    if (self.params.dq_turns != nullptr) say_added();
   }
 
+  bool begun = false;  // to add
   const BwdWork& work;
   Consumer& self;
   typename Traits::KeyGradient &dK, &dV;
@@ -256,17 +272,20 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   int heads = 0;  // walked over so far
-  int tile_idx = blockIdx.x;
+  const auto take = [&] {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(params.tile_counter, 1);
+    return __shfl_sync(~0u, taken, 0) + (params.dq_turns == nullptr ? gridDim.x : 0);
+  };
+  // Where tiles wait for those before them, only thread blocks that run may take them.
+  int tile_idx = params.dq_turns == nullptr ? blockIdx.x : take();
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
     const SeqlenInfo seqlen(params, tile.batch_idx);
     int next = 0;  // not taken yet
     const auto take_next = [&] {
-      next = tile_idx + gridDim.x;
-      if (params.tile_counter == nullptr) return;
-      if (threadIdx.x % 32 == 0) next = gridDim.x + atomicAdd(params.tile_counter, 1);
-      next = __shfl_sync(~0u, next, 0);
+      next = params.tile_counter == nullptr ? tile_idx + gridDim.x : take();
     };
     if (tile.block * Traits::kBlockN < seqlen.segment_k) {
       BwdWork described = BwdWork::make<Traits::kBlockM, Traits::kBlockN>(params, tile, seqlen);
@@ -291,45 +310,27 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   queue.end();
 }
 
-// Calls step(work) for each tile that has queries. One thread of a loader warp.
-template <typename Traits, typename Step>
-__device__ __forceinline__ void for_each_work(BwdSharedStorage<Traits>& smem, const Step& step) {
+// One thread.
+template <typename Traits>
+__device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTensorMaps& maps,
+                                          BwdSharedStorage<Traits>& smem) {
+  Ring<1> k_ring(smem.k_ring);
+  Ring<Traits::kStages> q_ring(smem.q_ring);
   WorkReader queue(smem.queue);
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
-    if (work->has_queries()) step(*work);
+#pragma unroll 1
+    for (QueryBlocks block(*work); block.more(); block.advance(), q_ring.advance()) {
+      load_queries(smem.q, maps.q, *work, block, params.head_dim, q_ring);
+      load_queries(smem.dout, maps.dout, *work, block, params.head_dim_v, q_ring.in(smem.dout_ring));
+      // The places of the first block of queries are empty earlier, and V's before K's.
+      if (!block.is_first()) continue;
+      load_keys(smem.v, maps.v, *work, params.head_dim_v, k_ring.in(smem.v_ring));
+      load_keys(smem.k, maps.k, *work, params.head_dim, k_ring);
+      k_ring.advance();
+    }
     queue.release(true);
   }
-}
-
-template <typename Traits>
-__device__ __forceinline__ void load_q_loop(const BwdParams& params, const CUtensorMap& map,
-                                            BwdSharedStorage<Traits>& smem) {
-  Ring<Traits::kStages> ring(smem.q_ring);
-  for_each_work(smem, [&](const BwdWork& work) {
-    load_queries(smem.q, map, work, params.head_dim, ring);
-  });
-}
-
-template <typename Traits>
-__device__ __forceinline__ void load_dout_loop(const BwdParams& params, const CUtensorMap& map,
-                                               BwdSharedStorage<Traits>& smem) {
-  Ring<Traits::kStages> ring(smem.dout_ring);
-  for_each_work(smem, [&](const BwdWork& work) {
-    load_queries(smem.dout, map, work, params.head_dim_v, ring);
-  });
-}
-
-// V first: its place is empty earlier.
-template <typename Traits>
-__device__ __forceinline__ void load_keys_loop(const BwdParams& params, const BwdTensorMaps& maps,
-                                               BwdSharedStorage<Traits>& smem) {
-  Ring<1> k_ring(smem.k_ring);
-  for_each_work(smem, [&](const BwdWork& work) {
-    load_keys(smem.v, maps.v, work, params.head_dim_v, k_ring.in(smem.v_ring));
-    load_keys(smem.k, maps.k, work, params.head_dim, k_ring);
-    k_ring.advance();
-  });
 }
 
 // Only delta and zeros in dq_accum and tile_counter come from the kernel before; whoever reads or adds
@@ -341,7 +342,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
-  if (threadIdx.x == 0) smem.init_barriers();
+  if (threadIdx.x == 0) smem.init_barriers(params.dq_turns != nullptr);
   smem.zero_absent_slabs(params);
   __syncthreads();
   flash_attn::ptx::wait_for_prerequisites();
@@ -349,12 +350,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
-    if (warp == 2) {
+    if (warp == 0) {
+      if (ptx::elect_one()) load_loop<Traits>(params, maps, smem);
+    } else if (warp == 1) {
       schedule_and_load_row_values_loop<Traits>(params, scheduler, num_tiles, smem);
-    } else if (ptx::elect_one()) {
-      if (warp == 0) load_q_loop<Traits>(params, maps.q, smem);
-      if (warp == 1) load_dout_loop<Traits>(params, maps.dout, smem);
-      if (warp == 3) load_keys_loop<Traits>(params, maps, smem);
+    } else if (params.dq_turns != nullptr) {
+      const bool last_first = scheduler.last_blocks_first;
+      if (warp == 2) await_turns_loop<Traits>(params, last_first, smem);
+      if (warp == 3) pass_turns_loop<Traits>(params, last_first, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -372,7 +375,7 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
   // Tiles of one length need no counter.
-  if (sequences_are_alike(params)) params.tile_counter = nullptr;
+  if (sequences_are_alike(params) && params.dq_turns == nullptr) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
                                                stream, params, scheduler, maps, num_tiles);
 }

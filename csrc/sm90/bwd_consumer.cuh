@@ -30,6 +30,7 @@ struct BwdConsumer {
   Ring<Traits::kStages> q_ring;  // dO's is in step with it
   Ring<Traits::kScoreStages> ds_ring;
   Ring<1> k_ring;  // V's is in step with it
+  Ring<Traits::kTurnStages> turn_ring;
   WorkReader<BwdWork, 2> queue;
 
   __device__ __forceinline__ BwdConsumer(const BwdParams& params, BwdSharedStorage<Traits>& smem,
@@ -41,6 +42,7 @@ struct BwdConsumer {
         q_ring(smem.q_ring),
         ds_ring(smem.ds_ring),
         k_ring(smem.k_ring),
+        turn_ring(smem.turn_ring),
         queue(smem.queue) {}
 
   // At the start of a tile. What follows from the thread's number is computed anew in each: there are

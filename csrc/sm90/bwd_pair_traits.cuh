@@ -35,7 +35,7 @@ struct BwdPairTraits {
   using ScoresOperand = OperandA<1, kBlockM>;       // the same, rounded: Pᵀ, dSᵀ
   using QueryGradient = Accumulator<1, kSlabCols>;  // a slab of dQ
 
-  using Scheduler = TileScheduler<kPairN, TileOrder::kFirstBlocksFirst>;
+  using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
 };
 
 // Which keys a thread block of a cluster loads, and how many columns of them. A block that has none of

@@ -17,19 +17,16 @@ __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, co
             ptx::CacheHint::kEvictFirst);
 }
 
-// Q or dO, block after block of a piece of work. One thread.
+// A block of Q or dO. One thread.
 template <int kStages, typename Tile>
 __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUtensorMap& map,
-                                             const BwdWork& work, int num_cols,
-                                             Ring<kStages>& ring) {
-#pragma unroll 1
-  for (QueryBlocks block(work); block.more(); block.advance(), ring.advance()) {
-    ring.wait_empty();
-    ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-    const MatrixPlace place = {.box = work.q.box, .head = block.head, .batch = work.q.batch};
-    load_tile(tiles[ring.stage()], map, place, block.m * Tile::kRows, num_cols, ring.full(),
-              ptx::CacheHint::kEvictLast);
-  }
+                                             const BwdWork& work, const QueryBlocks& block,
+                                             int num_cols, const Ring<kStages>& ring) {
+  ring.wait_empty();
+  ring.expect_bytes(loaded_bytes<Tile>(num_cols));
+  const MatrixPlace place = {.box = work.q.box, .head = block.head, .batch = work.q.batch};
+  load_tile(tiles[ring.stage()], map, place, block.m * Tile::kRows, num_cols, ring.full(),
+            ptx::CacheHint::kEvictLast);
 }
 
 // LSE, and delta times delta_scale, of each block of queries of a piece of work; they start at any

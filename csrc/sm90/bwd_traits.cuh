@@ -37,13 +37,15 @@ struct BwdTraits {
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
   static_assert(kDqShare == DqShare::kRows || (kBlockM == 64 && kDqCols % QTile::kSlabCols == 0));
 
+  static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
+
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
   // Some columns of dK or dV on their way out, in an empty place of dS.
   using GradientTile = SmemTile<Element, kBlockN, 64>;
   static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
 
-  using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
+  using Scheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
 };
 
 template <typename Traits>
@@ -59,6 +61,8 @@ struct BwdSharedStorage {
   RingBarriers<Traits::kStages> q_ring;  // with row_values
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
+  // Where dQ is added in order. full: it is a block's turn; it has been added.
+  RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
   RingBarriers<1> k_ring, v_ring;
   WorkQueue<BwdWork, 2> queue;
   // Of a head and the next one.
@@ -86,15 +90,16 @@ struct BwdSharedStorage {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers(bool in_order) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     q_ring.init(2, kConsumerWarps);  // Q's bytes, and the warp that brings row_values
     dout_ring.init(1, kConsumerWarps);
     ds_ring.init(kConsumerWarps, 1);  // who waits for all to be full knows what is empty
     k_ring.init(1, kConsumerWarps);
     v_ring.init(1, kConsumerWarps);
-    constexpr int kLoaders = 3;  // of Q, of dO, of K and V
-    queue.init(kLoaders + kConsumerWarps);
+    turn_ring.init(1, 1);
+    added_ring.init(kConsumerWarps, 1);
+    queue.init(1 + kConsumerWarps + (in_order ? 2 : 0));  // the loader, consumers, who keep the order
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

@@ -61,8 +61,10 @@ class QueryBlocks {
         m(work.range.begin),
         begin_(work.range.begin),
         end_(work.range.end),
+        first_head_(work.q.head),
         end_head_(work.end_head) {}
   __device__ __forceinline__ bool more() const { return head < end_head_; }
+  __device__ __forceinline__ bool is_first() const { return head == first_head_ && m == begin_; }
   __device__ __forceinline__ bool is_last() const {
     return head == end_head_ - 1 && m == end_ - 1;
   }
@@ -75,7 +77,7 @@ class QueryBlocks {
   }
 
  private:
-  int begin_, end_, end_head_;
+  int begin_, end_, first_head_, end_head_;
 };
 
 // LSE and delta of a block of queries: P = exp2(scale_log2 · S - lse_log2), and delta is multiplied by
@@ -112,6 +114,12 @@ inline BwdTensorMaps make_bwd_tensor_maps(const BwdParams& params, int block_m, 
       .dout = make_tensor_map(params.dout, params.dout_strides, dout_shape, slab_cols, block_m)};
 }
 
+// Where additions to dQ wait for their turn: whether the last block of keys that a block of queries sees
+// comes first. Then blocks of keys that start together, each at its diagonal, need not wait.
+inline bool adds_last_blocks_first(const BwdParams& params) {
+  return params.dq_turns != nullptr && params.window_right >= 0;
+}
+
 // The blocks of kBlockN keys of a call, dealt out.
 template <typename Scheduler>
 Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
@@ -123,6 +131,7 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
           group);
   // Head after head, as no length has to come first: the blocks walk over the same Q and dO together.
   if (sequences_are_alike(params)) scheduler.section_heads = 1;
+  scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;
 }
 

@@ -27,7 +27,6 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_backward(Reasons& reasons, const CallShape& call) {
-  reasons.refuse_if(call.deterministic, "deterministic is not supported");
   reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias is not supported");
   // Slopes leave most probabilities below the normal range of fp16, to which they are rounded here
   // before they become gradients.
@@ -36,6 +35,7 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   if (std::max(call.head_dim, call.head_dim_v) <= kBwdMaxSingleHeadDim) return;
   const std::string where =
       " is not supported in the backward above head_dim " + std::to_string(kBwdMaxSingleHeadDim);
+  reasons.refuse_if(call.deterministic, "deterministic" + where);
   reasons.refuse_if(call.alibi, "alibi_slopes" + where);
   reasons.refuse_if(call.softcap, "softcap" + where);
   reasons.refuse_if(call.bias, "attn_bias" + where);

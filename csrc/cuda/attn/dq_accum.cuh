@@ -28,7 +28,8 @@ __host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams&
                                                                int64_t q_begin, int batch_idx) {
   const int64_t blocks =
       params.cu_seqlens_q == nullptr
-          ? (int64_t{params.seqlen_q} + kDqAccumRows - 1) / kDqAccumRows * batch_idx
+          ? int64_t{(static_cast<uint32_t>(params.seqlen_q) + kDqAccumRows - 1) / kDqAccumRows} *
+                batch_idx
           : q_begin / kDqAccumRows + batch_idx;
   return blocks * kDqAccumRows;
 }

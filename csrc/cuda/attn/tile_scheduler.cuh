@@ -25,7 +25,7 @@ inline bool sequences_are_alike(const AttnParams& params) {
 
 // Which blocks of a sequence come first: with a causal mask the last queries see most keys, and the
 // first keys are seen by most queries.
-enum class TileOrder { kLastBlocksFirst, kFirstBlocksFirst };
+enum class TileOrder { kLastBlocksFirst, kFirstBlocksFirst, kAsTold };
 
 // Blocks of kBlock rows of q (forward; dQ) or of k (dK, dV) over all sequences and heads.
 //
@@ -46,6 +46,7 @@ struct TileScheduler {
   int batch, heads;
   int blocks_per_head;  // of one sequence; varlen: tiles of all sequences
   int section_heads;    // (batch, head) pairs in a section
+  bool last_blocks_first = kOrder == TileOrder::kLastBlocksFirst;  // may be set for kAsTold
 
   // bytes_per_head: what one (batch, head) reads over and over, K and V in the forward.
   static TileScheduler make(const int32_t* cu_seqlens, int64_t total, int seqlen, int batch,
@@ -111,8 +112,10 @@ struct TileScheduler {
   }
 
   // The block that comes index-th among `count`.
-  __device__ __forceinline__ static int in_order(int index, int count) {
-    return kOrder == TileOrder::kLastBlocksFirst ? count - 1 - index : index;
+  __device__ __forceinline__ int in_order(int index, int count) const {
+    const bool last_first = kOrder == TileOrder::kAsTold ? last_blocks_first
+                                                         : kOrder == TileOrder::kLastBlocksFirst;
+    return last_first ? count - 1 - index : index;
   }
 
   __device__ __forceinline__ int first_tile(int batch_idx) const {
