@@ -32,8 +32,9 @@
 //   meanwhile  │                 │ exp       │ dS, store              │ reduce dQ      │
 //   products   │ dK, S           │ dP        │ dV, dQ                 │ the other's    │
 //
-// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh). With them, what dS
-// consists of beside dP is rounded together with P (exponentiate), and dQ(i-1) begins behind dS.
+// Compiled for several forms (BwdForm): without score terms, with all of them (cuda/attn/score_policy.cuh),
+// and with some. With all, what dS consists of beside dP is rounded together with P (exponentiate),
+// and dQ(i-1) begins behind dS.
 //
 // Shared memory   │ K, in the end dK │ V, in the end dV │ Q × kStages │ dO × kStages │ dS × 3 │
 //                 │ LSE, delta × kStages │ work, barriers │
@@ -57,8 +58,9 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  // With score terms, dQ begins when dP has been used up: there are no registers for both.
-  static constexpr bool kLateDq = kGeneral;
+  static constexpr bool kWeighted = kGeneral && !Traits::kAdditive;  // dS is not P ∘ (dP - delta)
+  // With all score terms, dQ begins when dP has been used up: there are no registers for both.
+  static constexpr bool kLateDq = kWeighted && !Traits::kStashes;
 
  public:
   __device__ __forceinline__ QueryWalk(Consumer& self, typename Traits::KeyGradient& dK,
@@ -108,12 +110,25 @@ class QueryWalk {
     self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
     const bool masked = block.m < first_full() || block.m >= end_full();
     typename Traits::ScoresOperand P;
-    if constexpr (kGeneral) {
-      exponentiate<Element>(P, dS, S, self.smem.score(block.head), self.params, self.scale_log2,
-                            row_values.lse_log2, masked, self.work,
-                            {block.m * Traits::kBlockM, self.work.first_key + self.warp_row},
-                            self.lane);
+    if constexpr (kWeighted) {
+      const auto& score = self.smem.score(block.head);
+      const auto with = [&](const auto& terms) {
+        exponentiate<Element>(P, dS, S, terms, self.params, self.scale_log2, row_values.lse_log2,
+                              masked, self.work, place(), self.lane);
+        if constexpr (Traits::kStashes) stash(self.smem.stash, self.thread(), dS);
+      };
+      if constexpr (!Traits::kStashes) {
+        with(score);
+      } else if (score.cap() > 0.f) {
+        with(TermScores<ScoreTerms{.softcap = true}>(score));
+      } else {
+        with(TermScores<ScoreTerms{.dropout = true}>(score));
+      }
     } else {
+      if constexpr (kGeneral) {
+        finish_scores(S);
+        lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.opaque_lane());
+      }
       exponentiate(S, self.scale_log2, lse_log2, masked, self.work, self.warp_row,
                    block.m * Traits::kBlockM, self.lane);
       P = to_operand_a<Element>(S);
@@ -123,8 +138,9 @@ class QueryWalk {
     ptx::wgmma_wait<kFirst || kLateDq ? 1 : 2>();
     pin(dP);
     // dS = P ∘ (dP - delta)
-    if constexpr (kGeneral) {
-      differentiate_weights<Element>(dS, dP, row_values.delta, self.lane);
+    if constexpr (kWeighted) {
+      if constexpr (Traits::kStashes) take_back(dS, self.smem.stash, self.thread());
+      differentiate_weights<Element>(dS, dP, row_values.delta, self.opaque_lane());
     } else {
       differentiate<Element>(dS, dP, P, row_values.delta, self.lane);
     }
@@ -142,6 +158,23 @@ class QueryWalk {
     if constexpr (!kFirst) end_dq(dQ);
     self.q_ring.advance();
     block.advance();
+  }
+
+  // Of this warp's scores.
+  __device__ __forceinline__ ScorePlace place() const {
+    return {block.m * Traits::kBlockM, self.work.first_key + self.warp_row};
+  }
+
+  // Terms that are added to S.
+  __device__ __forceinline__ void finish_scores(typename Traits::Scores& S) {
+    const auto& score = self.smem.score(block.head);
+    score.template finish<true>(S, place(), self.lane);
+    if (self.params.score.bias.data == nullptr) return;
+    self.bias_ring.wait_full();
+    add_bias(S, self.smem.bias[self.bias_ring.stage()], score.inverse_scale(), self.warp_row,
+             self.opaque_lane());
+    __syncwarp();
+    self.release(self.bias_ring);
   }
 
   // The blocks that need no mask. With score terms registers are too short for them.
@@ -245,7 +278,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdParams params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
-               const __grid_constant__ BwdTensorMaps maps) {
+               const __grid_constant__ BwdTermMaps<Traits::kAdditive> maps) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
@@ -282,6 +315,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         load_keys(smem.v, maps.v, work, work.first_key, params.head_dim_v, smem.v_ring);
         load_queries_loop(smem.dout, maps.dout, work, params.head_dim_v, smem.dout_ring);
       }
+    } else if (Traits::kAdditive && warp == 3 && params.score.bias.data != nullptr && ptx::elect_one()) {
+      if constexpr (Traits::kAdditive) {
+        load_bias_loop(smem.bias, maps.bias, work, params.score.bias, smem.bias_ring);
+      }
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -295,8 +332,14 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
   static_assert(sizeof(Storage) <= 227 * 1024);
   const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim);
   if (scheduler.num_tiles() == 0) return;
-  const BwdTensorMaps maps =
-      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
+  BwdTermMaps<Traits::kAdditive> maps = {
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols)};
+  if constexpr (Traits::kAdditive) {
+    if (params.score.bias.data != nullptr) {
+      maps.bias =
+          make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+    }
+  }
   cuda::launch_overlapping<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
                                                sizeof(Storage), true, stream, params, scheduler,
                                                maps);
@@ -304,12 +347,21 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
 
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, PlainScores>>(params, stream);
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, stream);
 }
 
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, GeneralScores>>(params, stream);
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kScores>>(params, stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_some_terms(const BwdParams& params, Stream stream) {
+  if (params.score.softcap != 0 || params.dropout.rng_state != nullptr) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kWeighted>>(params, stream);
+  } else {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kAdditive>>(params, stream);
+  }
 }
 
 }  // namespace flash_attn::sm90

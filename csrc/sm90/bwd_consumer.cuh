@@ -12,9 +12,22 @@ enum BwdBarrier : int {  // 0 is __syncthreads
   kConsumersDone = 1
 };
 
+// A consumer's place among the blocks of a bias.
+template <typename Traits, bool kAdditive = Traits::kAdditive>
+struct BwdBiasPlace {
+  __device__ __forceinline__ explicit BwdBiasPlace(BwdSharedStorage<Traits>&) {}
+};
+template <typename Traits>
+struct BwdBiasPlace<Traits, true> {
+  Ring<Traits::kBiasStages> bias_ring;
+
+  __device__ __forceinline__ explicit BwdBiasPlace(BwdSharedStorage<Traits>& smem)
+      : bias_ring(smem.bias_ring) {}
+};
+
 // What a consumer keeps while it walks.
 template <typename Traits>
-struct BwdConsumer {
+struct BwdConsumer : BwdBiasPlace<Traits> {
   using Element = typename Traits::Element;
   using Scores = typename Traits::Scores;
   using ScoresOperand = typename Traits::ScoresOperand;
@@ -31,7 +44,8 @@ struct BwdConsumer {
 
   __device__ __forceinline__ BwdConsumer(const BwdParams& params, BwdSharedStorage<Traits>& smem,
                                          int consumer)
-      : params(params),
+      : BwdBiasPlace<Traits>(smem),
+        params(params),
         smem(smem),
         work(smem.work()),
         warpgroup(consumer),
@@ -42,8 +56,16 @@ struct BwdConsumer {
         dout_ring(smem.dout_ring),
         ds_ring(smem.ds_ring) {}
 
+  // Of all consumers.
+  __device__ __forceinline__ int thread() const { return threadIdx.x - 128; }
+  // What follows from it alone is not computed before the loop, where it would take registers.
+  __device__ __forceinline__ int opaque_lane() const {
+    return static_cast<int>(flash_attn::ptx::opaque(lane));
+  }
+
   // The warp is done with the slot.
-  __device__ __forceinline__ void release(Ring<Traits::kStages>& ring) const {
+  template <int kSlots>
+  __device__ __forceinline__ void release(Ring<kSlots>& ring) const {
     if (lane == 0) ring.arrive_empty();
     ring.advance();
   }

@@ -70,4 +70,23 @@ __device__ __forceinline__ void load_row_values_loop(const BwdParams& params, co
   }
 }
 
+// Blocks of a bias, of all keys of the thread block. One thread.
+template <int kStages, typename Tile>
+__device__ __forceinline__ void load_bias_loop(Tile (&tiles)[kStages], const CUtensorMap& map,
+                                               const BwdWork& work, const BiasParams& bias,
+                                               RingBarriers<kStages>& barriers) {
+  Ring<kStages> ring(barriers);
+  const int cols = min(bias.keys - work.first_key, Tile::kCols);
+#pragma unroll 1
+  for (QueryBlocks block(work); block.more(); block.advance(), ring.advance()) {
+    ring.wait_empty();
+    ring.expect_bytes(loaded_bytes<Tile>(cols));
+    const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
+                               .head = bias.head_stride == 0 ? 0 : block.head,
+                               .batch = bias.batch_stride == 0 ? 0 : work.batch_idx};
+    load_tile(tiles[ring.stage()], map, place, block.m * Tile::kRows, cols, ring.full(),
+              ptx::CacheHint::kEvictFirst, work.first_key);
+  }
+}
+
 }  // namespace flash_attn::sm90

@@ -1,6 +1,8 @@
 // What the roles of the backward kernel share: types of tiles, shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "../cuda/attn/score_policy.cuh"
 #include "bwd_config.h"
 #include "bwd_work.cuh"
@@ -11,10 +13,25 @@ namespace flash_attn::sm90 {
 // How the consumers share a block's part of dQ: each takes some of the queries, or of the columns.
 enum class DqShare { kRows, kCols };
 
-template <DType kElementType, int kHeadDimClass, typename ScorePolicyType>
+// The loop's instances. kScores: with score terms, each decided by a branch that all threads take
+// alike. For calls with no other terms: kAdditive (ALiBi, a bias that TMA can read, or both), which are
+// added to S and leave the rest as it is; kWeighted (softcap, dropout).
+enum class BwdForm { kPlain, kScores, kAdditive, kWeighted };
+
+constexpr ScoreTerms terms_of(BwdForm form) {
+  if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
+  if (form == BwdForm::kWeighted) return {.softcap = true, .dropout = true};
+  return kAllTerms;
+}
+
+template <DType kElementType, int kHeadDimClass, BwdForm kForm>
 struct BwdTraits {
   static constexpr DType kDType = kElementType;
-  using ScorePolicy = ScorePolicyType;
+  using ScorePolicy =
+      std::conditional_t<kForm == BwdForm::kPlain, PlainScores, TermScores<terms_of(kForm)>>;
+  static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
+  // What dS consists of beside dP and delta waits for them in shared memory, not in registers.
+  static constexpr bool kStashes = kForm == BwdForm::kWeighted;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -36,14 +53,36 @@ struct BwdTraits {
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
   static_assert(kDqShare == DqShare::kRows || (kBlockM == 64 && kDqCols % QTile::kSlabCols == 0));
 
+  using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
+  static constexpr int kBiasStages = kHeadDim <= 64 ? 1 : 2;
+
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
 
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
 };
 
+// Blocks of a bias, and what threads stash.
+template <typename Traits, bool kAdditive = Traits::kAdditive, bool kStashes = Traits::kStashes>
+struct BwdTermStorage {};
 template <typename Traits>
-struct BwdSharedStorage {
+struct BwdTermStorage<Traits, true, false> {
+  alignas(1024) typename Traits::BiasTile bias[Traits::kBiasStages];
+};
+template <typename Traits>
+struct BwdTermStorage<Traits, false, true> {
+  uint4 stash[Traits::kBlockM / 16][Traits::kConsumerThreads];
+};
+
+template <bool kAdditive>
+struct BwdTermMaps : BwdTensorMaps {};
+template <>
+struct BwdTermMaps<true> : BwdTensorMaps {
+  CUtensorMap bias;  // if there is one
+};
+
+template <typename Traits>
+struct BwdSharedStorage : BwdTermStorage<Traits> {
   using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::KTile k;
@@ -59,6 +98,7 @@ struct BwdSharedStorage {
   alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
   // Of a head and the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
+  RingBarriers<Traits::kBiasStages> bias_ring;
 
   // Of the query head, once its first Q is there.
   __device__ __forceinline__ const ScorePolicy& score(int head) const {
@@ -89,6 +129,7 @@ struct BwdSharedStorage {
     ds_ring.init(kConsumerWarps, 1);  // who waits for all to be full knows what is empty
     k_ring.init(1, kConsumerWarps);
     v_ring.init(1, kConsumerWarps);
+    if constexpr (Traits::kAdditive) bias_ring.init(1, kConsumerWarps);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

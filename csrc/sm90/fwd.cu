@@ -1,14 +1,32 @@
 #include "fwd.h"
 
 #include "config.h"
+#include "tile/tensor_map.h"
 
 namespace flash_attn::sm90 {
+namespace {
+
+// One kind of term that kernels of its own serve: softcap or ALiBi, dropout, a bias that can be staged.
+bool has_one_term(const FwdParams& params) {
+  const ScoreParams& score = params.score;
+  const bool of_scores = score.softcap != 0 || score.alibi_slopes != nullptr;
+  const bool has_bias = score.bias.data != nullptr;
+  const bool has_dropout = params.dropout.rng_state != nullptr;
+  return of_scores + has_bias + has_dropout == 1 && (!has_bias || can_stage_bias(params));
+}
+
+}  // namespace
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   with_dtype(params.dtype, [&]<DType kDType> {
     if (params.num_splits > 1) {
       with_pieces_class(params.head_dim, [&]<int kHeadDim> {
         launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
+      });
+    } else if (has_score_terms(params) && params.head_dim <= kOneTermHeadDim &&
+               params.head_dim_v <= kOneTermHeadDim && has_one_term(params)) {
+      with_one_term_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        launch_fwd_with_one_term<kDType, kHeadDim>(params, device, stream);
       });
     } else if (has_score_terms(params)) {
       with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
