@@ -315,7 +315,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         load_keys(smem.v, maps.v, work, work.first_key, params.head_dim_v, smem.v_ring);
         load_queries_loop(smem.dout, maps.dout, work, params.head_dim_v, smem.dout_ring);
       }
-    } else if (Traits::kAdditive && warp == 3 && params.score.bias.data != nullptr && ptx::elect_one()) {
+    } else if (Traits::kAdditive && warp == 3 && params.score.bias.data != nullptr &&
+               ptx::elect_one()) {
       if constexpr (Traits::kAdditive) {
         load_bias_loop(smem.bias, maps.bias, work, params.score.bias, smem.bias_ring);
       }
@@ -336,8 +337,7 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols)};
   if constexpr (Traits::kAdditive) {
     if (params.score.bias.data != nullptr) {
-      maps.bias =
-          make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+      maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
     }
   }
   cuda::launch_overlapping<bwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,

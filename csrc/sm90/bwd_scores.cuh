@@ -73,10 +73,10 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
 // queries at a time, so that neither S nor that slope is kept. place: of the warp's S.
 template <typename Element, int kBlockM, typename Policy>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
-                                             const Accumulator<1, kBlockM>& S, const Policy& score, const BwdParams& params,
-                                             float scale_log2, const float (&lse_log2)[kBlockM],
-                                             bool masked, const BwdWork& work, ScorePlace place,
-                                             int lane) {
+                                             const Accumulator<1, kBlockM>& S, const Policy& score,
+                                             const BwdParams& params, float scale_log2,
+                                             const float (&lse_log2)[kBlockM], bool masked,
+                                             const BwdWork& work, ScorePlace place, int lane) {
 #pragma unroll
   for (int k = 0; k < kBlockM / 16; ++k) {
     const ScorePlace at = {place.query + 16 * k, place.key};

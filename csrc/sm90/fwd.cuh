@@ -458,14 +458,15 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                                                             : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
-  FwdTensorMaps<Traits::kStagedBias> maps = {.q = make_tensor_map(params.q, params.q_strides, q_shape,
-                                                   Traits::QTile::kSlabCols, Traits::kBlockM),
-                              .k = make_tensor_map(params.k, params.k_strides, k_shape,
-                                                   Traits::KTile::kSlabCols, Traits::kBlockN),
-                              .v = make_tensor_map(params.v, params.v_strides, v_shape,
-                                                   Traits::VTile::kSlabCols, Traits::kBlockN),
-                              .out = make_tensor_map(params.out, params.out_strides, out_shape,
-                                                     Traits::OutputSlab::kSlabCols, 16)};
+  FwdTensorMaps<Traits::kStagedBias> maps = {
+      .q = make_tensor_map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols,
+                           Traits::kBlockM),
+      .k = make_tensor_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols,
+                           Traits::kBlockN),
+      .v = make_tensor_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols,
+                           Traits::kBlockN),
+      .out = make_tensor_map(params.out, params.out_strides, out_shape,
+                             Traits::OutputSlab::kSlabCols, 16)};
   if constexpr (Traits::kStagedBias) {
     maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
   }

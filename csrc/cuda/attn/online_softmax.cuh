@@ -35,8 +35,7 @@ struct NoStep {
   // The exponents of a score and its right neighbour. packed: of their P, before they are written.
   template <typename Element>
   __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
-                                              float scale_log2, float addend,
-                                              uint32_t /*packed*/) {
+                                              float scale_log2, float addend, uint32_t /*packed*/) {
     return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
   }
   // Whether the exponents are wrong, and S must be completed and exponentiated again.
@@ -100,8 +99,7 @@ class OnlineSoftmax {
   template <typename Element, typename Step, int kMBlocks, int kN>
   __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
                                              Accumulator<kMBlocks, kN>& S,
-                                             float (&correction)[kRows], float share,
-                                             Step& step) {
+                                             float (&correction)[kRows], float share, Step& step) {
     static_assert(kSlackLog2 > 0);
     if constexpr (std::is_same_v<Step, NoStep>) {
       if (negate_) negate(S);
@@ -275,8 +273,9 @@ class OnlineSoftmax {
         for (int half = 0; half < 2; ++half) {
           const int element = k * 4 + half * 2;
           uint32_t& packed = P.data[row / 2][k][half * 2 + row % 2];
-          const float2 exponents = step.template exponents<Element>(
-              S.at(row, element), S.at(row, element + 1), element, scale_log2_, addend[row], packed);
+          const float2 exponents =
+              step.template exponents<Element>(S.at(row, element), S.at(row, element + 1), element,
+                                               scale_log2_, addend[row], packed);
           const float first = ptx::exp2(exponents.x), second = ptx::exp2(exponents.y);
           add(row, first);
           add(row, second);

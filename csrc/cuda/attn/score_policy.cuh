@@ -95,7 +95,7 @@ class TermScores {
   // params: FwdParams or BwdParams. diagonal: the key that query 0 meets on its diagonal.
   template <typename Params>
   __device__ __forceinline__ TermScores(const Params& params, int batch_idx, int head,
-                                           int64_t diagonal)
+                                        int64_t diagonal)
       : inverse_scale_(1.f / params.softmax_scale), diagonal_(static_cast<int>(diagonal)) {
     const ScoreParams& score = params.score;
     if (kTerms.softcap && score.softcap > 0.f) {
@@ -295,7 +295,7 @@ class TermScores {
     constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f,
                             0.0129296323f};
     constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    float largest[4] = {};  // as many chains
+    float largest[4] = {};              // as many chains
 #pragma unroll
     for (int row = 0; row < S.kRows; ++row) {
 #pragma unroll

@@ -3,8 +3,8 @@
 namespace flash_attn::sm90 {
 
 template void launch_fwd_with_one_term<DType::kFp16, 128>(const FwdParams&, const cuda::DeviceInfo&,
-                                                         Stream);
+                                                          Stream);
 template void launch_fwd_with_one_term<DType::kBf16, 128>(const FwdParams&, const cuda::DeviceInfo&,
-                                                         Stream);
+                                                          Stream);
 
 }  // namespace flash_attn::sm90
