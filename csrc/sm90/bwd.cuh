@@ -173,6 +173,8 @@ class QueryWalk {
     self.bias_ring.wait_full();
     add_bias(S, self.smem.bias[self.bias_ring.stage()], score.inverse_scale(), self.warp_row,
              self.opaque_lane());
+    // Reads that are still under way would meet what TMA writes next.
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
     self.release(self.bias_ring);
   }

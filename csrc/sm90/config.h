@@ -144,17 +144,8 @@ template <>
 inline constexpr FwdTile kScoresTile<256> = {
     .consumers = 2, .block_n = 32, .stages = 3, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// With one kind of term, head dims up to 128: as many keys as without terms. At d = 64, 160 registers are
-// too few for terms of scores and for a staged bias; that takes the place of a tile of Q at d = 128.
-template <int kHeadDim>
-inline constexpr FwdTile kDropoutTile = kFwdTile<kHeadDim, kHeadDim>;
-template <int kHeadDim>
-inline constexpr FwdTile kOfScoresTile = {.consumers = 2,
-                                          .block_n = 128,
-                                          .stages = 2,
-                                          .q_stages = 2,
-                                          .output_slabs = kHeadDim / 64,
-                                          .ordered = true};
+// A staged bias takes the place of a tile of Q at d = 128; at d = 64, three consumers' 160 registers are
+// too few for it. A softcap or ALiBi alone runs in the tiles of plain calls. Head dims up to 128.
 template <int kHeadDim>
 inline constexpr FwdTile kStagedBiasTile = {.consumers = 2,
                                             .block_n = 128,

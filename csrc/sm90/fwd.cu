@@ -6,13 +6,12 @@
 namespace flash_attn::sm90 {
 namespace {
 
-// One kind of term that kernels of its own serve: softcap or ALiBi, dropout, a bias that can be staged.
+// One term that kernels of their own serve: softcap, ALiBi, or a bias that can be staged.
 bool has_one_term(const FwdParams& params) {
   const ScoreParams& score = params.score;
-  const bool of_scores = score.softcap != 0 || score.alibi_slopes != nullptr;
   const bool has_bias = score.bias.data != nullptr;
-  const bool has_dropout = params.dropout.rng_state != nullptr;
-  return of_scores + has_bias + has_dropout == 1 && (!has_bias || can_stage_bias(params));
+  const int terms = (score.softcap != 0) + (score.alibi_slopes != nullptr) + has_bias;
+  return terms == 1 && params.dropout.rng_state == nullptr && (!has_bias || can_stage_bias(params));
 }
 
 }  // namespace

@@ -29,7 +29,7 @@
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
 //
-// Compiled for several forms (FwdForm): without score terms, with all of them, with one kind of them
+// Compiled for several forms (FwdForm): without score terms, with all of them, with one of them
 // (fwd_steps.cuh), and without them for a piece of the keys, whose O and LSE are partial results.
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
@@ -188,21 +188,21 @@ class KeyWalk {
         return with(step);
       }
     }
-    if constexpr (Traits::kOfScores) {
-      if (is_full() && !softmax.negates()) {
-        const int to_diagonal = score.to_diagonal(place());
-        if (score.cap() == 0.f && AlibiStep::fits<Traits::kBlockN>(to_diagonal)) {
-          AlibiStep step(score.alibi(), to_diagonal, self.lane);
-          return with(step);
-        }
-        using Step = SoftcapStep<typename Traits::ScorePolicy>;
-        if (score.alibi() == 0.f && far_from_cap && Step::fits(score)) {
-          Step step(score, softmax.scale_log2());
-          const bool moved = with(step);
-          // One that came near is not the last of its tile.
-          if (moved) far_from_cap = !__any_sync(~0u, step.failed());
-          return moved;
-        }
+    if constexpr (Traits::kAlibi) {
+      const int to_diagonal = score.to_diagonal(place());
+      if (is_full() && !softmax.negates() && AlibiStep::fits<Traits::kBlockN>(to_diagonal)) {
+        AlibiStep step(score.alibi(), to_diagonal, self.lane);
+        return with(step);
+      }
+    }
+    if constexpr (Traits::kSoftcap) {
+      using Step = SoftcapStep<typename Traits::ScorePolicy>;
+      if (is_full() && !softmax.negates() && far_from_cap && Step::fits(score)) {
+        Step step(score, softmax.scale_log2());
+        const bool moved = with(step);
+        // One that came near is not the last of its tile.
+        if (moved) far_from_cap = !__any_sync(~0u, step.failed());
+        return moved;
       }
     }
     finish_scores(P_next);
@@ -217,6 +217,8 @@ class KeyWalk {
       auto& ring = self.bias_ring;
       ring.wait_full();
       load_operand(P, self.smem.bias[self.warpgroup][ring.stage()], self.warp_row % 64, self.lane);
+      // Reads that are still under way would meet what TMA writes next.
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
       __syncwarp();
       self.release(ring);
     }
@@ -505,10 +507,10 @@ void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& d
   };
   if (params.score.bias.data != nullptr) {
     launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
-  } else if (params.dropout.rng_state != nullptr) {
-    launch.template operator()<FwdForm::kDropout, kDropoutTile<kHeadDim>>();
+  } else if (params.score.alibi_slopes != nullptr) {
+    launch.template operator()<FwdForm::kAlibi, kFwdTile<kHeadDim, kHeadDim>>();
   } else {
-    launch.template operator()<FwdForm::kOfScores, kOfScoresTile<kHeadDim>>();
+    launch.template operator()<FwdForm::kSoftcap, kFwdTile<kHeadDim, kHeadDim>>();
   }
 }
 

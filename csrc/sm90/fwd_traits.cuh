@@ -20,14 +20,14 @@ constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 
 // The loop's instances. kScores: with score terms, each decided by a branch that all threads take
 // alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
-// result in fp32. For calls with no other terms: kOfScores (softcap, ALiBi or both), kStagedBias (a
-// bias that TMA can read, through shared memory), kDropout.
-enum class FwdForm { kPlain, kScores, kPieces, kOfScores, kStagedBias, kDropout };
+// result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
+// read, through shared memory).
+enum class FwdForm { kPlain, kScores, kPieces, kSoftcap, kAlibi, kStagedBias };
 
 constexpr ScoreTerms terms_of(FwdForm form) {
-  if (form == FwdForm::kOfScores) return {.softcap = true, .alibi = true};
+  if (form == FwdForm::kSoftcap) return {.softcap = true};
+  if (form == FwdForm::kAlibi) return {.alibi = true};
   if (form == FwdForm::kStagedBias) return {.bias = true};
-  if (form == FwdForm::kDropout) return {.dropout = true};
   return kAllTerms;
 }
 
@@ -41,7 +41,7 @@ struct FwdTraits {
   static constexpr bool kPieces = kForm == FwdForm::kPieces;
   static constexpr bool kPlainScores = kForm == FwdForm::kPlain || kPieces;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
-  static constexpr bool kOfScores = kForm == FwdForm::kOfScores;
+  static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr int kBiasStages = kHeadDim <= 64 ? 2 : 1;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
