@@ -88,6 +88,59 @@ def test_score_terms(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
+def one_term_cases() -> list[Case]:
+    """Each term alone over many blocks, which have kernels of their own: keys on both sides of the
+    diagonal, scores on both sides of where a softcap becomes a polynomial."""
+    terms = [
+        dict(softcap=2.0),
+        dict(softcap=12.0, softmax_scale=0.5),
+        dict(softcap=200.0),
+        dict(alibi="head"),
+        dict(softcap=10.0, alibi="batch"),
+        dict(dropout_p=0.2),
+        dict(bias="bool"),
+    ]
+    return [
+        Case(d=d, batch=2, seqlen_q=440, seqlen_k=520, dtype=dtype, **mask | term)
+        for d, dtype in ((64, "bf16"), (128, "fp16"), (80, "bf16"))
+        for mask in (dict(), dict(causal=True), dict(window=(150, 20)))
+        for term in terms
+    ]
+
+
+@each_case(one_term_cases(), [ATEN_CPU, SM80, SM90])
+def test_one_term(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_target(ATEN_CPU, SM80, SM90)
+@pytest.mark.parametrize("mask", [dict(), dict(causal=True), dict(window=(150, 20))])
+@pytest.mark.parametrize("shape", ["b h q k", "1 h q k", "b 1 q k", "1 1 q k", "hidden"])
+@pytest.mark.parametrize("d", [40, 64, 128])
+def test_bias_in_tiles(d: int, shape: str, mask: dict, target: Target, seed: int) -> None:
+    """A bias of q's dtype whose rows start at multiples of 16 bytes, without a gradient; hidden:
+    with keys that no query sees, and queries that see no key."""
+    case = Case(d=d, batch=2, seqlen_q=440, seqlen_k=520, dtype="bf16", bias="full", **mask)
+    problem = Problem(case, seed, target.device)
+    bias = problem.normal(2, case.heads_q, 440, 520).to(problem.q.dtype)
+    if shape == "hidden":
+        bias[..., 100:300] = -torch.inf
+        bias[:, :, 70:200] = -torch.inf
+    else:
+        sizes = shape.split()
+        bias = bias[: 1 if sizes[0] == "1" else 2, : 1 if sizes[1] == "1" else None].contiguous()
+    problem.attn_bias = bias
+    tensors = {n: x for n, x in problem.float_tensors().items() if n != "attn_bias"}
+    arguments = op_arguments(problem) | tensors | {"backend": target.backend}
+    for x in tensors.values():
+        x.requires_grad_()
+    out, lse, _ = torch.ops.flash_attn.fwd(**arguments)
+    gradients = torch.autograd.grad(out, list(tensors.values()), problem.dout)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {DIFFERENTIABLE[n]: g for n, g in zip(tensors, gradients, strict=True)}
+    compare(problem, results, expect(problem))
+
+
 @each_case(
     [
         Case(d=d, dtype="bf16", seqlen_q=40, seqlen_k=50, softcap=softcap, softmax_scale=scale)

@@ -33,6 +33,8 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   CallShape call = call_shape_of(op, args.q, args.v);
   call.bias = args.attn_bias.has_value();
+  call.dense_bias = call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
+                    args.attn_bias->scalar_type() == args.q.scalar_type();
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
   call.dropout = args.dropout_p > 0;

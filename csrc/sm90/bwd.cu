@@ -2,8 +2,22 @@
 
 #include "../cuda/bwd_steps.h"
 #include "bwd_config.h"
+#include "tile/tensor_map.h"
 
 namespace flash_attn::sm90 {
+namespace {
+
+// Terms that kernels of their own serve: ALiBi, a bias that TMA can read, or both; softcap; dropout.
+bool has_some_terms(const BwdParams& params) {
+  const ScoreParams& score = params.score;
+  const bool has_bias = score.bias.data != nullptr;
+  const bool has_dropout = params.dropout.rng_state != nullptr;
+  const bool additive = score.alibi_slopes != nullptr || has_bias;
+  return additive + (score.softcap != 0) + has_dropout == 1 &&
+         (!has_bias || can_stage_bias(params));
+}
+
+}  // namespace
 
 int bwd_dq_accum_cols(const AttnParams& params) {
   return with_bwd_class(params.head_dim, params.head_dim_v,
@@ -16,6 +30,8 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
       with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
         if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {
           launch_bwd_pair<kDType, kHeadDim, kHeadDimV>(params, stream);
+        } else if (has_some_terms(params)) {
+          launch_bwd_with_some_terms<kDType, kHeadDim>(params, device, stream);
         } else if (cuda::has_score_terms(params)) {
           launch_bwd_with_scores<kDType, kHeadDim>(params, device, stream);
         } else {

@@ -12,7 +12,8 @@
 //
 //   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
 //   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV
-//                         warps 2, 3: the order of dQ's sums, if it has to be kept
+//                         warps 2, 3: the order of dQ's
+//                         sums, if it is kept; or a bias
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
@@ -35,8 +36,9 @@
 //   meanwhile  │                 │ exp       │ dS, store              │ reduce dQ      │
 //   products   │ dK, S           │ dP        │ dV, dQ                 │ the other's    │
 //
-// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh). With them, what dS
-// consists of beside dP is rounded together with P (exponentiate), and dQ(i-1) begins behind dS.
+// Compiled for several forms (BwdForm): without score terms, with all of them (cuda/attn/score_policy.cuh),
+// and with some. With all, what dS consists of beside dP is rounded together with P (exponentiate),
+// and dQ(i-1) begins behind dS.
 //
 // Shared memory   │ K │ V │ Q × kStages │ dO × kStages │ dS × 3, at the end of a tile dV and dK │
 //                 │ LSE, delta × kStages │ work × 2, barriers │
@@ -62,8 +64,9 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  // With score terms, dQ begins when dP has been used up: there are no registers for both.
-  static constexpr bool kLateDq = kGeneral;
+  static constexpr bool kWeighted = kGeneral && !Traits::kAdditive;  // dS is not P ∘ (dP - delta)
+  // With all score terms, dQ begins when dP has been used up: there are no registers for both.
+  static constexpr bool kLateDq = kWeighted && !Traits::kStashes;
 
  public:
   __device__ __forceinline__ QueryWalk(const BwdWork& work, Consumer& self,
@@ -115,12 +118,25 @@ class QueryWalk {
     if constexpr (kFirst) self.give_head_start();
     const bool masked = block.m < first_full() || block.m >= end_full();
     typename Traits::ScoresOperand P;
-    if constexpr (kGeneral) {
-      exponentiate<Element>(P, dS, S, self.smem.score(work, block.head), self.params,
-                            self.scale_log2, row_values.lse_log2, masked, work,
-                            {block.m * Traits::kBlockM, work.first_key + self.warp_row},
-                            self.lane);
+    if constexpr (kWeighted) {
+      const auto& score = self.smem.score(work, block.head);
+      const auto with = [&](const auto& terms) {
+        exponentiate<Element>(P, dS, S, terms, self.params, self.scale_log2, row_values.lse_log2,
+                              masked, work, place(), self.lane);
+        if constexpr (Traits::kStashes) stash(self.smem.stash, self.thread(), dS);
+      };
+      if constexpr (!Traits::kStashes) {
+        with(score);
+      } else if (score.cap() > 0.f) {
+        with(TermScores<ScoreTerms{.softcap = true}>(score));
+      } else {
+        with(TermScores<ScoreTerms{.dropout = true}>(score));
+      }
     } else {
+      if constexpr (kGeneral) {
+        finish_scores(S);
+        lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.opaque_lane());
+      }
       exponentiate(S, self.scale_log2, lse_log2, masked, work, self.warp_row,
                    block.m * Traits::kBlockM, self.lane);
       P = to_operand_a<Element>(S);
@@ -130,8 +146,9 @@ class QueryWalk {
     ptx::wgmma_wait<kFirst || kLateDq ? 1 : 2>();
     pin(dP);
     // dS = P ∘ (dP - delta)
-    if constexpr (kGeneral) {
-      differentiate_weights<Element>(dS, dP, row_values.delta, self.lane);
+    if constexpr (kWeighted) {
+      if constexpr (Traits::kStashes) take_back(dS, self.smem.stash, self.thread());
+      differentiate_weights<Element>(dS, dP, row_values.delta, self.opaque_lane());
     } else {
       differentiate<Element>(dS, dP, P, row_values.delta, self.lane);
     }
@@ -149,6 +166,26 @@ class QueryWalk {
     self.q_ring.advance();
     self.ds_ring.advance();
     block.advance();
+  }
+
+  // Of this warp's scores.
+  __device__ __forceinline__ ScorePlace place() const {
+    return {block.m * Traits::kBlockM, work.first_key + self.warp_row};
+  }
+
+  // Terms that are added to S.
+  __device__ __forceinline__ void finish_scores(typename Traits::Scores& S) {
+    const auto& score = self.smem.score(work, block.head);
+    score.template finish<true>(S, place(), self.lane);
+    if (self.params.score.bias.data == nullptr) return;
+    self.bias_ring.wait_full();
+    add_bias(S, self.smem.bias[self.bias_ring.stage()], score.inverse_scale(), self.warp_row,
+             self.opaque_lane());
+    // Reads that are still under way would meet what TMA writes next.
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    self.release(self.bias_ring);
+    self.bias_ring.advance();
   }
 
   // The blocks that need no mask. With score terms registers are too short for them.
@@ -177,14 +214,16 @@ class QueryWalk {
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
     ptx::wgmma_wait<0>();
     pin(dQ);
-    const bool in_order = self.params.dq_turns != nullptr;
-    if (in_order) {
+    if (in_order()) {
       if (begun) say_added();
       begun = true;
       self.turn_ring.wait_full();
     }
     reduction.add(dQ);
-    if (in_order) self.turn_ring.advance();
+    if (in_order()) self.turn_ring.advance();
+  }
+  __device__ __forceinline__ bool in_order() const {
+    return Traits::kCanOrder && self.params.dq_turns != nullptr;
   }
   // Of the block before: an iteration later, when its reductions are on their way.
   __device__ __forceinline__ void say_added() const {
@@ -202,7 +241,7 @@ class QueryWalk {
     self.k_ring.advance();
     end_dk();
     end_dq(dQ);
-    if (self.params.dq_turns != nullptr) say_added();
+    if (in_order()) say_added();
   }
 
   bool begun = false;  // to add
@@ -241,8 +280,6 @@ template <typename Traits>
 __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
                                                   BwdSharedStorage<Traits>& smem, int consumer) {
   BwdConsumer<Traits> self(params, smem, consumer);
-  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
-  const float dk_scale = params.softmax_scale * scale;
 #pragma unroll 1
   while (const BwdWork* const work = self.queue.read()) {
     self.place_thread();
@@ -250,6 +287,8 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     dK.fill(0.f);
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
+    const float scale = Traits::ScorePolicy::output_scale(params.dropout);
+    const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
     if constexpr (Traits::ScorePolicy::kGeneral) scale_rows(dV, {scale, scale});
     store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);
@@ -333,16 +372,34 @@ __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTens
   }
 }
 
+// One thread.
+template <typename Traits>
+__device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CUtensorMap& map,
+                                               BwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kBiasStages> ring(smem.bias_ring);
+  WorkReader queue(smem.queue);
+#pragma unroll 1
+  while (const BwdWork* const work = queue.read()) {
+#pragma unroll 1
+    for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
+      load_bias(smem.bias, map, *work, block, params.score.bias, ring);
+    }
+    queue.release(true);
+  }
+}
+
 // Only delta and zeros in dq_accum and tile_counter come from the kernel before; whoever reads or adds
 // to them waits, so that this grid does not end before that one.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdParams params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
-               const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
+               const __grid_constant__ BwdTermMaps<Traits::kAdditive> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
-  if (threadIdx.x == 0) smem.init_barriers(params.dq_turns != nullptr);
+  const bool in_order = Traits::kCanOrder && params.dq_turns != nullptr;
+  const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
+  if (threadIdx.x == 0) smem.init_barriers(2 * in_order + loads_bias);
   smem.zero_absent_slabs(params);
   __syncthreads();
   flash_attn::ptx::wait_for_prerequisites();
@@ -354,10 +411,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (ptx::elect_one()) load_loop<Traits>(params, maps, smem);
     } else if (warp == 1) {
       schedule_and_load_row_values_loop<Traits>(params, scheduler, num_tiles, smem);
-    } else if (params.dq_turns != nullptr) {
+    } else if (in_order) {
       const bool last_first = scheduler.last_blocks_first;
-      if (warp == 2) await_turns_loop<Traits>(params, last_first, smem);
-      if (warp == 3) pass_turns_loop<Traits>(params, last_first, smem);
+      if constexpr (Traits::kCanOrder) {
+        if (warp == 2) await_turns_loop<Traits>(params, last_first, smem);
+        if (warp == 3) pass_turns_loop<Traits>(params, last_first, smem);
+      }
+    } else if (loads_bias && warp == 2 && ptx::elect_one()) {
+      if constexpr (Traits::kAdditive) load_bias_loop<Traits>(params, maps.bias, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -372,8 +433,13 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
   const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim);
   const int num_tiles = scheduler.num_tiles(), blocks = std::min(num_tiles, device.num_sms);
   if (num_tiles == 0) return;
-  const BwdTensorMaps maps =
-      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols);
+  BwdTermMaps<Traits::kAdditive> maps = {
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols)};
+  if constexpr (Traits::kAdditive) {
+    if (params.score.bias.data != nullptr) {
+      maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+    }
+  }
   // Tiles of one length need no counter.
   if (sequences_are_alike(params) && params.dq_turns == nullptr) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
@@ -382,13 +448,23 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
 
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, PlainScores>>(params, device, stream);
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, device, stream);
 }
 
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device,
                             Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, GeneralScores>>(params, device, stream);
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kScores>>(params, device, stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
+                                Stream stream) {
+  if (params.score.softcap != 0 || params.dropout.rng_state != nullptr) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kWeighted>>(params, device, stream);
+  } else {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kAdditive>>(params, device, stream);
+  }
 }
 
 }  // namespace flash_attn::sm90

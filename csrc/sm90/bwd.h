@@ -1,5 +1,5 @@
 // The backward kernels, and their instances for both dtypes by head-dim class: plain in inst/bwd_d*.cu,
-// with score terms in inst/bwd_scores_d*.cu.
+// with score terms in inst/bwd_scores_d*.cu, with some of them in inst/bwd_some_terms_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -20,6 +20,10 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device,
                             Stream stream);
+// ALiBi, a bias for which can_stage_bias(), or both; or softcap alone; or dropout alone.
+template <DType kDType, int kHeadDim>
+void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
+                                Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, Stream stream);
 

@@ -14,9 +14,22 @@ enum BwdBarrier : int {  // 0 is __syncthreads
   kHeadStart
 };
 
+// A consumer's place among the blocks of a bias.
+template <typename Traits, bool kAdditive = Traits::kAdditive>
+struct BwdBiasPlace {
+  __device__ __forceinline__ explicit BwdBiasPlace(BwdSharedStorage<Traits>&) {}
+};
+template <typename Traits>
+struct BwdBiasPlace<Traits, true> {
+  Ring<Traits::kBiasStages> bias_ring;
+
+  __device__ __forceinline__ explicit BwdBiasPlace(BwdSharedStorage<Traits>& smem)
+      : bias_ring(smem.bias_ring) {}
+};
+
 // What a consumer keeps from tile to tile.
 template <typename Traits>
-struct BwdConsumer {
+struct BwdConsumer : BwdBiasPlace<Traits> {
   using Element = typename Traits::Element;
   using Scores = typename Traits::Scores;
   using ScoresOperand = typename Traits::ScoresOperand;
@@ -35,7 +48,8 @@ struct BwdConsumer {
 
   __device__ __forceinline__ BwdConsumer(const BwdParams& params, BwdSharedStorage<Traits>& smem,
                                          int consumer)
-      : params(params),
+      : BwdBiasPlace<Traits>(smem),
+        params(params),
         smem(smem),
         warpgroup(consumer),
         scale_log2(params.softmax_scale * kLog2E),
@@ -67,6 +81,13 @@ struct BwdConsumer {
   }
   __device__ __forceinline__ void give_head_start() const {
     if (warpgroup == 0) ptx::barrier_arrive<Traits::kConsumerThreads>(kHeadStart);
+  }
+
+  // Of all consumers.
+  __device__ __forceinline__ int thread() const { return threadIdx.x - 128; }
+  // What follows from it alone is not computed before the loop, where it would take registers.
+  __device__ __forceinline__ int opaque_lane() const {
+    return static_cast<int>(flash_attn::ptx::opaque(lane));
   }
 
   // The warp is done with the slot.

@@ -67,4 +67,19 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
   }
 }
 
+// A block of a bias, of all keys of the thread block. One thread.
+template <int kStages, typename Tile>
+__device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensorMap& map,
+                                          const BwdWork& work, const QueryBlocks& block,
+                                          const BiasParams& bias, const Ring<kStages>& ring) {
+  const int cols = min(bias.keys - work.first_key, Tile::kCols);
+  ring.wait_empty();
+  ring.expect_bytes(loaded_bytes<Tile>(cols));
+  const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
+                             .head = bias.head_stride == 0 ? 0 : block.head,
+                             .batch = bias.batch_stride == 0 ? 0 : work.batch_idx};
+  load_tile(tiles[ring.stage()], map, place, block.m * Tile::kRows, cols, ring.full(),
+            ptx::CacheHint::kEvictFirst, work.first_key);
+}
+
 }  // namespace flash_attn::sm90

@@ -71,13 +71,12 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
 // The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
 // dX consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. 16
 // queries at a time, so that neither S nor that slope is kept. place: of the warp's S.
-template <typename Element, int kBlockM>
+template <typename Element, int kBlockM, typename Policy>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
-                                             const Accumulator<1, kBlockM>& S,
-                                             const GeneralScores& score, const BwdParams& params,
-                                             float scale_log2, const float (&lse_log2)[kBlockM],
-                                             bool masked, const BwdWork& work, ScorePlace place,
-                                             int lane) {
+                                             const Accumulator<1, kBlockM>& S, const Policy& score,
+                                             const BwdParams& params, float scale_log2,
+                                             const float (&lse_log2)[kBlockM], bool masked,
+                                             const BwdWork& work, ScorePlace place, int lane) {
 #pragma unroll
   for (int k = 0; k < kBlockM / 16; ++k) {
     const ScorePlace at = {place.query + 16 * k, place.key};
@@ -88,8 +87,8 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
       for (int i = 0; i < 4; ++i) part.data[0][n][i] = S.data[0][2 * k + n][i];
     }
     slope.fill(1.f);
-    score.finish<true>(part, slope, at, lane);
-    score.add_bias<Element, true>(part, params.score.bias, at, lane);
+    score.template finish<true>(part, slope, at, lane);
+    score.template add_bias<Element, true>(part, params.score.bias, at, lane);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + 16 * k + 8 * n + lane % 4 * 2);
@@ -112,6 +111,49 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
       weights.data[0][k][r] = weight.data[0][0][r];
     }
     score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, lane);
+  }
+}
+
+// S += factor · bias, from a tile of queries as rows and keys as columns. key: the warp's first.
+template <typename Tile, int kBlockM>
+__device__ __forceinline__ void add_bias(Accumulator<1, kBlockM>& S, const Tile& bias, float factor,
+                                         int key, int lane) {
+  const uint32_t address = bias.address(lane % 8 + lane / 16 * 8, key + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int query = 0; query < kBlockM; query += 16) {
+    uint32_t pairs[4];
+    flash_attn::ptx::ldmatrix_x4_trans(pairs, Tile::advance(address, query, 0));
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float2 pair = flash_attn::ptx::unpack<typename Tile::Element>(pairs[r]);
+      float* const scores = S.data[0][query / 8 + r / 2] + r % 2 * 2;
+      scores[0] = fmaf(pair.x, factor, scores[0]);
+      scores[1] = fmaf(pair.y, factor, scores[1]);
+    }
+  }
+}
+
+// An operand of a thread in shared memory, where only it looks.
+template <int kBlockM, int kThreads>
+__device__ __forceinline__ void stash(uint4 (&place)[kBlockM / 16][kThreads], int thread,
+                                      const OperandA<1, kBlockM>& A) {
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; ++k) {
+    const auto& registers = A.data[0][k];
+    place[k][thread] = {registers[0], registers[1], registers[2], registers[3]};
+  }
+}
+template <int kBlockM, int kThreads>
+__device__ __forceinline__ void take_back(OperandA<1, kBlockM>& A,
+                                          const uint4 (&place)[kBlockM / 16][kThreads],
+                                          int thread) {
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; ++k) {
+    const uint4 registers = place[k][thread];
+    A.data[0][k][0] = registers.x;
+    A.data[0][k][1] = registers.y;
+    A.data[0][k][2] = registers.z;
+    A.data[0][k][3] = registers.w;
   }
 }
 

@@ -1,6 +1,8 @@
 // What the roles of the backward kernel share: types of tiles, shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "../cuda/attn/score_policy.cuh"
 #include "bwd_config.h"
 #include "bwd_work.cuh"
@@ -12,10 +14,25 @@ namespace flash_attn::sm90 {
 // How the consumers share a block's part of dQ: each takes some of the queries, or of the columns.
 enum class DqShare { kRows, kCols };
 
-template <DType kElementType, int kHeadDimClass, typename ScorePolicyType>
+// The loop's instances. kScores: with score terms, each decided by a branch that all threads take
+// alike. For calls with no other terms: kAdditive (ALiBi, a bias that TMA can read, or both), which are
+// added to S and leave the rest as it is; kWeighted (softcap, dropout).
+enum class BwdForm { kPlain, kScores, kAdditive, kWeighted };
+
+constexpr ScoreTerms terms_of(BwdForm form) {
+  if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
+  if (form == BwdForm::kWeighted) return {.softcap = true, .dropout = true};
+  return kAllTerms;
+}
+
+template <DType kElementType, int kHeadDimClass, BwdForm kForm>
 struct BwdTraits {
   static constexpr DType kDType = kElementType;
-  using ScorePolicy = ScorePolicyType;
+  using ScorePolicy =
+      std::conditional_t<kForm == BwdForm::kPlain, PlainScores, TermScores<terms_of(kForm)>>;
+  static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
+  // What dS consists of beside dP and delta waits for them in shared memory, not in registers.
+  static constexpr bool kStashes = kForm == BwdForm::kWeighted;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -37,7 +54,11 @@ struct BwdTraits {
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
   static_assert(kDqShare == DqShare::kRows || (kBlockM == 64 && kDqCols % QTile::kSlabCols == 0));
 
+  // Whether additions to dQ can take turns: with score terms registers are too short for it.
+  static constexpr bool kCanOrder = kForm == BwdForm::kPlain;
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
+  using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
+  static constexpr int kBiasStages = kHeadDim <= 64 ? 1 : 2;
 
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
@@ -48,8 +69,27 @@ struct BwdTraits {
   using Scheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
 };
 
+// Blocks of a bias, and what threads stash.
+template <typename Traits, bool kAdditive = Traits::kAdditive, bool kStashes = Traits::kStashes>
+struct BwdTermStorage {};
 template <typename Traits>
-struct BwdSharedStorage {
+struct BwdTermStorage<Traits, true, false> {
+  alignas(1024) typename Traits::BiasTile bias[Traits::kBiasStages];
+};
+template <typename Traits>
+struct BwdTermStorage<Traits, false, true> {
+  uint4 stash[Traits::kBlockM / 16][Traits::kConsumerThreads];
+};
+
+template <bool kAdditive>
+struct BwdTermMaps : BwdTensorMaps {};
+template <>
+struct BwdTermMaps<true> : BwdTensorMaps {
+  CUtensorMap bias;  // if there is one
+};
+
+template <typename Traits>
+struct BwdSharedStorage : BwdTermStorage<Traits> {
   using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::KTile k;
@@ -67,6 +107,7 @@ struct BwdSharedStorage {
   WorkQueue<BwdWork, 2> queue;
   // Of a head and the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
+  RingBarriers<Traits::kBiasStages> bias_ring;
 
   // Of a query head of the work, once its first Q is there.
   __device__ __forceinline__ void* score_place(const BwdWork& work, int head) {
@@ -90,7 +131,8 @@ struct BwdSharedStorage {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  __device__ __forceinline__ void init_barriers(bool in_order) {
+  // helpers: warps beside the loader that read the queue.
+  __device__ __forceinline__ void init_barriers(int helpers) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     q_ring.init(2, kConsumerWarps);  // Q's bytes, and the warp that brings row_values
     dout_ring.init(1, kConsumerWarps);
@@ -99,7 +141,8 @@ struct BwdSharedStorage {
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
-    queue.init(1 + kConsumerWarps + (in_order ? 2 : 0));  // the loader, consumers, who keep the order
+    queue.init(1 + helpers + kConsumerWarps);
+    if constexpr (Traits::kAdditive) bias_ring.init(1, kConsumerWarps);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

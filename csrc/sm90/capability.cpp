@@ -28,6 +28,9 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 
 void refuse_backward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias is not supported");
+  const bool has_terms = call.alibi || call.softcap || call.bias || call.dropout;
+  reasons.refuse_if(call.deterministic && has_terms,
+                    "deterministic with score terms or dropout is not supported");
   // Slopes leave most probabilities below the normal range of fp16, to which they are rounded here
   // before they become gradients.
   reasons.refuse_if(call.alibi && call.dtype == DType::kFp16,
@@ -64,8 +67,10 @@ double cost(const CallShape& call) {
   // wider tiles, decode's reads half as long.
   constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
-  // Read number by number, a bias costs narrow heads more here than the products cost sm80.
-  if (call.op == Op::kBackward && call.bias && widest <= 64) return kNarrowTileCost;
+  // A bias costs narrow heads more here than the products cost sm80, if it is read number by number, as
+  // it is unless can_stage_bias().
+  const bool in_tiles = call.dense_bias && !call.softcap && !call.dropout;
+  if (call.op == Op::kBackward && call.bias && !in_tiles && widest <= 64) return kNarrowTileCost;
   if (call.op != Op::kDecode) return 0;
   const int splits = decode_splits(call);
   const bool narrow = widest <= 64 && (widest > 48 || splits > 1);

@@ -144,6 +144,22 @@ template <>
 inline constexpr FwdTile kScoresTile<256> = {
     .consumers = 2, .block_n = 32, .stages = 3, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
+// A staged bias takes the place of a tile of Q at d = 128; at d = 64, three consumers' 160 registers are
+// too few for it. A softcap or ALiBi alone runs in the tiles of plain calls. Head dims up to 128.
+template <int kHeadDim>
+inline constexpr FwdTile kStagedBiasTile = {.consumers = 2,
+                                            .block_n = 128,
+                                            .stages = 2,
+                                            .q_stages = kHeadDim <= 64 ? 2 : 1,
+                                            .output_slabs = 1,
+                                            .ordered = true};
+inline constexpr int kOneTermHeadDim = 128;
+template <typename F>
+auto with_one_term_class(int head_dim, int head_dim_v, F&& f) {
+  if (head_dim <= 64 && head_dim_v <= 64) return f.template operator()<64>();
+  return f.template operator()<128>();
+}
+
 // With the keys in pieces: few queries in any case. Two classes, head dims up to 128: this is one more
 // kernel for each. d = 256 would spill registers at its end, where O goes out in fp32.
 template <int kHeadDim>

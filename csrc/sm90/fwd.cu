@@ -1,14 +1,31 @@
 #include "fwd.h"
 
 #include "config.h"
+#include "tile/tensor_map.h"
 
 namespace flash_attn::sm90 {
+namespace {
+
+// One term that kernels of their own serve: softcap, ALiBi, or a bias that can be staged.
+bool has_one_term(const FwdParams& params) {
+  const ScoreParams& score = params.score;
+  const bool has_bias = score.bias.data != nullptr;
+  const int terms = (score.softcap != 0) + (score.alibi_slopes != nullptr) + has_bias;
+  return terms == 1 && params.dropout.rng_state == nullptr && (!has_bias || can_stage_bias(params));
+}
+
+}  // namespace
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   with_dtype(params.dtype, [&]<DType kDType> {
     if (params.num_splits > 1) {
       with_pieces_class(params.head_dim, [&]<int kHeadDim> {
         launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
+      });
+    } else if (has_score_terms(params) && params.head_dim <= kOneTermHeadDim &&
+               params.head_dim_v <= kOneTermHeadDim && has_one_term(params)) {
+      with_one_term_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        launch_fwd_with_one_term<kDType, kHeadDim>(params, device, stream);
       });
     } else if (has_score_terms(params)) {
       with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {

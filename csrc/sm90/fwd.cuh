@@ -29,8 +29,8 @@
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
 //
-// Compiled three times (FwdForm): without score terms, with them, and without them for a piece of the
-// keys, whose O and LSE are partial results.
+// Compiled for several forms (FwdForm): without score terms, with all of them, with one of them
+// (fwd_steps.cuh), and without them for a piece of the keys, whose O and LSE are partial results.
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
@@ -40,6 +40,7 @@
 #include "../cuda/launch.h"
 #include "fwd_consumer.cuh"
 #include "fwd_producer.cuh"
+#include "fwd_steps.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -87,8 +88,9 @@ class KeyWalk {
 
  private:
   __device__ __forceinline__ void first(Probabilities& P) {
+    bring_bias(P);
     self.release(self.k_ring);
-    finish_scores();
+    finish_scores(P);
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
     drop(P);
@@ -104,12 +106,11 @@ class KeyWalk {
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
+    bring_bias(P_next);
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
-    finish_scores();
-    // P = exp(S - m), while P V(n + 1) runs
-    const bool moved = softmax.template step_ahead<Element>(P_next, S, correction, share());
+    const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
     drop(P_next);
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
@@ -139,7 +140,7 @@ class KeyWalk {
     ptx::wgmma_wait<0>();
     pin(S);
     self.release(self.k_ring);
-    finish_scores();
+    finish_scores(P);
     if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
     drop(P);
@@ -175,11 +176,72 @@ class KeyWalk {
     return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
   }
 
-  // Score terms; S = -inf where nothing is seen.
-  __device__ __forceinline__ void finish_scores() {
+  // P of the next block, by the maxima of those before. Its score terms: in step with the exponentials
+  // where they can be.
+  __device__ __forceinline__ bool step_ahead(Probabilities& P_next) {
+    const auto with = [&](auto& step) {
+      return softmax.template step_ahead<Element>(P_next, S, correction, share(), step);
+    };
+    if constexpr (Traits::kStagedBias) {
+      if (is_full() && !softmax.negates()) {
+        BiasStep step(score.inverse_scale());
+        return with(step);
+      }
+    }
+    if constexpr (Traits::kAlibi) {
+      const int to_diagonal = score.to_diagonal(place());
+      if (is_full() && !softmax.negates() && AlibiStep::fits<Traits::kBlockN>(to_diagonal)) {
+        AlibiStep step(score.alibi(), to_diagonal, self.lane);
+        return with(step);
+      }
+    }
+    if constexpr (Traits::kSoftcap) {
+      using Step = SoftcapStep<typename Traits::ScorePolicy>;
+      if (is_full() && !softmax.negates() && far_from_cap && Step::fits(score)) {
+        Step step(score, softmax.scale_log2());
+        const bool moved = with(step);
+        // One that came near is not the last of its tile.
+        if (moved) far_from_cap = !__any_sync(~0u, step.failed());
+        return moved;
+      }
+    }
+    finish_scores(P_next);
+    NoStep step;
+    return with(step);
+  }
+
+  // Of a staged bias, while the products run: what the queries of this warp add to the next S, in the
+  // registers of their P.
+  __device__ __forceinline__ void bring_bias(Probabilities& P) {
+    if constexpr (Traits::kStagedBias) {
+      auto& ring = self.bias_ring;
+      ring.wait_full();
+      load_operand(P, self.smem.bias[self.warpgroup][ring.stage()], self.warp_row % 64, self.lane);
+      // Reads that are still under way would meet what TMA writes next.
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      __syncwarp();
+      self.release(ring);
+    }
+  }
+
+  __device__ __forceinline__ bool is_full() const {
+    return n >= blocks().full_begin && n < blocks().full_end;
+  }
+  // With score terms registers are too short to keep them.
+  __device__ __forceinline__ const BlockRange& blocks() const {
+    if constexpr (Traits::kPlainScores) return range;
+    return work.range;
+  }
+
+  // Score terms; S = -inf where nothing is seen. P: a staged bias.
+  __device__ __forceinline__ void finish_scores(const Probabilities& P) {
     score.finish(S, place(), self.lane);
-    score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
-    if (n >= range.full_begin && n < range.full_end) return;
+    if constexpr (Traits::kStagedBias) {
+      score.template add_bias<Element>(S, P);
+    } else {
+      score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
+    }
+    if (n >= blocks().full_begin && n < blocks().full_end) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
     const int first_key = n * Traits::kBlockN;
     if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {
@@ -187,7 +249,7 @@ class KeyWalk {
           S, {work.window.end_key(query) - first_key, work.window.end_key(query + 8) - first_key},
           self.lane);
     }
-    if (n < range.full_begin) {
+    if (n < blocks().full_begin) {
       mask_before(
           S,
           {work.window.first_key(query) - first_key, work.window.first_key(query + 8) - first_key},
@@ -209,7 +271,7 @@ class KeyWalk {
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();
     if constexpr (Traits::ScorePolicy::kGeneral) {
-      if (n > range.begin) return;
+      if (n > blocks().begin) return;
       const int unseen = work.window.first_key(work.first_row) - n * Traits::kBlockN;
       if (unseen > 0) self.clear_values(unseen);
     }
@@ -224,6 +286,7 @@ class KeyWalk {
   const BlockRange range;
   int n;  // block of keys
   float correction[2];
+  bool far_from_cap = true;  // all scores so far
 };
 
 // Normalises O and brings it to shared memory; writes LSE. Rows of the segment that do not count get 0
@@ -338,7 +401,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     fwd_kernel(const __grid_constant__ FwdParams params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
-               const __grid_constant__ FwdTensorMaps maps, int num_tiles) {
+               const __grid_constant__ FwdTensorMaps<Traits::kStagedBias> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
   if (threadIdx.x == 0) smem.init_barriers();
@@ -350,9 +413,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0) {
       schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
-    } else if (warp < 3 && ptx::elect_one()) {
+    } else if (warp < (Traits::kStagedBias ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
       if (warp == 2) load_v_loop<Traits>(maps.v, params.head_dim_v, smem);
+      if constexpr (Traits::kStagedBias) {
+        if (warp == 3) load_bias_loop<Traits>(params.score.bias, maps.bias, smem);
+      }
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -394,14 +460,18 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
                                                                             : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
-  const FwdTensorMaps maps = {.q = make_tensor_map(params.q, params.q_strides, q_shape,
-                                                   Traits::QTile::kSlabCols, Traits::kBlockM),
-                              .k = make_tensor_map(params.k, params.k_strides, k_shape,
-                                                   Traits::KTile::kSlabCols, Traits::kBlockN),
-                              .v = make_tensor_map(params.v, params.v_strides, v_shape,
-                                                   Traits::VTile::kSlabCols, Traits::kBlockN),
-                              .out = make_tensor_map(params.out, params.out_strides, out_shape,
-                                                     Traits::OutputSlab::kSlabCols, 16)};
+  FwdTensorMaps<Traits::kStagedBias> maps = {
+      .q = make_tensor_map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols,
+                           Traits::kBlockM),
+      .k = make_tensor_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols,
+                           Traits::kBlockN),
+      .v = make_tensor_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols,
+                           Traits::kBlockN),
+      .out = make_tensor_map(params.out, params.out_strides, out_shape,
+                             Traits::OutputSlab::kSlabCols, 16)};
+  if constexpr (Traits::kStagedBias) {
+    maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+  }
   const int blocks = std::min(num_tiles, device.num_sms * Traits::kTile.blocks);
   if (alike || num_tiles <= blocks) {
     params.tile_counter = nullptr;
@@ -427,6 +497,21 @@ void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& dev
   constexpr FwdTile kTile = kScoresTile<kHeadDim>;
   launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kScores>>(params, device,
                                                                                stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& device,
+                              Stream stream) {
+  const auto launch = [&]<FwdForm kForm, FwdTile kTile> {
+    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, kForm>>(params, device, stream);
+  };
+  if (params.score.bias.data != nullptr) {
+    launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
+  } else if (params.score.alibi_slopes != nullptr) {
+    launch.template operator()<FwdForm::kAlibi, kFwdTile<kHeadDim, kHeadDim>>();
+  } else {
+    launch.template operator()<FwdForm::kSoftcap, kFwdTile<kHeadDim, kHeadDim>>();
+  }
 }
 
 template <DType kDType, int kHeadDim>

@@ -9,9 +9,22 @@
 
 namespace flash_attn::sm90 {
 
+// A consumer's place among its blocks of a staged bias.
+template <typename Traits, bool kStaged = Traits::kStagedBias>
+struct FwdBiasPlace {
+  __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>&, int /*consumer*/) {}
+};
+template <typename Traits>
+struct FwdBiasPlace<Traits, true> {
+  Ring<Traits::kBiasStages> bias_ring;
+
+  __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>& smem, int consumer)
+      : bias_ring(smem.bias_rings[consumer]) {}
+};
+
 // What a consumer keeps from tile to tile.
 template <typename Traits>
-struct FwdConsumer {
+struct FwdConsumer : FwdBiasPlace<Traits> {
   using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
   using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
 
@@ -27,7 +40,8 @@ struct FwdConsumer {
 
   __device__ __forceinline__ FwdConsumer(const FwdParams& params, const CUtensorMap& out_map,
                                          FwdSharedStorage<Traits>& smem, int consumer)
-      : params(params),
+      : FwdBiasPlace<Traits>(smem, consumer),
+        params(params),
         out_map(out_map),
         smem(smem),
         warpgroup(consumer),

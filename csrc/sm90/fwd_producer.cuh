@@ -97,6 +97,33 @@ __device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUten
   });
 }
 
+// Blocks of a staged bias, each consumer's rows on their own.
+template <typename Traits>
+__device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUtensorMap& map,
+                                               FwdSharedStorage<Traits>& smem) {
+  using Tile = typename Traits::BiasTile;
+  Ring<Traits::kBiasStages> first_ring(smem.bias_rings[0]);
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*slot*/) {
+    const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
+                               .head = bias.head_stride == 0 ? 0 : work.q.head,
+                               .batch = bias.batch_stride == 0 ? 0 : work.batch_idx};
+#pragma unroll 1
+    for (int n = work.range.end - 1; n >= work.range.begin; --n, first_ring.advance()) {
+      const int first_key = work.first_key + n * Traits::kBlockN;
+#pragma unroll 1
+      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+        const auto ring = first_ring.in(smem.bias_rings[consumer]);
+        const int first_row = work.first_row + consumer * Tile::kRows;
+        const int cols = first_row < bias.rows ? min(bias.keys - first_key, Tile::kCols) : 0;
+        ring.wait_empty();
+        ring.expect_bytes(loaded_bytes<Tile>(cols));
+        load_tile(smem.bias[consumer][ring.stage()], map, place, first_row, cols, ring.full(),
+                  ptx::CacheHint::kEvictFirst, first_key);
+      }
+    }
+  });
+}
+
 template <typename Traits>
 __device__ __forceinline__ void load_v_loop(const CUtensorMap& map, int num_cols,
                                             FwdSharedStorage<Traits>& smem) {

@@ -20,8 +20,16 @@ constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 
 // The loop's instances. kScores: with score terms, each decided by a branch that all threads take
 // alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
-// result in fp32.
-enum class FwdForm { kPlain, kScores, kPieces };
+// result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
+// read, through shared memory).
+enum class FwdForm { kPlain, kScores, kPieces, kSoftcap, kAlibi, kStagedBias };
+
+constexpr ScoreTerms terms_of(FwdForm form) {
+  if (form == FwdForm::kSoftcap) return {.softcap = true};
+  if (form == FwdForm::kAlibi) return {.alibi = true};
+  if (form == FwdForm::kStagedBias) return {.bias = true};
+  return kAllTerms;
+}
 
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes,
           FwdForm kForm>
@@ -31,7 +39,11 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
   static constexpr bool kPieces = kForm == FwdForm::kPieces;
-  using ScorePolicy = std::conditional_t<kForm == FwdForm::kScores, GeneralScores, PlainScores>;
+  static constexpr bool kPlainScores = kForm == FwdForm::kPlain || kPieces;
+  using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
+  static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
+  static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
+  static constexpr int kBiasStages = kHeadDim <= 64 ? 2 : 1;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -45,6 +57,8 @@ struct FwdTraits {
   using OutputSlab = SmemTile<Element, kBlockM, VTile::kSlabCols>;
   static constexpr int kOutputCols = kOutputSlabs * OutputSlab::kCols;
   static_assert(VTile::kCols % kOutputCols == 0);
+  using BiasTile = SmemTile<Element, 64, kBlockN / 32 * 32>;  // of a consumer's queries
+  static_assert(!kStagedBias || BiasTile::kCols == kBlockN);
   // With a second tile of Q, the next tile's first scores come before this one's end; else after.
   static constexpr bool kStartsEarly = kQStages > 1;
   using Scores = Accumulator<1, kBlockN>;
@@ -131,8 +145,17 @@ struct FwdWorkSlot {
   }
 };
 
+// Blocks of a staged bias, of each consumer its own: who comes first need not wait for the others.
+template <typename Traits, bool kStaged = Traits::kStagedBias>
+struct FwdBiasStorage {};
 template <typename Traits>
-struct FwdSharedStorage {
+struct FwdBiasStorage<Traits, true> {
+  alignas(1024) typename Traits::BiasTile bias[Traits::kConsumers][Traits::kBiasStages];
+  RingBarriers<Traits::kBiasStages> bias_rings[Traits::kConsumers];
+};
+
+template <typename Traits>
+struct FwdSharedStorage : FwdBiasStorage<Traits> {
   static constexpr int kWorkSlots = 3;
   using ScorePolicy = typename Traits::ScorePolicy;
 
@@ -165,17 +188,26 @@ struct FwdSharedStorage {
   }
 
   __device__ __forceinline__ void init_barriers() {
-    constexpr int kConsumerWarps = 4 * Traits::kConsumers, kLoaders = 2;  // of Q and V
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    constexpr int kLoaders = Traits::kStagedBias ? 3 : 2;  // of Q, V and a bias
     work_ring.init(1, kLoaders + kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
     v_ring.init(1, kConsumerWarps);
+    if constexpr (Traits::kStagedBias) {
+      for (auto& ring : this->bias_rings) ring.init(1, 4);
+    }
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };
 
+template <bool kStagedBias>
 struct FwdTensorMaps {
   CUtensorMap q, k, v, out;
+};
+template <>
+struct FwdTensorMaps<true> {
+  CUtensorMap q, k, v, out, bias;
 };
 
 }  // namespace flash_attn::sm90

@@ -3,6 +3,8 @@
 
 #include <cfloat>
 #include <cmath>
+#include <cstdint>
+#include <type_traits>
 
 #include "../ptx/math.cuh"
 #include "../tile/fragment.cuh"
@@ -22,6 +24,26 @@ __device__ __forceinline__ void scale_rows(Accumulator<kMBlocks, kN>& O,
     for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) *= factor[row];
   }
 }
+
+// What OnlineSoftmax::step_ahead() does to the scores of a block as it exponentiates them: nothing. Others
+// (sm90/fwd_steps.cuh) spare a pass over the block, and run beside the special-function unit.
+struct NoStep {
+  // What is subtracted from a row's exponents, in the other direction.
+  __device__ __forceinline__ float addend(int /*row*/, float /*scale_log2*/, float row_max) const {
+    return -row_max;
+  }
+  // The exponents of a score and its right neighbour. packed: of their P, before they are written.
+  template <typename Element>
+  __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
+                                              float scale_log2, float addend, uint32_t /*packed*/) {
+    return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
+  }
+  // Whether the exponents are wrong, and S must be completed and exponentiated again.
+  __device__ __forceinline__ bool failed() const { return false; }
+  // S becomes the scores, where exponents() has left something out.
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores&) const {}
+};
 
 // After steps over blocks S₁ … S_j of a row's scores, with c = softmax_scale · log2 e:
 //
@@ -72,18 +94,21 @@ class OnlineSoftmax {
   // step() that rounds P into an operand and keeps S, so that it can go ahead with the maxima of the
   // blocks before: those of this block are not on the way to the exponentials, which seldom need
   // them. Where some P exceeds 2^kSlackLog2 they are computed again, with the true maxima; where one
-  // outweighs its row, row_max is moved so that it needs no rounding.
-  template <typename Element, int kMBlocks, int kN>
+  // outweighs its row, row_max is moved so that it needs no rounding. A step other than NoStep wants a
+  // scale that is not negative.
+  template <typename Element, typename Step, int kMBlocks, int kN>
   __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
                                              Accumulator<kMBlocks, kN>& S,
-                                             float (&correction)[kRows], float share) {
+                                             float (&correction)[kRows], float share, Step& step) {
     static_assert(kSlackLog2 > 0);
-    if (negate_) negate(S);
+    if constexpr (std::is_same_v<Step, NoStep>) {
+      if (negate_) negate(S);
+    }
     float sum_before[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) sum_before[row] = row_sum_[row];
-    exponentiate_into<Element>(P, S);
-    bool exceeds = false, overflows = false;
+    exponentiate_into<Element>(P, S, step);
+    bool exceeds = step.failed(), overflows = step.failed();
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float2 largest = ptx::unpack<Element>(row_max_of(P, row));
@@ -91,6 +116,7 @@ class OnlineSoftmax {
       overflows |= fmaxf(largest.x, largest.y) > kLargest;
     }
     if (!__any_sync(~0u, exceeds)) return false;
+    step.complete(S);
     if (!__any_sync(~0u, overflows)) {
       spare_largest<Element>(S, correction);
       return true;
@@ -123,21 +149,9 @@ class OnlineSoftmax {
   // P = exp2(c·S - row_max), rounded; the unrounded ones join the sums.
   template <typename Element, int kMBlocks, int kN>
   __device__ __forceinline__ void exponentiate_into(OperandA<kMBlocks, kN>& P,
-                                                    const Accumulator<kMBlocks, kN>& S) {
-#pragma unroll
-    for (int k = 0; k < kN / 16; ++k) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float first = exponentiate(row, S.at(row, k * 4 + half * 2));
-          const float second = exponentiate(row, S.at(row, k * 4 + half * 2 + 1));
-          add(row, first);
-          add(row, second);
-          P.data[row / 2][k][half * 2 + row % 2] = ptx::pack<Element>(first, second);
-        }
-      }
-    }
+                                                    Accumulator<kMBlocks, kN>& S) {
+    NoStep step;
+    exponentiate_into<Element>(P, S, step);
   }
 
   // The first half of step(). The caller then calls exponentiate() for each element of S and add()
@@ -178,6 +192,10 @@ class OnlineSoftmax {
     }
     return __any_sync(~0u, moved);
   }
+
+  // Whether products count with the opposite sign.
+  __device__ __forceinline__ bool negates() const { return negate_; }
+  __device__ __forceinline__ float scale_log2() const { return scale_log2_; }
 
   // The score of one key becomes its probability.
   __device__ __forceinline__ float exponentiate(int row, float score) {
@@ -236,6 +254,34 @@ class OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) {
       maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
       maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
+    }
+  }
+
+  template <typename Element, int kMBlocks, int kN, typename Step>
+  __device__ __forceinline__ void exponentiate_into(OperandA<kMBlocks, kN>& P,
+                                                    Accumulator<kMBlocks, kN>& S, Step& step) {
+    float addend[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      addend[row] = step.addend(row, scale_log2_, row_max_[row]);
+    }
+#pragma unroll
+    for (int k = 0; k < kN / 16; ++k) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int element = k * 4 + half * 2;
+          uint32_t& packed = P.data[row / 2][k][half * 2 + row % 2];
+          const float2 exponents =
+              step.template exponents<Element>(S.at(row, element), S.at(row, element + 1), element,
+                                               scale_log2_, addend[row], packed);
+          const float first = ptx::exp2(exponents.x), second = ptx::exp2(exponents.y);
+          add(row, first);
+          add(row, second);
+          packed = ptx::pack<Element>(first, second);
+        }
+      }
     }
   }
 

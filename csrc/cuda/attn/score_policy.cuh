@@ -2,8 +2,9 @@
 // of both: one text for every kernel.
 //
 //   PlainScores     nothing: it holds nothing, and its calls vanish
-//   GeneralScores   softcap, bias, ALiBi, dropout; which of them is asked at run time, and all threads
-//                   branch alike
+//   TermScores      of softcap, bias, ALiBi and dropout those that a kernel is compiled for; which of
+//                   them a call has is asked at run time, and all threads branch alike
+//   GeneralScores   TermScores of all four
 //
 // Scores stay in the unit of Q Kᵀ, that is divided by softmax_scale, so that the softmax's one
 // multiplication for each of them serves as it does without terms:
@@ -77,45 +78,64 @@ struct PlainScores {
   }
 };
 
+// What a kernel is compiled for.
+struct ScoreTerms {
+  bool softcap = false, alibi = false, bias = false, dropout = false;
+};
+inline constexpr ScoreTerms kAllTerms = {
+    .softcap = true, .alibi = true, .bias = true, .dropout = true};
+
 // Of one query head of one sequence. kTransposed: keys are the rows of an accumulator and queries its
 // columns.
-class GeneralScores {
+template <ScoreTerms kTerms>
+class TermScores {
  public:
   static constexpr bool kGeneral = true;
 
   // params: FwdParams or BwdParams. diagonal: the key that query 0 meets on its diagonal.
   template <typename Params>
-  __device__ __forceinline__ GeneralScores(const Params& params, int batch_idx, int head,
-                                           int64_t diagonal)
+  __device__ __forceinline__ TermScores(const Params& params, int batch_idx, int head,
+                                        int64_t diagonal)
       : inverse_scale_(1.f / params.softmax_scale), diagonal_(static_cast<int>(diagonal)) {
     const ScoreParams& score = params.score;
-    if (score.softcap > 0.f) {
+    if (kTerms.softcap && score.softcap > 0.f) {
       // Beyond 1e30 nothing is capped, and products would leave the range of fp32.
       cap_ = fminf(fmaxf(score.softcap * inverse_scale_, 1e-30f), 1e30f);
       inverse_cap_ = 1.f / cap_;
     }
     // Varlen: the rows before the first sequence and behind the last have no terms of their own.
     const int sequence = min(max(batch_idx, 0), params.batch - 1);
-    if (score.alibi_slopes != nullptr) {
+    if (kTerms.alibi && score.alibi_slopes != nullptr) {
       alibi_ = score.alibi_slopes[sequence * score.alibi_batch_stride + head] * inverse_scale_;
     }
-    if (score.bias.data != nullptr) {
+    if (kTerms.bias && score.bias.data != nullptr) {
       const BiasParams& bias = score.bias;
       const int bytes = bias.dtype == DType::kBool ? 1 : bias.dtype == DType::kFp32 ? 4 : 2;
       bias_ = static_cast<const char*>(bias.data) +
               (sequence * bias.batch_stride + head * bias.head_stride) * bytes;
     }
-    if (params.dropout.rng_state != nullptr) {
+    if (kTerms.dropout && params.dropout.rng_state != nullptr) {
       dropout_ = DropoutHead::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
     }
   }
+
+  // Of all terms those that are known to be there.
+  template <ScoreTerms kAll>
+  __device__ __forceinline__ explicit TermScores(const TermScores<kAll>& all)
+      : cap_(all.cap_),
+        inverse_cap_(all.inverse_cap_),
+        alibi_(all.alibi_),
+        inverse_scale_(all.inverse_scale_),
+        diagonal_(all.diagonal_),
+        bias_(all.bias_),
+        dropout_(all.dropout_) {}
 
   // X becomes scores.
   template <bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S, ScorePlace place,
                                          int lane) const {
-    if (cap_ > 0.f) cap(S);
-    if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+    if (kTerms.softcap && cap_ > 0.f) cap_scores(S);
+    if (kTerms.alibi && alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 
   // The same; slope becomes d score / dX where that is not 1, for differentiate().
@@ -123,8 +143,8 @@ class GeneralScores {
   __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S,
                                          Accumulator<kMBlocks, kN>& slope, ScorePlace place,
                                          int lane) const {
-    if (cap_ > 0.f) {
-      cap(S);
+    if (kTerms.softcap && cap_ > 0.f) {
+      cap_scores(S);
 #pragma unroll
       for (int row = 0; row < S.kRows; ++row) {
 #pragma unroll
@@ -134,14 +154,14 @@ class GeneralScores {
         }
       }
     }
-    if (alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
+    if (kTerms.alibi && alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 
   // After finish(). -inf for hidden keys.
   template <typename Element, bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const BiasParams& params,
                                            ScorePlace place, int lane) const {
-    if (params.data == nullptr) return;
+    if (!kTerms.bias || params.data == nullptr) return;
     with_bias_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
       const Number* const bias = static_cast<const Number*>(bias_);
       if constexpr (kTransposed) {
@@ -152,11 +172,30 @@ class GeneralScores {
     });
   }
 
+  // The same of a bias that lies in registers as an operand does.
+  template <typename Element, int kMBlocks, int kN>
+  __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S,
+                                           const OperandA<kMBlocks, kN>& bias) const {
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const float2 pair = ptx::unpack<Element>(bias.data[m][n / 2][n % 2 * 2 + row]);
+          float* const scores = S.data[m][n] + 2 * row;
+          scores[0] = fmaf(pair.x, inverse_scale_, scores[0]);
+          scores[1] = fmaf(pair.y, inverse_scale_, scores[1]);
+        }
+      }
+    }
+  }
+
   // What is dropped of P, rounded into an operand of 16 columns from place.key on, becomes 0.
   template <int kMBlocks>
   __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
                                        ScorePlace place, int lane) const {
-    if (params.rng_state == nullptr) return;
+    if (!kTerms.dropout || params.rng_state == nullptr) return;
     const DropoutMask<false> mask(params, dropout_, local(lane));
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], place.query + 16 * m, place.key);
@@ -166,7 +205,7 @@ class GeneralScores {
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
                                        ScorePlace place, int lane) const {
-    if (params.rng_state == nullptr) return;
+    if (!kTerms.dropout || params.rng_state == nullptr) return;
     const DropoutMask<false> mask(params, dropout_, local(lane));
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
@@ -182,7 +221,7 @@ class GeneralScores {
   __device__ __forceinline__ void drop_and_mark(uint32_t (&P)[4], uint32_t (&marked)[4],
                                                 const DropoutParams& params, ScorePlace place,
                                                 int lane) const {
-    if (params.rng_state == nullptr) return;
+    if (!kTerms.dropout || params.rng_state == nullptr) return;
     DropoutMask<true>(params, dropout_, local(lane))
         .drop_and_mark(P, marked, place.key, place.query);
   }
@@ -195,7 +234,7 @@ class GeneralScores {
                                            const DropoutParams& params, ScorePlace place,
                                            int lane) const {
     static_assert(!kTransposed, "delta belongs to rows");
-    if (params.rng_state == nullptr) return softmax_gradient(dP, P, delta);
+    if (!kTerms.dropout || params.rng_state == nullptr) return softmax_gradient(dP, P, delta);
     const DropoutMask<false> mask(params, dropout_, local(lane));
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
@@ -237,7 +276,7 @@ class GeneralScores {
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void differentiate(Accumulator<kMBlocks, kN>& dS,
                                                 const Accumulator<kMBlocks, kN>& slope) const {
-    if (cap_ == 0.f) return;
+    if (!kTerms.softcap || cap_ == 0.f) return;
 #pragma unroll
     for (int row = 0; row < dS.kRows; ++row) {
 #pragma unroll
@@ -245,34 +284,28 @@ class GeneralScores {
     }
   }
 
-  // ρ: what O, dQ, dK and dV are multiplied by.
-  __device__ __forceinline__ static float output_scale(const DropoutParams& params) {
-    return params.scale;
-  }
-
- private:
-  // Keeps what follows from the lane alone from being computed before a kernel's loop, where it would
-  // take registers throughout.
-  __device__ __forceinline__ static int local(int lane) {
-    return static_cast<int>(ptx::opaque(lane));
-  }
-
-  // cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
+  // In the unit of Q Kᵀ; 0: no softcap.
+  __device__ __forceinline__ float cap() const { return cap_; }
+  // X becomes cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
   // else by two operations of the special-function unit, good to 2⁻²³ of the cap.
   template <int kMBlocks, int kN>
-  __device__ __forceinline__ void cap(Accumulator<kMBlocks, kN>& S) const {
+  __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S) const {
     // tanh(x) = x · p(x²) up to |x| = kLimit: p of degree 4, minimax, relative error 6e-7.
     constexpr float kLimit = 0.75f;
     constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f,
                             0.0129296323f};
     constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    float largest = 0.f;
+    float largest[4] = {};              // as many chains
 #pragma unroll
     for (int row = 0; row < S.kRows; ++row) {
 #pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) largest = fmaxf(largest, fabsf(S.at(row, i)));
+      for (int i = 0; i < S.kRowElements; ++i) {
+        float& of_chain = largest[row % 2 * 2 + i % 2];
+        of_chain = fmaxf(of_chain, fabsf(S.at(row, i)));
+      }
     }
-    if (cap_ >= kLeastCap && __all_sync(~0u, largest * inverse_cap_ <= kLimit)) {
+    const float of_all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    if (cap_ >= kLeastCap && __all_sync(~0u, of_all * inverse_cap_ <= kLimit)) {
       const float square = inverse_cap_ * inverse_cap_;  // coefficients of X² instead of x²
       const float c1 = kP[1] * square, c2 = kP[2] * square * square;
       const float c3 = kP[3] * square * square * square;
@@ -287,16 +320,36 @@ class GeneralScores {
         }
       }
     } else {
-      const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
 #pragma unroll
       for (int row = 0; row < S.kRows; ++row) {
 #pragma unroll
-        for (int i = 0; i < S.kRowElements; ++i) {
-          float& x = S.at(row, i);
-          x = fmaf(-2.f * cap_, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap_);
-        }
+        for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) = capped(S.at(row, i));
       }
     }
+  }
+  // The same of one score, by the special-function unit.
+  __device__ __forceinline__ float capped(float x) const {
+    const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+    return fmaf(-2.f * cap_, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap_);
+  }
+  // What a score loses a key away from the diagonal, in the unit of Q Kᵀ; 0: no ALiBi.
+  __device__ __forceinline__ float alibi() const { return alibi_; }
+  // The distance of the first query's diagonal from the first key.
+  __device__ __forceinline__ int to_diagonal(ScorePlace place) const {
+    return place.query + diagonal_ - place.key;
+  }
+  __device__ __forceinline__ float inverse_scale() const { return inverse_scale_; }
+
+  // ρ: what O, dQ, dK and dV are multiplied by.
+  __device__ __forceinline__ static float output_scale(const DropoutParams& params) {
+    return params.scale;
+  }
+
+ private:
+  // Keeps what follows from the lane alone from being computed before a kernel's loop, where it would
+  // take registers throughout.
+  __device__ __forceinline__ static int local(int lane) {
+    return static_cast<int>(ptx::opaque(lane));
   }
 
   // S -= slope · |key - diagonal(query)|
@@ -326,6 +379,9 @@ class GeneralScores {
     }
   }
 
+  template <ScoreTerms>
+  friend class TermScores;
+
   float cap_ = 0.f, inverse_cap_ = 0.f;  // 0: none
   float alibi_ = 0.f;                    // 0: none
   float inverse_scale_;
@@ -333,5 +389,7 @@ class GeneralScores {
   const void* bias_ = nullptr;
   DropoutHead dropout_;
 };
+
+using GeneralScores = TermScores<kAllTerms>;
 
 }  // namespace flash_attn

@@ -30,6 +30,9 @@ template <int kStages>
 class Ring {
  public:
   __device__ __forceinline__ explicit Ring(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
+  // At a later visit.
+  __device__ __forceinline__ Ring(RingBarriers<kStages>& barriers, unsigned visit)
+      : barriers_(barriers), stage_(visit % kStages), phase_(visit / kStages % 2) {}
 
   // The same place in another ring of as many slots, which is visited in step with this one.
   __device__ __forceinline__ Ring in(RingBarriers<kStages>& barriers) const {

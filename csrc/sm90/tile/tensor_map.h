@@ -92,4 +92,31 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
   return map;
 }
 
+// Whether TMA can read a bias: of q's dtype, keys side by side, the other strides multiples of 16 bytes,
+// dense, and as many queries and keys as the tensors have.
+template <typename Params>
+bool can_stage_bias(const Params& params) {
+  const BiasParams& bias = params.score.bias;
+  const auto aligned = [](int64_t stride) { return stride % 8 == 0; };
+  return bias.dtype == params.dtype && bias.key_stride == 1 && bias.row_stride > 0 &&
+         aligned(bias.row_stride) && aligned(bias.head_stride) && aligned(bias.batch_stride) &&
+         reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 && params.cu_seqlens_q == nullptr &&
+         params.cu_seqlens_k == nullptr && bias.rows >= params.seqlen_q &&
+         bias.keys >= params.seqlen_k;
+}
+
+// Queries as rows. A dimension that the bias broadcasts has the size 1.
+template <typename Params>
+CUtensorMap make_bias_map(const Params& params, int box_cols, int box_rows) {
+  const BiasParams& bias = params.score.bias;
+  return make_tensor_map(
+      bias.data, {.batch = bias.batch_stride, .row = bias.row_stride, .head = bias.head_stride},
+      {.dtype = bias.dtype,
+       .cols = bias.keys,
+       .rows = bias.rows,
+       .heads = bias.head_stride == 0 ? 1 : params.heads_q,
+       .batch = bias.batch_stride == 0 ? 1 : params.batch},
+      box_cols, box_rows);
+}
+
 }  // namespace flash_attn::sm90

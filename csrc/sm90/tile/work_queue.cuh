@@ -57,28 +57,27 @@ class WorkWriter {
   Ring<kSlots> ring_;
 };
 
-// One reader's end.
+// One reader's end, in a single register.
 template <typename Work, int kSlots>
 class WorkReader {
  public:
-  __device__ __forceinline__ explicit WorkReader(WorkQueue<Work, kSlots>& queue)
-      : queue_(queue), ring_(queue.ring) {}
+  __device__ __forceinline__ explicit WorkReader(WorkQueue<Work, kSlots>& queue) : queue_(queue) {}
 
   // Waits for the next piece of work; null behind the last one.
   __device__ __forceinline__ const Work* read() const {
-    ring_.wait_full();
-    const auto& slot = queue_.slots[ring_.stage()];
+    Ring<kSlots>(queue_.ring, visit_).wait_full();
+    const auto& slot = queue_.slots[visit_ % kSlots];
     return slot.end ? nullptr : reinterpret_cast<const Work*>(slot.storage);
   }
   // The reader is done with it. `arrives`: in the one thread that says so for this reader.
   __device__ __forceinline__ void release(bool arrives) {
-    if (arrives) ring_.arrive_empty();
-    ring_.advance();
+    if (arrives) Ring<kSlots>(queue_.ring, visit_).arrive_empty();
+    ++visit_;
   }
 
  private:
   WorkQueue<Work, kSlots>& queue_;
-  Ring<kSlots> ring_;
+  unsigned visit_ = 0;
 };
 
 }  // namespace flash_attn::sm90

@@ -1,0 +1,116 @@
+// Score terms that the forward computes in step with its exponentials (OnlineSoftmax::step_ahead), for a
+// warp's block of scores that needs no mask: no pass of their own over S, and what the
+// special-function unit leaves idle of the other units does them.
+#pragma once
+
+#include "../cuda/attn/online_softmax.cuh"
+#include "../cuda/attn/score_policy.cuh"
+
+namespace flash_attn::sm90 {
+
+// ALiBi where the block lies wholly on one side of its rows' diagonals: from a column to the next all
+// scores change by the same. What is the same in all columns joins the exponents' addend, not S.
+class AlibiStep : public NoStep {
+ public:
+  // to_diagonal: from the block's first key to its first query's diagonal.
+  template <int kN>
+  __device__ __forceinline__ static bool fits(int to_diagonal) {
+    return to_diagonal >= kN - 1 || to_diagonal <= -15;
+  }
+  // alibi: what a score loses a key away from the diagonal, in the unit of S.
+  __device__ __forceinline__ AlibiStep(float alibi, int to_diagonal, int lane)
+      : per_column_(to_diagonal > 0 ? alibi : -alibi) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int from_diagonal = fragment_col(0, lane) - fragment_row(row, lane) - to_diagonal;
+      of_row_[row] = per_column_ * static_cast<float>(from_diagonal);
+    }
+  }
+
+  __device__ __forceinline__ float addend(int row, float scale_log2, float row_max) const {
+    return fmaf(of_row_[row], scale_log2, -row_max);
+  }
+  template <typename Element>
+  __device__ __forceinline__ float2 exponents(float& first, float& second, int element,
+                                              float scale_log2, float addend, uint32_t /*packed*/) {
+    first = fmaf(per_column_, static_cast<float>(fragment_col(element, 0)), first);
+    second = fmaf(per_column_, static_cast<float>(fragment_col(element + 1, 0)), second);
+    return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
+  }
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores& S) const {
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) += of_row_[row];
+    }
+  }
+
+ private:
+  float per_column_, of_row_[2];
+};
+
+// Softcap where no score comes near the cap: tanh(x) = x · p(x²), p of degree 2, minimax up to kLimit,
+// relative error 8e-7. That the scores were as small as that is found out beside the exponentials.
+template <typename Policy>
+class SoftcapStep : public NoStep {
+ public:
+  __device__ __forceinline__ static bool fits(const Policy& score) {
+    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
+    return score.cap() >= kLeastCap;
+  }
+  __device__ __forceinline__ SoftcapStep(const Policy& score, float scale_log2) : score_(score) {
+    constexpr float kLimit = 0.28f;
+    constexpr float kP[] = {0.999999227f, -0.33315523f, 0.12720917f};
+    const float of_square = 1.f / (score.cap() * score.cap());
+    c0_ = kP[0] * scale_log2;
+    c1_ = kP[1] * scale_log2 * of_square;
+    c2_ = kP[2] * scale_log2 * of_square * of_square;
+    limit_ = __float_as_uint(kLimit * kLimit * score.cap() * score.cap());
+  }
+
+  template <typename Element>
+  __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
+                                              float /*scale_log2*/, float addend,
+                                              uint32_t /*packed*/) {
+    const float first2 = first * first, second2 = second * second;
+    // Numbers that are not negative compare as their bits do, NaN above all.
+    largest_ = __vimax3_u32(largest_, __float_as_uint(first2), __float_as_uint(second2));
+    return {fmaf(first, fmaf(first2, fmaf(first2, c2_, c1_), c0_), addend),
+            fmaf(second, fmaf(second2, fmaf(second2, c2_, c1_), c0_), addend)};
+  }
+  __device__ __forceinline__ bool failed() const { return largest_ > limit_; }
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores& S) const {
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) = score_.capped(S.at(row, i));
+    }
+  }
+
+ private:
+  const Policy& score_;
+  float c0_, c1_, c2_;
+  uint32_t limit_, largest_ = 0;
+};
+
+// A bias, of which each pair lies where its P will.
+class BiasStep : public NoStep {
+ public:
+  __device__ __forceinline__ explicit BiasStep(float factor) : factor_(factor) {}
+
+  template <typename Element>
+  __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
+                                              float scale_log2, float addend, uint32_t packed) {
+    const float2 bias = flash_attn::ptx::unpack<Element>(packed);
+    first = fmaf(bias.x, factor_, first);
+    second = fmaf(bias.y, factor_, second);
+    return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
+  }
+
+ private:
+  float factor_;
+};
+
+}  // namespace flash_attn::sm90

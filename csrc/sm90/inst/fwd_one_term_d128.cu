@@ -1,0 +1,10 @@
+#include "../fwd.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_fwd_with_one_term<DType::kFp16, 128>(const FwdParams&, const cuda::DeviceInfo&,
+                                                          Stream);
+template void launch_fwd_with_one_term<DType::kBf16, 128>(const FwdParams&, const cuda::DeviceInfo&,
+                                                          Stream);
+
+}  // namespace flash_attn::sm90
