@@ -276,11 +276,12 @@ class TermScores {
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void differentiate(Accumulator<kMBlocks, kN>& dS,
                                                 const Accumulator<kMBlocks, kN>& slope) const {
-    if (!kTerms.softcap || cap_ == 0.f) return;
+    if (kTerms.softcap && cap_ > 0.f) {
 #pragma unroll
-    for (int row = 0; row < dS.kRows; ++row) {
+      for (int row = 0; row < dS.kRows; ++row) {
 #pragma unroll
-      for (int i = 0; i < dS.kRowElements; ++i) dS.at(row, i) *= slope.at(row, i);
+        for (int i = 0; i < dS.kRowElements; ++i) dS.at(row, i) *= slope.at(row, i);
+      }
     }
   }
 
