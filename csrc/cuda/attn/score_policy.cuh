@@ -19,6 +19,7 @@
 // The gradient of X is dX = dS ∘ (1 - tanh²(X / cap)).
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "../../core/params.h"
@@ -39,6 +40,7 @@ struct ScorePlace {
 
 struct PlainScores {
   static constexpr bool kGeneral = false;
+  static constexpr float kLeastMax = -FLT_MAX;  // where the softmax starts
 
   PlainScores() = default;
   template <typename Params>
@@ -82,6 +84,7 @@ struct PlainScores {
 class GeneralScores {
  public:
   static constexpr bool kGeneral = true;
+  static constexpr float kLeastMax = kLeastScoreLog2;
 
   // params: FwdParams or BwdParams. diagonal: the key that query 0 meets on its diagonal.
   template <typename Params>
@@ -97,7 +100,8 @@ class GeneralScores {
     // Varlen: the rows before the first sequence and behind the last have no terms of their own.
     const int sequence = min(max(batch_idx, 0), params.batch - 1);
     if (score.alibi_slopes != nullptr) {
-      alibi_ = score.alibi_slopes[sequence * score.alibi_batch_stride + head] * inverse_scale_;
+      alibi_ = bounded_slope(score.alibi_slopes[sequence * score.alibi_batch_stride + head]) *
+               inverse_scale_;
     }
     if (score.bias.data != nullptr) {
       const BiasParams& bias = score.bias;
