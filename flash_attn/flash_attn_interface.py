@@ -121,7 +121,7 @@ def flash_attn_func(
 
     Extreme scores have one meaning in every dtype and on every backend: with softcap, attn_bias,
     alibi_slopes or dropout, a key of a score below -2^26 is hidden, and a query with no other key
-    has nothing to attend to. Slopes count as -64 to 2^26, a sink as at most 2.358e38. A query whose
+    has nothing to attend to. Slopes count as -64 to 1024, a sink as at most 2.358e38. A query whose
     softmax_lse lies beyond ±2^22 (fp64: ±2^51), one with a bias of -1e7 for every key, say, has its
     out but gives no gradient: from such a softmax_lse the weights can't be computed again.
 

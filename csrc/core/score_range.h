@@ -4,7 +4,7 @@
 //   S < −2^26           The key is hidden, as by a bias of −∞. Masks of finfo.min in fp32 and bf16
 //                       mean this, and so do masks of −1e9; fp16's −65504 is a number.
 //   a row of nothing else                  is empty: O = 0, LSE = −∞, gradients 0.
-//   a bias > 2^26       counts as 2^26, a slope > 2^26 as that and a slope < −64 as −64.
+//   a bias > 2^26       counts as 2^26, a slope > 1024 as 1024 and a slope < −64 as −64.
 //   a sink > 2.358e38   counts as that and one < −2.358e38 as −∞, with or without terms.
 //   |LSE| > 2^22 (fp64 inputs: 2^51)       The row has its O and its LSE but gives no gradient: there
 //                       LSE is too coarse to hold a fraction, and P = exp(S − LSE) could be anything.
@@ -12,8 +12,9 @@
 // So no number that a term may have makes a NaN, forward or backward. The border is where kernels can
 // still tell a row's maximum from itself: they compute S · log2 e − m in one rounding, and beyond m has
 // lost up to half of its last place, 2^(±64) at 1e9, which no P of fp16 can be. It costs them nothing:
-// the running maximum starts there. A slope so steep hides all keys but the diagonal's, and one so
-// negative stays below it for 2^20 keys.
+// the running maximum starts there. A slope of 1024 leaves nothing of a diagonal key's neighbours, and
+// kernels, which sum it up from a tile's corner, still end at 0 on the diagonal; one of −64 stays below
+// the border for 2^20 keys.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 namespace flash_attn {
 
 inline constexpr double kMaxScore = 1 << 26;
-inline constexpr double kMaxSlope = kMaxScore, kMinSlope = -64;
+inline constexpr double kMaxSlope = 1024, kMinSlope = -64;
 inline constexpr double kMaxLse = 1 << 22;
 inline constexpr double kMaxLseFp64 = int64_t{1} << 51;
 inline constexpr double kMaxSink = 2.358e38;  // times log2 e still a number of fp32

@@ -15,7 +15,7 @@ from flash_attn.reference.philox import keep_probability, philox_keep_mask
 
 # csrc/core/score_range.h
 _MAX_SCORE = 2.0**26
-_SLOPES = -64.0, _MAX_SCORE
+_SLOPES = -64.0, 1024.0
 _MAX_SINK = 2.358e38
 _MAX_LSE, _MAX_LSE_FP64 = 2.0**22, 2.0**51
 _SOFTCAPS = 1e-20, 1e30
