@@ -225,7 +225,9 @@ def test_many_keys_of_which_few_are_left(
     shapes = (1, 150, HEADS, 64), (1, 700, HEADS, 64), (1, 700, HEADS, 64)
     q, k, v = (torch.randn(*x).to(target.device, DTYPES[dtype]).requires_grad_() for x in shapes)
     left = slice(300, 301) if value > 0 else slice(290, 333)
-    bias = torch.full((1, 700), 0.0 if value > 0 else value, device=target.device)
+    of_bias = torch.bfloat16 if dtype == "bf16" else torch.float32
+    rest = 0.0 if value > 0 else value
+    bias = torch.full((1, 700), rest, device=target.device, dtype=of_bias)
     bias[:, left] = value if value > 0 else 0.0
     with use(target):
         found = run([q, k, v], attn_bias=bias, softmax_scale=scale)
