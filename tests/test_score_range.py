@@ -194,7 +194,7 @@ def test_a_query_whose_lse_is_too_coarse_gives_no_gradient(
         others = [x for x in range(ROWS) if x != 2]
         rest, _, dq_rest, dk_rest, dv_rest = run_rows(q, k, v, others)
     low, high = v.amin(1)[0], v.amax(1)[0]
-    slack = 1e-5 + 0.01 * (v.dtype != torch.float32)
+    slack = {"fp32": 1e-5, "bf16": 0.04, "fp16": 0.01}[dtype]
     assert (out[0, 2] >= low - slack).all() and (out[0, 2] <= high + slack).all()
     assert not dq[0, 2].any() and lse[0, :, 2].isfinite().all()
     close = partial(torch.testing.assert_close, atol=slack, rtol=slack)
