@@ -59,7 +59,7 @@ CACHE = [
 CPP = {
     "csrc/aten/score.cpp": ATTENTION,
     "csrc/aten/slice.cpp": ATTENTION,
-    "csrc/aten/fwd.cpp": ATTENTION,
+    "csrc/aten/fwd.cpp": [*ATTENTION, "test_dropout.py"],
     "csrc/aten/bwd.cpp": ["test_score_range.py", "test_backward.py --part=0/8"],
     "csrc/aten/online_softmax.cpp": ["test_score_range.py", *CACHE[:1]],
     "csrc/aten/tile.cpp": ATTENTION,
