@@ -105,8 +105,8 @@ def flash_attn_func(
         return_attn_probs: also return softmax_lse and S_dmask.
         attn_bias: broadcastable to (batch, heads_q, seqlen_q, seqlen_k). A float tensor is added to
             S and has a gradient; a bool tensor keeps the keys where it is True. -inf hides a key,
-            and so does what is below -2.358e38: torch.finfo(...).min of fp32 and bf16, but not of
-            fp16, which is a number.
+            and so does what is below -2^26, about -6.7e7: torch.finfo(...).min of fp32 and bf16,
+            -1e9; torch.finfo(...).min of fp16 is a number. What is above 2^26 counts as that.
         learnable_sink: float (heads_q): a key without a value, of score learnable_sink[h]: it adds
             exp(learnable_sink[h]) to the softmax's denominator. Has a gradient.
         causal_alignment: "bottom-right", or "top-left": the diagonal of query i is key i, as in
@@ -119,11 +119,11 @@ def flash_attn_func(
                                  1 1
                                  1 1
 
-    Extreme scores, with all their terms, have one meaning in every dtype and on every backend: a
-    key with one below -2.358e38 is hidden, and a query with no other key has nothing to attend to;
-    one above 2.358e38 counts as that. A query whose softmax_lse lies beyond ±2^22 (fp64: ±2^51),
-    one with a bias of -1e9 for every key, say, has its out but gives no gradient: from such a
-    softmax_lse the weights can't be computed again.
+    Extreme scores have one meaning in every dtype and on every backend: with softcap, attn_bias,
+    alibi_slopes or dropout, a key of a score below -2^26 is hidden, and a query with no other key
+    has nothing to attend to. Slopes count as -64 to 1024, a sink as at most 2.358e38. A query whose
+    softmax_lse lies beyond ±2^22 (fp64: ±2^51), one with a bias of -1e7 for every key, say, has its
+    out but gives no gradient: from such a softmax_lse the weights can't be computed again.
 
     Returns:
         out: (batch, seqlen_q, heads_q, d_v), dtype of q. A query with nothing to attend to gives 0.

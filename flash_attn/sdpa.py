@@ -151,9 +151,9 @@ def scaled_dot_product_attention(
             d_v). The leading dimensions are any number, and broadcast. fp16, bf16, fp32 or fp64.
             Or all three nested tensors of layout torch.jagged, (batch, heads, ragged, d).
         attn_mask: broadcastable to (…, heads, seqlen_q, seqlen_k). bool: True takes part. Float:
-            added to the scores; it has a gradient. -inf and what is below -2.358e38, as
-            torch.finfo(torch.float32).min, hide a key; see flash_attn_func. None
-            for nested tensors.
+            added to the scores; it has a gradient. -inf and what is below -2^26, as
+            torch.finfo(torch.float32).min or -1e9, hide a key; a query without any other gives 0;
+            see flash_attn_func. None for nested tensors.
         dropout_p: probability that a weight is dropped. Not tied to any module's training flag.
         is_causal: query i sees keys 0 to i (top-left), whatever the lengths; 1: seen. Not together
             with attn_mask. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:

@@ -453,6 +453,7 @@ def compare(problem: Problem, results: dict[str, torch.Tensor], expected: Expect
                 coarser(DTYPES[c.dtype], results[name].dtype),
                 spread,
                 largest,
+                expected.conditions["dbias_per_p"] if name == "dbias" else None,
             )
 
 

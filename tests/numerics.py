@@ -12,8 +12,9 @@ sum: with u the unit roundoff of the dtype, the condition tensors B say how larg
     row   max over rows of rms(error) / (rms(ref) + kappa rms(B)) in units of u
     bias  |mean(error)| <= 6 rms(error) / sqrt(n): rounding is fair, truncation is not
 
-eta is what an underflow of P or dS can cost. Positions of NaN and infinities, and
-zeros where nothing was added up, are compared exactly.
+eta is what an underflow of P or dS can cost; in dbias, which is dS, a P below the accumulator's
+normal range costs as much of |dP - delta| besides. Positions of NaN and infinities, and zeros where
+nothing was added up, are compared exactly.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ UNIT_ROUNDOFF = {
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
 }
-# The smallest P or dS a backend can hold: fp16's last subnormal, else the smallest normal number of
-# its accumulator.
-UNDERFLOW = {
+# The smallest normal number of a backend's accumulator, in which it keeps P.
+LEAST_NORMAL = {
     torch.bfloat16: 2.0**-126,
-    torch.float16: 2.0**-24,
+    torch.float16: 2.0**-126,
     torch.float32: 2.0**-126,
     torch.float64: 2.0**-1022,
 }
+# The smallest P or dS a backend can hold: fp16's last subnormal, else that.
+UNDERFLOW = LEAST_NORMAL | {torch.float16: 2.0**-24}
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ def comp_error(
     condition: torch.Tensor,
     unit: float,
     underflow: float,
+    flushed: torch.Tensor | float = 0.0,
 ) -> float:
     """The largest error in units of what rounding may cost; `expected` and `condition` are
     float64."""
     if not actual.numel():
         return 0.0
-    allowed = unit * (expected.abs() + condition) + underflow * (4 + rms(condition))
+    allowed = unit * (expected.abs() + condition) + underflow * (4 + rms(condition)) + flushed
     error = (actual.double() - expected).abs()
     return torch.where(error == 0, 0.0, error / allowed).max().item()
 
@@ -137,13 +140,14 @@ def assert_close(
     dtype: torch.dtype,
     spread: str | None = None,
     largest_score: float = 0.0,
+    per_p: torch.Tensor | None = None,
 ) -> None:
     """The standard above for one tensor.
 
     name: "out", "dq", "dk", "dv", "dbias" or "dsink". dtype: of the attention inputs. spread:
     "normal" or "wide" for N(0, 1) and N(0, 9) inputs, else only `comp` and the exact checks apply.
     largest_score: max |score|, whose rounding in the fp32 accumulator bounds what the exponential
-    can give.
+    can give. per_p: of dbias, what it loses for each unit of P (Conditions.dbias_per_p).
     """
     actual, expected, condition = actual.detach().cpu(), expected.cpu(), condition.cpu()
     assert actual.shape == expected.shape, (
@@ -168,7 +172,12 @@ def assert_close(
     comp_limit = max(COMP_WIDE_TYPES, COMP_PER_SCORE * largest_score) if wide_type else limits.comp
     score_unit = 0.0 if wide_type else UNIT_ROUNDOFF[torch.float32]
     comp = comp_error(
-        actual, expected, condition, unit + score_unit * largest_score, UNDERFLOW[dtype]
+        actual,
+        expected,
+        condition,
+        unit + score_unit * largest_score,
+        UNDERFLOW[dtype],
+        0.0 if per_p is None else LEAST_NORMAL[dtype] * per_p,
     )
     assert comp <= comp_limit, f"{name}: comp error {comp:.3f}, limit {comp_limit}"
     if spread is None or not expected.count_nonzero():

@@ -235,6 +235,10 @@ OVERLAPS = {
         x[:576].view(SHAPE),
         x.as_strided(SHAPE, (16, 64, 32, 1), 575),
     ),
+    "the end of v_cache, the begin of k_cache": lambda x: (
+        x[572:1148].view(SHAPE),
+        x[:576].view(SHAPE),
+    ),
     "rows of v_cache overlap": lambda x: (
         x[1000:1576].view(SHAPE),
         x.as_strided(SHAPE, (287, 32, 16, 1)),

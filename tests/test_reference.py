@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import Case, Problem, compare, expect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -143,3 +144,20 @@ def test_condition_tensors_bound_the_results() -> None:
     for name, value in {"out": out, **gradients}.items():
         if value is not None:
             assert (value.abs() <= conditions[name] * (1 + 1e-9)).all(), name
+
+
+def test_a_flushed_probability_is_within_the_standard(seed: int) -> None:
+    """A P below the accumulator's normal range may count as 0 in dbias, one of 2^-120 may not."""
+    case = Case(dtype="bf16", batch=1, seqlen_k=200, alibi="head", bias="full", d=128)
+    problem = Problem(case, seed, "cpu")
+    problem.alibi_slopes.fill_(0.7)
+    expected = expect(problem)
+    exact, P = expected.values["dbias"], expected.probs
+
+    def flushed(limit: float) -> dict:
+        assert ((P > 0) & (limit > P) & (limit / 4 < P)).any()
+        return {"lse": expected.values["lse"].float(), "dbias": exact.where(limit <= P, 0.0)}
+
+    compare(problem, flushed(2.0**-126), expected)
+    with pytest.raises(AssertionError, match="dbias: comp error"):
+        compare(problem, flushed(2.0**-120), expected)

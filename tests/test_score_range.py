@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from cases import ATEN_CPU, ATEN_CUDA, DTYPES, Target, each_target, use
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    DECODE_CUDA,
+    DTYPES,
+    SM80,
+    SM90,
+    Target,
+    each_target,
+    param,
+    use,
+)
 
 import flash_attn
 from flash_attn.reference import attention_ref, attention_ref_grads
 
 TARGETS = each_target(ATEN_CPU, ATEN_CUDA)
+KERNELS = each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
 ROWS, KEYS, HEADS = 6, 7, 2
 HIDING = {
     "fp32's": torch.finfo(torch.float32).min,
     "bf16's": torch.finfo(torch.bfloat16).min,
     "fp64's": torch.finfo(torch.float64).min,
-    "the border": -2.359e38,
+    "programs'": -1e9,
+    "the border": -6.8e7,
     "-inf": -math.inf,
 }
 
@@ -46,16 +60,27 @@ def run(tensors: list[torch.Tensor], **options) -> list[torch.Tensor]:
     return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
 
+def each_dtype(*names: str) -> pytest.MarkDecorator:
+    """(dtype, target) for each of these dtypes on each backend that serves it, by name."""
+    pairs = [
+        param(name, target)
+        for name in names
+        for target in (ATEN_CPU, ATEN_CUDA, SM80, SM90)
+        if target.backend == "aten" or name in ("fp16", "bf16")
+    ]
+    return pytest.mark.parametrize("dtype, target", pairs)
+
+
 @pytest.mark.parametrize("value", HIDING.values(), ids=HIDING)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@TARGETS
+@each_dtype(*DTYPES)
 def test_a_mask_of_the_lowest_number_is_a_bool_mask(
-    target: Target, dtype: torch.dtype, value: float
+    target: Target, dtype: str, value: float
 ) -> None:
-    tensors, hidden = inputs(target, dtype), hidden_keys().to(target.device)
+    tensors, hidden = inputs(target, DTYPES[dtype]), hidden_keys().to(target.device)
     # fp16 has no such number, but a bias need not have q's dtype.
     wide = torch.float64 if value < torch.finfo(torch.float32).min else torch.float32
-    bias = torch.zeros(ROWS, KEYS, device=target.device, dtype=torch.promote_types(dtype, wide))
+    wide = torch.promote_types(DTYPES[dtype], wide)
+    bias = torch.zeros(ROWS, KEYS, device=target.device, dtype=wide)
     bias = bias.masked_fill(hidden, value)
     with use(target):
         found, expected = run(tensors, attn_bias=bias), run(tensors, attn_bias=~hidden)
@@ -79,7 +104,7 @@ def test_a_nan_behind_such_a_mask_stays_there(target: Target) -> None:
         torch.testing.assert_close(a, e)
 
 
-@TARGETS
+@KERNELS
 def test_the_lowest_fp16_number_is_a_number(target: Target) -> None:
     tensors = inputs(target, torch.float16)
     bias = torch.zeros(ROWS, KEYS, device=target.device, dtype=torch.float16)
@@ -94,8 +119,8 @@ def test_the_lowest_fp16_number_is_a_number(target: Target) -> None:
         torch.testing.assert_close(a, e, atol=0.1, rtol=0)
 
 
-# For all keys of row 2, or of one key of it.
-EXTREMES = [-math.inf, -3e38, -2e38, -1e30, -1e9, 1e9, 1e30, 2e38, 3e38, math.inf]
+# For all keys of row 2, or of one key of every row.
+EXTREMES = [-math.inf, -3e38, -2e38, -1e30, -1e9, -1e7, 1e7, 1e9, 1e30, 2e38, 3e38, math.inf]
 OPTIONS = {f"softcap {x:g}": dict(softcap=x) for x in (5e-324, 1e-45, 1e-30, 1e30, 3e38, 1e308)}
 for _x in EXTREMES:
     OPTIONS[f"sink {_x:g}"] = dict(learnable_sink=[_x, 0.5])
@@ -107,24 +132,27 @@ OPTIONS["slope and key"] = dict(alibi_slopes=[-math.inf, 3e38], attn_bias=[[-3e3
 
 
 # fp32 scores lose Q Kᵀ beside these, which the float64 reference still keeps.
-COARSE = {f"{what} {x:g}" for what in ("row", "key", "slope") for x in (-1e9, 1e9)}
-# And where two keys tie, an ulp decides.
-COARSE.add("slope -1e+30")
+COARSE = {f"row {x:g}" for x in EXTREMES if x >= -1e7}
+# And fp64 keeps it to 2^-27 beside 2^26.
+BESIDE_LARGE = {f"key {x:g}" for x in EXTREMES if x >= 1e7}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-@TARGETS
+@each_dtype("fp32", "bf16", "fp64", "fp16")
 def test_extreme_terms_make_no_nan(target: Target, dtype: str, name: str) -> None:
     tensors = inputs(target, DTYPES[dtype])
 
     def value(option: str, x: object) -> object:
         if option == "softcap":
             return x
-        slopes = option == "alibi_slopes"
-        wide = torch.float64 if dtype == "fp64" and not slopes else torch.float32
-        return torch.tensor(x, device=target.device, dtype=wide, requires_grad=not slopes)
+        constant = option == "alibi_slopes" or (option == "attn_bias" and target == SM90)
+        wide = torch.float64 if dtype == "fp64" and option != "alibi_slopes" else torch.float32
+        if dtype == "bf16" and option == "attn_bias":
+            wide = torch.bfloat16
+        return torch.tensor(x, device=target.device, dtype=wide, requires_grad=not constant)
 
+    if target == SM90 and dtype == "fp16" and "slope" in name:
+        pytest.skip("sm80 serves the backward of slopes in fp16")
     options = {option: value(option, x) for option, x in OPTIONS[name].items()}
     with use(target):
         out, lse, *gradients = run(tensors, **options)
@@ -138,7 +166,8 @@ def test_extreme_terms_make_no_nan(target: Target, dtype: str, name: str) -> Non
     torch.manual_seed(2)
     dout = torch.randn(out.shape).to(out.dtype)
     ref = attention_ref_grads(dout, *cpu_tensors, **cpu)
-    tolerance = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 0.05}[dtype]
+    fp64 = 1e-7 if name in BESIDE_LARGE else 1e-10
+    tolerance = {"fp64": fp64, "fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}[dtype]
 
     def close(a: torch.Tensor, e: torch.Tensor) -> None:
         torch.testing.assert_close(a.cpu().double(), e, atol=tolerance, rtol=tolerance)
@@ -146,15 +175,18 @@ def test_extreme_terms_make_no_nan(target: Target, dtype: str, name: str) -> Non
     close(out, expected)
     close(lse, expected_lse)
     by_option = {"learnable_sink": ref.dsink, "attn_bias": ref.dbias}
-    wanted = [ref.dq, ref.dk, ref.dv, *(by_option[n] for n in options if n in by_option)]
+    leaves = [n for n in by_option if getattr(options.get(n), "requires_grad", False)]
+    wanted = [ref.dq, ref.dk, ref.dv, *(by_option[n] for n in options if n in leaves)]
     for a, e in zip(gradients, wanted, strict=True):
         close(a, e)
 
 
-@pytest.mark.parametrize("bias", [-1e9, -2e38, 1e9, 1e30])
-@TARGETS
-def test_a_query_whose_lse_is_too_coarse_gives_no_gradient(target: Target, bias: float) -> None:
-    q, k, v = inputs(target, torch.float32)
+@pytest.mark.parametrize("bias", [-6e7, -1e7, 1e7, 1e9, 1e30])
+@each_dtype("fp32", "bf16", "fp16")
+def test_a_query_whose_lse_is_too_coarse_gives_no_gradient(
+    target: Target, dtype: str, bias: float
+) -> None:
+    q, k, v = inputs(target, DTYPES[dtype])
     mask = torch.zeros(ROWS, KEYS, device=target.device)
     mask[2] = bias
     with use(target):
@@ -162,12 +194,14 @@ def test_a_query_whose_lse_is_too_coarse_gives_no_gradient(target: Target, bias:
         others = [x for x in range(ROWS) if x != 2]
         rest, _, dq_rest, dk_rest, dv_rest = run_rows(q, k, v, others)
     low, high = v.amin(1)[0], v.amax(1)[0]
-    assert (out[0, 2] >= low - 1e-5).all() and (out[0, 2] <= high + 1e-5).all()
+    slack = {"fp32": 1e-5, "bf16": 0.04, "fp16": 0.01}[dtype]
+    assert (out[0, 2] >= low - slack).all() and (out[0, 2] <= high + slack).all()
     assert not dq[0, 2].any() and lse[0, :, 2].isfinite().all()
-    torch.testing.assert_close(out[:, others], rest)
-    torch.testing.assert_close(dq[:, others], dq_rest)
-    torch.testing.assert_close(dk, dk_rest)
-    torch.testing.assert_close(dv, dv_rest)
+    close = partial(torch.testing.assert_close, atol=slack, rtol=slack)
+    close(out[:, others], rest)
+    close(dq[:, others], dq_rest)
+    close(dk, dk_rest)
+    close(dv, dv_rest)
 
 
 def run_rows(q, k, v, rows: list[int]) -> list[torch.Tensor]:
@@ -177,3 +211,60 @@ def run_rows(q, k, v, rows: list[int]) -> list[torch.Tensor]:
     torch.manual_seed(2)
     dout = torch.randn(q.shape).to(out)[:, rows]
     return [out, lse, *torch.autograd.grad(out, (part, k, v), dout)]
+
+
+@pytest.mark.parametrize("scale", [0.35, 3.5])
+@pytest.mark.parametrize("value", [-3e38, -1e9, -6e7, 1e9, math.inf])
+@each_dtype("fp32", "bf16", "fp16")
+def test_many_keys_of_which_few_are_left(
+    target: Target, dtype: str, value: float, scale: float
+) -> None:
+    """Whole tiles of such keys, before and behind those that count: nothing of them is left,
+    whatever their sum was. With one above all others, that is all that is left."""
+    torch.manual_seed(0)
+    shapes = (1, 150, HEADS, 64), (1, 700, HEADS, 64), (1, 700, HEADS, 64)
+    q, k, v = (torch.randn(*x).to(target.device, DTYPES[dtype]).requires_grad_() for x in shapes)
+    left = slice(300, 301) if value > 0 else slice(290, 333)
+    of_bias = torch.bfloat16 if dtype == "bf16" else torch.float32
+    rest = 0.0 if value > 0 else value
+    bias = torch.full((1, 700), rest, device=target.device, dtype=of_bias)
+    bias[:, left] = value if value > 0 else 0.0
+    with use(target):
+        found = run([q, k, v], attn_bias=bias, softmax_scale=scale)
+        part = [x.detach()[:, left].requires_grad_() for x in (k, v)]
+        out, lse, dq, dk, dv = run([q, *part], softmax_scale=scale)
+    slack = {"fp32": 1e-4, "bf16": 0.03, "fp16": 0.004}[dtype]
+    if value > 0:
+        # The LSE of such rows is beyond their gradient.
+        torch.testing.assert_close(found[0], out, atol=slack, rtol=slack)
+        assert not any(x.any() for x in found[2:])
+        return
+    whole = [torch.zeros_like(found[n]) for n in (3, 4)]
+    whole[0][:, left], whole[1][:, left] = dk, dv
+    for a, e in zip(found, [out, lse, dq, *whole], strict=True):
+        torch.testing.assert_close(a, e, atol=slack, rtol=slack)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OPTIONS if n.split()[0] in ("softcap", "sink", "slope")]
+)
+@each_dtype("bf16", "fp16")
+def test_extreme_terms_of_decode(target: Target, dtype: str, name: str) -> None:
+    """The same against a cache, in one piece and in several."""
+    if target == SM90 or "and" in name:
+        pytest.skip("decode has kernels of its own, and no bias")
+    target = DECODE_CUDA if target == SM80 else target
+    torch.manual_seed(0)
+    shapes = (2, 3, HEADS, 64), (2, 600, HEADS, 64), (2, 600, HEADS, 64)
+    q, k, v = (torch.randn(*x).to(target.device, DTYPES[dtype]) for x in shapes)
+    options = {n: x if n == "softcap" else torch.tensor(x) for n, x in OPTIONS[name].items()}
+    expected, expected_lse, _ = attention_ref(q.cpu(), k.cpu(), v.cpu(), causal=True, **options)
+    placed = {n: x if n == "softcap" else x.to(target.device) for n, x in options.items()}
+    for splits in (1, 3):
+        with use(target):
+            out, lse = flash_attn.flash_decode_func(
+                q, k, v, causal=True, num_splits=splits, return_softmax_lse=True, **placed
+            )
+        close = partial(torch.testing.assert_close, atol=0.03, rtol=0.03)
+        close(out.cpu().double(), expected)
+        close(lse.cpu().double(), expected_lse)

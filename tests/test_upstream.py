@@ -61,6 +61,29 @@ def test_ops(form: str, device: str) -> None:
     torch.testing.assert_close(softmax_d, (dout * out).sum(-1).transpose(-1, -2))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_varlen_forward_reads_pages(device: str) -> None:
+    """A table of pages, leftpad and seqused go with upstream's private function, too."""
+    q = torch.randn(5, 2, 16, device=device)
+    k, v = torch.randn(2, 6, 4, 2, 16, device=device)
+    cu, lens, pads, table = (
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ([0, 2, 5], [7, 10], [1, 2], [[3, 0, 5], [1, 4, 2]])
+    )
+    pages = dict(block_table=table, leftpad_k=pads, seqused_k=lens)
+    cu_k = torch.tensor([0, 12, 24], dtype=torch.int32, device=device)
+    actual = flash_attn_interface._flash_attn_varlen_forward(
+        q, k, v, cu, cu_k, 3, 12, 0.0, 0.3, True, **pages
+    )[0]
+    for b, (begin, end) in enumerate(((0, 2), (2, 5))):
+        keys = slice(int(pads[b]), int(lens[b]))
+        k_b, v_b = (x[table[b].long()].flatten(0, 1)[None, keys] for x in (k, v))
+        expected = flash_attn.flash_attn_func(
+            q[None, begin:end], k_b, v_b, softmax_scale=0.3, causal=True
+        )
+        torch.testing.assert_close(actual[begin:end], expected[0])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_ops_follow_the_rules_of_torch(form: str) -> None:
     """Schema, what is written, fake tensors, AOT."""

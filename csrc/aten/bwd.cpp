@@ -133,7 +133,7 @@ void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlo
     }
     if (need.sink) {
       const Tensor logits = slice.sink_column(r.rows) * kLog2E;
-      limit_scores(logits);
+      limit_sinks(logits);
       const Tensor p_sink = (logits - r.lse).exp2_();
       grads.dsink.sub_(slice.unpack_queries(p_sink * r.delta).sum({2, 3}));
     }

@@ -32,7 +32,7 @@ using at::Tensor;
 OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Block keys,
                      const Tensor& sink) {
   const Tensor q = slice.scaled_queries(rows);
-  OnlineSoftmax state = OnlineSoftmax::start(q, tiles.head_dim_v, sink);
+  OnlineSoftmax state = OnlineSoftmax::start(q, tiles.head_dim_v, sink, slice.terms.bounded());
 
   Block left = slice.terms.visible_keys(rows, keys);
   while (left.size() > 0) {

@@ -8,14 +8,17 @@
 #include <limits>
 
 #include "aten/score.h"
+#include "core/score_range.h"
 
 namespace flash_attn::aten {
 
 using at::Tensor;
 
-OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Tensor& sink) {
-  const double lowest = q.scalar_type() == at::kDouble ? std::numeric_limits<double>::lowest()
-                                                       : std::numeric_limits<float>::lowest();
+OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Tensor& sink,
+                                   bool bounded) {
+  const double lowest = bounded                          ? -kMaxScore * kLog2E
+                        : q.scalar_type() == at::kDouble ? std::numeric_limits<double>::lowest()
+                                                         : std::numeric_limits<float>::lowest();
   std::vector<int64_t> column = q.sizes().vec(), values = column;
   column.back() = 1;
   values.back() = head_dim_v;
@@ -24,7 +27,7 @@ OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Te
   state.o = at::zeros(values, q.options());
   if (sink.defined()) {
     const Tensor logits = sink * kLog2E;
-    limit_scores(logits);
+    limit_sinks(logits);
     const Tensor logit = logits.expand(column);
     state.row_max = logit.clamp_min(lowest);
     state.row_sum = (logit - state.row_max).exp2_();

@@ -12,11 +12,13 @@ namespace flash_attn::aten {
 struct OnlineSoftmax {
   at::Tensor o;        // (rows, d_v) or (matrices, rows, d_v), not normalised
   at::Tensor row_sum;  // l, (…, rows, 1)
-  // m, (…, rows, 1). Without keys the lowest finite number, so that S − m is never −inf + inf.
+  // m, (…, rows, 1). Without keys a finite number, so that S − m is never −inf + inf: the lowest, or
+  // where scores are bounded the border, which hides what is below (core/score_range.h).
   at::Tensor row_max;
 
   // No keys. A sink (…, rows, 1), its logits in natural units, is a key without a value.
-  static OnlineSoftmax start(const at::Tensor& q, int64_t head_dim_v, const at::Tensor& sink);
+  static OnlineSoftmax start(const at::Tensor& q, int64_t head_dim_v, const at::Tensor& sink,
+                             bool bounded);
 
   // Takes the next scores in: brings what came before to the new m, adds P = 2^(s − m) to l and
   // returns it (in place of s). The caller then adds P V to o.

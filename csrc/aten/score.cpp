@@ -12,10 +12,12 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
-void limit_scores(Tensor s) {
-  s.clamp_max_(kMaxScoreLog2);
-  // In fp32 what lies below is −inf by itself.
-  if (s.scalar_type() == at::kDouble) s.masked_fill_(s.lt(-kMaxScoreLog2), -kInf);
+void limit_sinks(Tensor logits) {
+  logits.clamp_max_(kMaxSink * kLog2E).masked_fill_(logits.lt(-kMaxSink * kLog2E), -kInf);
+}
+
+bool ScoreTerms::bounded() const {
+  return softcap > 0 || bias.defined() || alibi_slopes.defined() || dropout;
 }
 
 Block ScoreTerms::visible_keys(Block rows, Block keys) const {
@@ -42,13 +44,11 @@ ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows
   const at::TensorOptions options = s.options();
   const bool additive_bias = bias.defined() && bias.scalar_type() != at::kBool;
   if (additive_bias) {
-    s.add_(bias_tile(bias, rows, keys).to(options), kLog2E);  // S += bias
-    limit_scores(s);
+    s.add_(bias_tile(bias, rows, keys).to(options).clamp_max(kMaxScore), kLog2E);  // S += bias
   }
   if (alibi_slopes.defined()) {  // S −= slope · |key − diagonal|
     const Tensor distance = steps_beyond(0, rows, keys, options).abs_();
     s.addcmul_(alibi_slopes.to(options), distance, -kLog2E);
-    limit_scores(s);
   }
   const std::vector<Tensor> bounds = this->bounds(rows, keys, options);
   for (const Tensor& bound : bounds) at::minimum_out(s, s, bound);  // S = −inf where masked
@@ -58,7 +58,7 @@ ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows
     // min(NaN, −inf) is NaN, and so is NaN − inf with a bias that hides a key.
     Tensor masked;
     if (additive_bias) {
-      masked = bias_tile(bias, rows, keys).to(options).mul(kLog2E).lt(-kMaxScoreLog2);
+      masked = bias_tile(bias, rows, keys).to(options).lt(-kMaxScore);
     }
     for (const Tensor& bound : bounds) {
       masked = masked.defined() ? masked.logical_or(bound.lt(0)) : bound.lt(0);

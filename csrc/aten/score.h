@@ -15,8 +15,8 @@
 
 namespace flash_attn::aten {
 
-// Scores, in units of log 2, in the range that core/score_range.h gives them, in place.
-void limit_scores(at::Tensor s);
+// Sinks, in units of log 2, in the range that core/score_range.h gives them, in place.
+void limit_sinks(at::Tensor logits);
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
@@ -57,6 +57,8 @@ struct ScoreTerms {
   // Of `visible`, the keys that all of the rows see by the band alone.
   Block full_keys(Block rows, Block visible) const;
 
+  // Whether scores end at core/score_range.h's border.
+  bool bounded() const;
   // What q is multiplied with before the product with k.
   double query_scale() const;
   // `operands`: all tensors that are multiplied with this tile or enter it, for ScoreTile::careful.

@@ -158,7 +158,7 @@ Slice start_slice(const Args& args, Block batches, Block kv_heads) {
   slice.terms.band = {0, limit(args.window_left), limit(args.window_right)};
   if (args.alibi_slopes) {
     slice.terms.alibi_slopes = broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice)
-                                   .clamp(-kMaxSlope, kMaxSlope);
+                                   .clamp(kMinSlope, kMaxSlope);
   }
   if (args.learnable_sink) {
     const Tensor sink = args.learnable_sink->narrow(0, slice.heads.first, slice.heads.size());

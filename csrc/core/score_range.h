@@ -1,27 +1,31 @@
-// What a score can be, the same in every dtype and on every backend. S is a score with all its terms
-// (softcap, bias, ALiBi), or a sink's.
+// What a score can be, the same in every dtype and on every backend. S is a score of a call with terms:
+// softcap, bias, slopes of ALiBi, dropout.
 //
-//   S < −2.358e38      The key is hidden, as by a bias of −∞: S · log2 e overflows fp32, in which
-//                      kernels keep scores. Masks of finfo.min in fp32 and bf16 mean this; fp16's
-//                      −65504 is a number. fp64 computes with the same border.
+//   S < −2^26           The key is hidden, as by a bias of −∞. Masks of finfo.min in fp32 and bf16
+//                       mean this, and so do masks of −1e9; fp16's −65504 is a number.
 //   a row of nothing else                  is empty: O = 0, LSE = −∞, gradients 0.
-//   S > 2.358e38       counts as 2.358e38. A slope of ALiBi beyond ±1e38 counts as that.
+//   a bias > 2^26       counts as 2^26, a slope > 1024 as 1024 and a slope < −64 as −64.
+//   a sink > 2.358e38   counts as that and one < −2.358e38 as −∞, with or without terms.
 //   |LSE| > 2^22 (fp64 inputs: 2^51)       The row has its O and its LSE but gives no gradient: there
-//                      LSE is too coarse to hold a fraction, and P = exp(S − LSE) could be anything.
+//                       LSE is too coarse to hold a fraction, and P = exp(S − LSE) could be anything.
 //
-// So no number that a term may have makes a NaN, forward or backward.
+// So no number that a term may have makes a NaN, forward or backward. The border is where kernels can
+// still tell a row's maximum from itself: they compute S · log2 e − m in one rounding, and beyond m has
+// lost up to half of its last place, 2^(±64) at 1e9, which no P of fp16 can be. It costs them nothing:
+// the running maximum starts there. A slope of 1024 leaves nothing of a diagonal key's neighbours, and
+// kernels, which sum it up from a tile's corner, still end at 0 on the diagonal; one of −64 stays below
+// the border for 2^20 keys.
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 namespace flash_attn {
 
-// The border in units of log 2, S · log2 e.
-inline constexpr double kMaxScoreLog2 = std::numeric_limits<float>::max();
-inline constexpr double kMaxSlope = 1e38;
+inline constexpr double kMaxScore = 1 << 26;
+inline constexpr double kMaxSlope = 1024, kMinSlope = -64;
 inline constexpr double kMaxLse = 1 << 22;
 inline constexpr double kMaxLseFp64 = int64_t{1} << 51;
+inline constexpr double kMaxSink = 2.358e38;  // times log2 e still a number of fp32
 
 // Beyond 1e30 nothing is capped, and below 1e-20 every score is as good as 0: there quotients and
 // products would leave the range of fp32.

@@ -5,12 +5,11 @@
 //   Σ P ∘ (dP - delta) = dLSE + P_sink · delta,    P_sink = exp(sink - LSE)
 #include <cmath>
 
-#include "attn/online_softmax.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/softmax_bwd.cuh"
 #include "attn/tile_scheduler.cuh"
 #include "bwd_steps.h"
 #include "launch.h"
-#include "ptx/math.cuh"
 
 namespace flash_attn::cuda {
 namespace {
@@ -28,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = tile.batch_idx * params.lse_batch_stride + tile.head * params.lse_head_stride +
                     seqlen.q_begin + row;
   const float lse = params.lse[i];
-  if (lse == -INFINITY) return;  // no key, and exp(sink - LSE) is infinite
+  if (!gives_gradient(lse)) return;
   float sum = params.dlse == nullptr ? 0.f : params.dlse[i];
   if (params.score.learnable_sink != nullptr) {
     const float sink = params.score.learnable_sink[tile.head];

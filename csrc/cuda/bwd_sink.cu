@@ -3,10 +3,9 @@
 // A sink is a key whose value is 0: its dP is 0, so its dS is P_sink · (0 - delta).
 #include <cmath>
 
-#include "attn/online_softmax.cuh"
+#include "attn/softmax_bwd.cuh"
 #include "bwd_steps.h"
 #include "launch.h"
-#include "ptx/math.cuh"
 
 namespace flash_attn::cuda {
 namespace {
@@ -32,8 +31,9 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = entry * params.lse_batch_stride + head * params.lse_head_stride;
     for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
       const float lse = params.lse[first + row], delta = params.delta[first + row];
-      // A row that does not count has delta 0, but exp(sink - LSE) is infinite there.
-      if (lse != -INFINITY) sum = fmaf(-ptx::exp2((sink - lse) * kLog2E), delta, sum);
+      // exp(sink - LSE) is infinite in a row that does not count, and anything in other rows without
+      // a gradient.
+      if (gives_gradient(lse)) sum = fmaf(-ptx::exp2((sink - lse) * kLog2E), delta, sum);
     }
   }
   __shared__ float sums[kWarps];

@@ -230,7 +230,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
   softmax.finish();
-  if (work.sink != -INFINITY) softmax.add_sink(O, work.sink);
+  if (work.sink != -INFINITY) softmax.add_sink(O, bounded_sink(work.sink));
   float inverse_sum[Traits::Output::kRows];
 #pragma unroll
   for (int row = 0; row < O.kRows; ++row) {
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   if (work.first_row >= work.segment_q) return;
 
   typename Traits::Output O;
-  typename Traits::Softmax softmax(params.softmax_scale);
+  typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
   O.fill(0.f);
   compute_loop<Traits>(params, smem, work, O, softmax);
   store_tile<Traits>(params, smem, work, O, softmax);

@@ -125,7 +125,7 @@ __device__ __forceinline__ void add_bias(Accumulator<1, kBlockM>& S, const Tile&
     flash_attn::ptx::ldmatrix_x4_trans(pairs, Tile::advance(address, query, 0));
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const float2 pair = flash_attn::ptx::unpack<typename Tile::Element>(pairs[r]);
+      const float2 pair = unpack_bias<typename Tile::Element>(pairs[r]);
       float* const scores = S.data[0][query / 8 + r / 2] + r % 2 * 2;
       scores[0] = fmaf(pair.x, factor, scores[0]);
       scores[1] = fmaf(pair.y, factor, scores[1]);

@@ -301,7 +301,7 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   float* const lse = work.lse + first_row;
   softmax.finish();
   const float* const sinks = self.params.score.learnable_sink;
-  if (sinks != nullptr) softmax.add_sink(O, sinks[work.q.head]);
+  if (sinks != nullptr) softmax.add_sink(O, bounded_sink(sinks[work.q.head]));
   const float scale = Traits::ScorePolicy::output_scale(self.params.dropout);
   scale_rows(O, {softmax.inverse_sum(0) * scale, softmax.inverse_sum(1) * scale});
   if (rows_that_count < 16) {
@@ -374,7 +374,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.work[slot].end) break;
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(params.softmax_scale);
+    typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
     O.fill(0.f);
     if (work.has_keys()) {
       KeyWalk<Traits>(work, smem.score(slot), self, S, O, softmax).run();

@@ -6,7 +6,6 @@ The whole matrix S is built, sequence by sequence, from the inputs as stored (al
 their dtype). What extreme scores mean is said in csrc/core/score_range.h.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,15 @@ from torch import Tensor
 from flash_attn.reference.philox import keep_probability, philox_keep_mask
 
 # csrc/core/score_range.h
-_MAX_SCORE = torch.finfo(torch.float32).max * math.log(2)
-_MAX_SLOPE = 1e38
+_MAX_SCORE = 2.0**26
+_SLOPES = -64.0, 1024.0
+_MAX_SINK = 2.358e38
 _MAX_LSE, _MAX_LSE_FP64 = 2.0**22, 2.0**51
 _SOFTCAPS = 1e-20, 1e30
+
+
+def _max_lse(q: Tensor) -> float:
+    return _MAX_LSE_FP64 if q.dtype == torch.float64 else _MAX_LSE
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Conditions:
     dq: Tensor  # B_dQ, like q
     dk: Tensor  # B_dK, like k
     dbias: Tensor | None  # B_dbias, like attn_bias
+    dbias_per_p: Tensor | None  # F_dbias, likewise: what an underflow of P costs
     dsink: Tensor | None
     largest_score: float  # max |S| of any score, before and after softcap and bias: the LSE's unit
 
@@ -80,8 +85,8 @@ def _drop(x: Tensor, kept: Tensor, dropout_p: float) -> Tensor:
     return x * kept / keep if keep > 0 else torch.zeros_like(x)
 
 
-def _limited(scores: Tensor) -> Tensor:
-    return scores.masked_fill(scores < -_MAX_SCORE, -torch.inf).clamp(max=_MAX_SCORE)
+def _limited(sink: Tensor) -> Tensor:
+    return sink.masked_fill(sink < -_MAX_SINK, -torch.inf).clamp(max=_MAX_SINK)
 
 
 def _attend(
@@ -112,16 +117,18 @@ def _attend(
         tanh = torch.tanh(S / softcap)
         S, softcap_slope = softcap * tanh, 1 - tanh**2
     if x.attn_bias is not None and x.attn_bias.dtype != torch.bool:
-        S = _limited(S + x.attn_bias)
+        S = S + x.attn_bias.clamp(max=_MAX_SCORE)
     if x.alibi_slopes is not None:
-        slopes = x.alibi_slopes.clamp(-_MAX_SLOPE, _MAX_SLOPE)
+        slopes = x.alibi_slopes.clamp(*_SLOPES)
         S = S - slopes[:, None, None] * (diagonal - j).abs()
-    S = _limited(S).masked_fill(~seen, -torch.inf)
+    S = S.masked_fill(~seen, -torch.inf)
 
     # softmax, where the row sum may be empty (out 0, LSE -inf) and a sink may add to it
-    m = S.detach().new_full((x.q.size(0), len_q, 1), -torch.inf)
+    bounded = softcap > 0 or any(t is not None for t in (x.attn_bias, x.alibi_slopes, x.kept))
+    least = -_MAX_SCORE if bounded else -torch.inf
+    m = S.detach().new_full((x.q.size(0), len_q, 1), least)
     if len_k > 0:
-        m = S.detach().amax(-1, keepdim=True)
+        m = S.detach().amax(-1, keepdim=True).clamp(min=least)
     if sink is not None:
         sink = _limited(sink)
         m = torch.maximum(m, sink.detach()[:, None, None])
@@ -217,6 +224,7 @@ class _Call:
         seqused_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
         rng_state: Tensor | tuple[int, int] | None = None,
+        max_lse: float | None = None,
     ) -> None:
         self.q, self.k, self.v = q.double(), k.double(), v.double()
         self.bias, self.sink = attn_bias, learnable_sink
@@ -230,7 +238,7 @@ class _Call:
         self.window = _window(causal, window_size)
         self.top_left = {"bottom-right": False, "top-left": True}[causal_alignment]
         self.softcap = softcap
-        self.max_lse = _MAX_LSE_FP64 if q.dtype == torch.float64 else _MAX_LSE
+        self.max_lse = _max_lse(q) if max_lse is None else max_lse
         self.is_varlen = cu_seqlens_q is not None
         self.rows = _rows(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
         self.flat_q = self.q if self.is_varlen else self.q.flatten(0, 1)
@@ -319,7 +327,7 @@ def attention_ref_grads(
         if options.get(name) is not None and options[name].is_floating_point():
             inputs[name] = options[name]
     leaves = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    out, lse, _ = attention_ref(**(options | leaves))
+    out, lse, _ = attention_ref(**(options | leaves), max_lse=_max_lse(q))
     outputs, incoming = [out], [dout.double()]
     if dlse is not None:
         outputs, incoming = [out, lse], [dout.double(), dlse.double()]
@@ -348,10 +356,13 @@ def condition_tensors(
         B_O = P |V|      B_dV = Pᵀ |dO|      (P after dropout)
         E = P ∘ (|dP - D + L| + rowsum|dO ∘ O|)
         B_dbias = Σ E over the dimensions that the bias broadcasts in
+        F_dbias = Σ |dP - D + L| over the same
         E' = softmax_scale · E · softcap'
         B_dQ = E' |K|    B_dK = E'ᵀ |Q|
 
     rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded.
+    A P below the smallest number of fp32 counts as 0, and dbias = P ∘ (dP - D + L) loses that much
+    of F_dbias, where the sums of other results hide it.
 
     Arguments: as attention_ref_grads.
     """
@@ -360,7 +371,7 @@ def condition_tensors(
     B_out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
     B_dq, B_dk, B_dv = (torch.zeros_like(x) for x in (call.flat_q, call.flat_k, call.flat_v))
     has_dbias = call.bias is not None and call.bias.dtype != torch.bool
-    B_dbias = torch.zeros_like(call.bias) if has_dbias else None
+    B_dbias, F_dbias = (torch.zeros_like(call.bias) if has_dbias else None for _ in range(2))
     B_dsink = None if call.sink is None else torch.zeros_like(call.sink)
     largest = 0.0
 
@@ -378,7 +389,8 @@ def condition_tensors(
         D = (dO * y.out).sum(-1, keepdim=True)
         D_magnitude = (dO * y.out).abs().sum(-1, keepdim=True)
         L = 0.0 if dlse is None else call.lse_rows(dlse.double(), rows)[..., None]
-        E = y.P * ((dP - D + L).abs() + D_magnitude)
+        dS_per_p = (dP - D + L).abs()
+        E = y.P * (dS_per_p + D_magnitude)
         E_raw = call.scale * E * y.softcap_slope
 
         B_out[rows.q] = (y.weights @ x.v.abs()).transpose(0, 1)
@@ -386,8 +398,9 @@ def condition_tensors(
         B_dq[rows.q] = (E_raw @ x.k.abs()).transpose(0, 1)
         B_dk[rows.k] = to_kv_heads(E_raw.mT @ x.q.abs())
         if B_dbias is not None:
-            part = _crop_bias(B_dbias, rows.index, E.size(1), E.size(2))
-            part += E.sum_to_size(part.shape)
+            for total, terms in ((B_dbias, E), (F_dbias, dS_per_p)):
+                part = _crop_bias(total, rows.index, E.size(1), E.size(2))
+                part += terms.sum_to_size(part.shape)
         if B_dsink is not None:
             P_sink = torch.exp(call.sink[:, None] - y.lse)
             B_dsink += (P_sink * ((L - D).abs() + D_magnitude).squeeze(-1)).sum(-1)
@@ -398,6 +411,7 @@ def condition_tensors(
         call.like_q(B_dq),
         call.like_k(B_dk),
         B_dbias,
+        F_dbias,
         B_dsink,
         largest,
     )

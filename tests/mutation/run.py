@@ -59,7 +59,7 @@ CACHE = [
 CPP = {
     "csrc/aten/score.cpp": ATTENTION,
     "csrc/aten/slice.cpp": ATTENTION,
-    "csrc/aten/fwd.cpp": ATTENTION,
+    "csrc/aten/fwd.cpp": [*ATTENTION, "test_dropout.py"],
     "csrc/aten/bwd.cpp": ["test_score_range.py", "test_backward.py --part=0/8"],
     "csrc/aten/online_softmax.cpp": ["test_score_range.py", *CACHE[:1]],
     "csrc/aten/tile.cpp": ATTENTION,
@@ -68,7 +68,7 @@ CPP = {
     "csrc/aten/parallel.cpp": ["test_threads.py", "test_invariants.py"],
     "csrc/aten/decode.cpp": CACHE,
     "csrc/aten/cache.cpp": CACHE,
-    "csrc/aten/append.cpp": ["test_kvcache.py --part=0/4"],
+    "csrc/aten/append.cpp": ["test_kvcache.py --part=0/4", "test_cache_forms.py --part=0/4"],
     "csrc/bindings/checks.cpp": ["test_errors.py", "test_wrong_arguments.py"],
     "csrc/bindings/autograd.cpp": ["test_torch.py", "test_api.py", "test_opcheck.py"],
     "csrc/bindings/meta.cpp": ["test_opcheck.py", "test_errors.py -k tracing"],

@@ -5,23 +5,38 @@
 #include <cstdint>
 
 #include "../../core/params.h"
+#include "../../core/score_range.h"
+#include "../ptx/half2.cuh"
 #include "../ptx/math.cuh"
 #include "../tile/fragment.cuh"
 
 namespace flash_attn {
 
-// Numbers of a bias in fp32; of a mask, what a score takes on. Pairs are aligned.
+// Numbers of a bias in fp32, no more than core/score_range.h takes; of a mask, what a score takes on.
+// Pairs are aligned.
+inline constexpr auto kMaxBias = static_cast<float>(kMaxScore);
 template <typename Number>
 __device__ __forceinline__ float load_bias(const Number* number) {
-  return static_cast<float>(*number);
+  return ptx::minimum_or_nan(static_cast<float>(*number), kMaxBias);
 }
 template <typename Number>
-__device__ __forceinline__ float2 load_bias_pair(const Number* pair) {
-  return ptx::unpack<Number>(*reinterpret_cast<const uint32_t*>(pair));
+__device__ __forceinline__ float2 unpack_bias(uint32_t numbers) {
+  const float2 pair = ptx::unpack<Number>(numbers);
+  return {ptx::minimum_or_nan(pair.x, kMaxBias), ptx::minimum_or_nan(pair.y, kMaxBias)};
 }
 template <>
-__device__ __forceinline__ float2 load_bias_pair(const float* pair) {
-  return *reinterpret_cast<const float2*>(pair);
+__device__ __forceinline__ float2 unpack_bias<__nv_bfloat16>(uint32_t numbers) {
+  const uint32_t largest = ptx::pack<__nv_bfloat16>(kMaxBias, kMaxBias);  // a power of two
+  return ptx::unpack<__nv_bfloat16>(ptx::minimum2_or_nan_bf16(numbers, largest));
+}
+template <typename Number>
+__device__ __forceinline__ float2 load_bias_pair(const Number* numbers) {
+  return unpack_bias<Number>(*reinterpret_cast<const uint32_t*>(numbers));
+}
+template <>
+__device__ __forceinline__ float2 load_bias_pair(const float* numbers) {
+  const float2 pair = *reinterpret_cast<const float2*>(numbers);
+  return {ptx::minimum_or_nan(pair.x, kMaxBias), ptx::minimum_or_nan(pair.y, kMaxBias)};
 }
 template <>
 __device__ __forceinline__ float load_bias(const bool* seen) {

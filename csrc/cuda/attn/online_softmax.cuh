@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../core/score_range.h"
 #include "../ptx/math.cuh"
 #include "../tile/fragment.cuh"
 
@@ -13,6 +14,21 @@ namespace flash_attn {
 
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
+
+// Of core/score_range.h, in units of log 2: where a row's maximum starts if its scores are bounded.
+inline constexpr auto kLeastScoreLog2 = static_cast<float>(-kMaxScore * kLog2E);
+
+// A sink in the range of core/score_range.h; NaN stays.
+__device__ __forceinline__ float bounded_sink(float sink) {
+  constexpr auto kLargest = static_cast<float>(kMaxSink);
+  return sink < -kLargest ? -INFINITY : ptx::minimum_or_nan(sink, kLargest);
+}
+
+// A slope of ALiBi in the range of core/score_range.h; NaN stays.
+__device__ __forceinline__ float bounded_slope(float slope) {
+  constexpr auto kLeast = static_cast<float>(kMinSlope), kLargest = static_cast<float>(kMaxSlope);
+  return slope < kLeast ? kLeast : ptx::minimum_or_nan(slope, kLargest);
+}
 
 // O[row] *= factor[row]
 template <int kMBlocks, int kN>
@@ -52,9 +68,9 @@ struct NoStep {
 // A row lies in the four lanes of a quad: the maximum is exchanged in each step, the sums only in
 // the end.
 //
-// row_max starts at the least finite number instead of -inf: rows that saw only -inf then have
-// exp2(-inf) = 0 in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through
-// the exponentials.
+// row_max starts at a finite number instead of -inf: rows that saw only -inf then have exp2(-inf) = 0
+// in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through the exponentials.
+// Where scores are bounded it starts at the border, and what lies below has no part in any sum.
 //
 // kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while no P exceeds 2^kSlackLog2, nor
 // both 1 and `share` of what its thread has summed of the row. In exact arithmetic the result is the
@@ -64,12 +80,12 @@ struct NoStep {
 template <int kRows, int kSlackLog2 = 0>
 class OnlineSoftmax {
  public:
-  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale)
+  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale, float least_max = -FLT_MAX)
       // A scale of 0 would make 0 · -inf; the least normal number gives the same probabilities.
       : scale_log2_(fmaxf(fabsf(softmax_scale) * kLog2E, FLT_MIN)), negate_(softmax_scale < 0.f) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      row_max_[row] = -FLT_MAX;
+      row_max_[row] = least_max;
       row_sum_[row] = 0.f;
     }
   }
@@ -214,7 +230,7 @@ class OnlineSoftmax {
     }
   }
 
-  // After finish(). A key with this score and a value of 0 joins each row.
+  // After finish(). A key with this score, of bounded_sink(), and a value of 0 joins each row.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void add_sink(Accumulator<kMBlocks, kN>& O, float sink) {
     float correction[kRows];

@@ -20,6 +20,7 @@
 // The gradient of X is dX = dS ∘ (1 - tanh²(X / cap)).
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "../../core/params.h"
@@ -40,6 +41,7 @@ struct ScorePlace {
 
 struct PlainScores {
   static constexpr bool kGeneral = false;
+  static constexpr float kLeastMax = -FLT_MAX;  // where the softmax starts
 
   PlainScores() = default;
   template <typename Params>
@@ -91,6 +93,7 @@ template <ScoreTerms kTerms>
 class TermScores {
  public:
   static constexpr bool kGeneral = true;
+  static constexpr float kLeastMax = kLeastScoreLog2;
 
   // params: FwdParams or BwdParams. diagonal: the key that query 0 meets on its diagonal.
   template <typename Params>
@@ -106,7 +109,8 @@ class TermScores {
     // Varlen: the rows before the first sequence and behind the last have no terms of their own.
     const int sequence = min(max(batch_idx, 0), params.batch - 1);
     if (kTerms.alibi && score.alibi_slopes != nullptr) {
-      alibi_ = score.alibi_slopes[sequence * score.alibi_batch_stride + head] * inverse_scale_;
+      alibi_ = bounded_slope(score.alibi_slopes[sequence * score.alibi_batch_stride + head]) *
+               inverse_scale_;
     }
     if (kTerms.bias && score.bias.data != nullptr) {
       const BiasParams& bias = score.bias;

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../../core/score_range.h"
 #include "../ptx/math.cuh"
 #include "../tile/fragment.cuh"
 #include "mask.cuh"
@@ -10,10 +11,15 @@
 
 namespace flash_attn {
 
+// Of a row: not if it sees no key, nor if LSE has no fraction (core/score_range.h). NaN does.
+__device__ __forceinline__ bool gives_gradient(float lse) {
+  return !(fabsf(lse) > static_cast<float>(kMaxLse));
+}
+
 // What the backward keeps of a row's LSE: P = exp2(scale_log2 · S - lse_log2). +inf, so that P = 0,
-// for rows that see no key.
+// for rows that give no gradient.
 __device__ __forceinline__ float to_lse_log2(float lse) {
-  return lse == -INFINITY ? INFINITY : lse * kLog2E;
+  return gives_gradient(lse) ? lse * kLog2E : INFINITY;
 }
 
 // S becomes P. `mask` sets scores to -inf in the blocks that need it; the scale comes first there,

@@ -137,7 +137,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
     const KvcacheRows rows(params, piece, smem.q_scale, lane);
     typename Traits::Output O;
     O.fill(0.f);
-    KvcacheSoftmax softmax;
+    KvcacheSoftmax softmax(params.score);
 
     for (int tile = piece.first_tile; tile < piece.end_tile; ++tile) {
       ptx::mbarrier_wait(smem.full[at.stage], at.phase);

@@ -30,7 +30,10 @@ struct KvcacheRows {
                                          const float (&q_scale)[kDecodeRows], int lane) {
     const int len_k = kvcache_len_k(params, piece.batch_idx);
     const int last_row = kvcache_group_rows(params) - 1;
-    const float unit = params.score.softcap > 0.f ? 1.f / params.score.softcap : kLog2E;
+    const ScoreParams& score = params.score;
+    const float unit = score.softcap > 0.f ? 1.f / score.softcap : kLog2E;
+    const float* slopes = score.alibi_slopes;
+    if (slopes != nullptr) slopes += piece.batch_idx * score.alibi_batch_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = fragment_row(half, lane);
@@ -41,12 +44,7 @@ struct KvcacheRows {
       end_key[half] = seen.end;
       diagonal[half] = at.token + len_k - params.seqlen_q;
       scale[half] = params.softmax_scale * unit * q_scale[row];
-      slope[half] =
-          params.score.alibi_slopes == nullptr
-              ? 0.f
-              : kLog2E *
-                    params.score
-                        .alibi_slopes[piece.batch_idx * params.score.alibi_batch_stride + at.head];
+      slope[half] = slopes == nullptr ? 0.f : kLog2E * bounded_slope(slopes[at.head]);
     }
   }
 };
@@ -98,8 +96,12 @@ __device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& par
 
 // The running softmax of the thread's two rows; sums over the warp's keys in this lane.
 struct KvcacheSoftmax {
-  float row_max[2] = {-FLT_MAX, -FLT_MAX};  // finite: see attn/online_softmax.cuh
-  float row_sum[2] = {0.f, 0.f};
+  float row_max[2], row_sum[2] = {0.f, 0.f};
+
+  __device__ __forceinline__ explicit KvcacheSoftmax(const ScoreParams& score) {
+    const bool bounded = score.softcap > 0.f || score.alibi_slopes != nullptr;
+    row_max[0] = row_max[1] = bounded ? kLeastScoreLog2 : -FLT_MAX;  // attn/online_softmax.cuh
+  }
 
   // S becomes P. Returns whether O, by `correction`, and the sums have to follow a new maximum.
   template <typename Traits>

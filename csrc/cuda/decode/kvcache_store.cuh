@@ -26,7 +26,7 @@ struct OutputRow {
                                               float lse, bool stores) const {
     float factor = 1.f;
     if (params.score.learnable_sink != nullptr) {
-      const float sink = params.score.learnable_sink[at.head];
+      const float sink = bounded_sink(params.score.learnable_sink[at.head]);
       const float reference = merge_reference(fmaxf(lse, sink));
       const float joined =
           merge_finish(reference, merge_weight(lse, reference) + merge_weight(sink, reference));

@@ -1,4 +1,4 @@
-// Comparison of pairs of fp16 numbers.
+// Comparison of pairs of 16-bit numbers.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,13 @@ __device__ __forceinline__ void greater_equal_or_nan2(uint32_t a, uint32_t b, bo
       : "r"(a), "r"(b), "r"(static_cast<int>(opposite)));
   low = of_low != 0;
   high = of_high != 0;
+}
+
+// min.NaN.bf16x2, PTX ISA "min": of each half, NaN where one of them is.
+__device__ __forceinline__ uint32_t minimum2_or_nan_bf16(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
 }
 
 }  // namespace flash_attn::ptx

@@ -30,6 +30,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// min.NaN.f32, PTX ISA "min": NaN if one of them is.
+__device__ __forceinline__ float minimum_or_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // cvt.rn.{f16x2,bf16x2}.f32, PTX ISA "cvt": low goes to bits 0-15, the lower address.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
