@@ -74,11 +74,12 @@ struct BwdKeyBlock {
   int batch_idx, head_kv, first_key;
 };
 
-template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget, typename ScorePolicyType>
+// kTileOfClass is a value, so that a class with the same tile for both budgets is compiled once.
+template <DType kDType, int kHeadDimClass, BwdTile kTileOfClass, typename ScorePolicyType>
 struct BwdTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
-  static constexpr BwdTile kTile = kBwdTile<kHeadDimClass, kSmemBudget>;
+  static constexpr BwdTile kTile = kTileOfClass;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps, kStages = kTile.stages;
@@ -106,7 +107,6 @@ struct BwdTraits {
     float column_sums[ScorePolicy::kGeneral ? kTile.score_warps : 1]
                      [ScorePolicy::kGeneral ? kBlockN : 1];
   };
-  static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
 };
 
 // Brings in what belongs to a block of queries: Q, dO, LSE, delta.
@@ -345,7 +345,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       ptx::cp_async_commit();
     }
     gemm_smem<Element, kBlockM, Into::kSum>(  // dV += Pᵀ dO
-        dV, RowsAndReductions<Traits, kBlockM / 16, kSumDq>(smem.p, lane, dq),
+        dV, RowsAndReductions<Traits, kBlockM / kStepK<Element>, kSumDq>(smem.p, lane, dq),
         Cols(smem.dout[stage], grid.col, lane));
     if (kStages == 1 && more) {
       __syncthreads();  // all warps are done with dO(i)
@@ -398,12 +398,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                                          params.head_dim_v, smem.v, 0, threadIdx.x);
 }
 
-template <typename Traits>
+template <typename Traits, SmemBudget kBudget>
 void launch_bwd_kernel(const BwdParams& params, Stream stream) {
+  static_assert(sizeof(typename Traits::SharedStorage) <= bwd_smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
-      int64_t{params.seqlen_q} * (params.head_dim + params.head_dim_v) * 4 * group);
+      int64_t{params.seqlen_q} * (params.head_dim + params.head_dim_v) * group * 2 *
+          static_cast<int64_t>(sizeof(typename Traits::Element)));
   if (scheduler.num_tiles() == 0) return;
   const auto launch = [&]<bool kSumDq> {
     cuda::launch<bwd_kernel<Traits, kSumDq>>(scheduler.num_tiles(), Traits::kThreads,
@@ -414,12 +416,20 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
                              : launch.template operator()<true>();
 }
 
+// With the tile that the class has for a budget.
+template <DType kDType, int kHeadDim, SmemBudget kBudget, typename ScorePolicy>
+void launch_bwd_in(const BwdParams& params, Stream stream) {
+  constexpr BwdTile kTile = kIsWide<Element<kDType>> ? kBwdWideTile<kHeadDim, kBudget>
+                                                     : kBwdTile<kHeadDim, kBudget>;
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, kTile, ScorePolicy>, kBudget>(params, stream);
+}
+
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge, PlainScores>>(params, stream);
+    launch_bwd_in<kDType, kHeadDim, SmemBudget::kLarge, PlainScores>(params, stream);
   } else {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, PlainScores>>(params, stream);
+    launch_bwd_in<kDType, kHeadDim, SmemBudget::kSmall, PlainScores>(params, stream);
   }
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
 }
@@ -427,7 +437,7 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 // One tile a class, which any budget holds.
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>>(params, stream);
+  launch_bwd_in<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>(params, stream);
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kShared) {
     launch_bwd_bias<kDType, kHeadDim>(params, stream);

@@ -123,6 +123,47 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .dq_warps = 2,
                                                               .spread_dq = false};
 
+// fp32: three classes.
+template <int kHeadDim, SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideTile = {};
+
+template <SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideTile<64, kBudget> = {.block_m = 64,
+                                                      .block_n = 64,
+                                                      .num_warps = 8,
+                                                      .stages = 1,
+                                                      .score_warps = 4,
+                                                      .dkv_warps = 2,
+                                                      .dq_warps = 2,
+                                                      .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLarge> = {.block_m = 64,
+                                                                  .block_n = 64,
+                                                                  .num_warps = 8,
+                                                                  .stages = 1,
+                                                                  .score_warps = 4,
+                                                                  .dkv_warps = 2,
+                                                                  .dq_warps = 2,
+                                                                  .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kSmall> = {.block_m = 32,
+                                                                  .block_n = 32,
+                                                                  .num_warps = 4,
+                                                                  .stages = 1,
+                                                                  .score_warps = 2,
+                                                                  .dkv_warps = 2,
+                                                                  .dq_warps = 2,
+                                                                  .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLarge> = {.block_m = 32,
+                                                                  .block_n = 32,
+                                                                  .num_warps = 4,
+                                                                  .stages = 1,
+                                                                  .score_warps = 2,
+                                                                  .dkv_warps = 2,
+                                                                  .dq_warps = 2,
+                                                                  .spread_dq = false};
+
 // The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
 struct BwdDqTile {
   int block_m;
@@ -144,6 +185,16 @@ template <>
 inline constexpr BwdDqTile kBwdDqTile<192> = {.block_m = 64, .block_n = 64, .num_warps = 4};
 template <>
 inline constexpr BwdDqTile kBwdDqTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
+
+// fp32.
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdDqWideTile = {};
+template <>
+inline constexpr BwdDqTile kBwdDqWideTile<64> = {.block_m = 64, .block_n = 64, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdDqWideTile<128> = {.block_m = 64, .block_n = 16, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdDqWideTile<256> = {.block_m = 32, .block_n = 16, .num_warps = 2};
 
 // With score terms, which take registers.
 template <int kHeadDim>

@@ -125,7 +125,7 @@ struct FwdSharedStorage {
   alignas(FwdWork<Traits>) unsigned char work[sizeof(FwdWork<Traits>)];
 };
 
-// P = exp(S - m) as the left operand of P V, computed 16 columns at a time when gemm() asks for
+// P = exp(S - m) as the left operand of P V, computed a step's columns at a time when gemm() asks for
 // them. place: of the warp's S.
 template <typename Traits>
 struct Probabilities {
@@ -137,14 +137,19 @@ struct Probabilities {
   int lane;
 
   __device__ __forceinline__ void load(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
+    using Element = typename Traits::Element;
+    constexpr int kRowElements = kStepK<Element> / 4;
 #pragma unroll
     for (int row = 0; row < 2 * Traits::kMBlocks; ++row) {
-      float p[4];
+      float p[kRowElements];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[i] = softmax.exponentiate(row, S.at(row, k / 4 + i));
-      softmax.add(row, (p[0] + p[1]) + (p[2] + p[3]));
-      blocks[row / 2][row % 2] = ptx::pack<typename Traits::Element>(p[0], p[1]);
-      blocks[row / 2][row % 2 + 2] = ptx::pack<typename Traits::Element>(p[2], p[3]);
+      for (int i = 0; i < kRowElements; ++i) {
+        p[i] = softmax.exponentiate(row, S.at(row, k / 4 + i));
+      }
+      float sum = p[0] + p[1];
+      if constexpr (kRowElements == 4) sum += p[2] + p[3];
+      softmax.add(row, sum);
+      set_operand_row<Element>(blocks, row, p);
     }
     score.drop(blocks, dropout, {place.query, place.key + k}, lane);
   }
@@ -245,7 +250,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   __syncwarp();
 
   // Whole rows in chunks of 16 bytes, as TileLoader reads them.
-  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
+  constexpr int kChunk = kChunkOf<Element>, kRowChunks = Traits::kHeadDim / kChunk;
 #pragma unroll
   for (int i = lane; i < Traits::kWarpRows * kRowChunks; i += 32) {
     const int row = warp_row + i / kRowChunks, col = i % kRowChunks * kChunk;
@@ -286,7 +291,8 @@ void launch_fwd_kernel(const FwdParams& params, Stream stream) {
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
-      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * 2 / group);
+      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) *
+          static_cast<int64_t>(sizeof(typename Traits::Element)) / group);
   if (scheduler.num_tiles() == 0) return;
   cuda::launch<fwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
                                    sizeof(FwdSharedStorage<Traits>), stream, params, scheduler);
@@ -306,6 +312,12 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
     case SmemBudget::kLargest:
       return launch.template operator()<SmemBudget::kLargest>();
   }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_wide(const FwdParams& params, Stream stream) {
+  using Traits = FwdTraits<kDType, kHeadDim, kFwdWideTile<kHeadDim>, PlainScores>;
+  launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }
 
 template <DType kDType, int kHeadDim>

@@ -12,6 +12,9 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// fp32, as it is or by TF32.
+template <DType kDType, int kHeadDim>
+void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, Stream stream);
 
