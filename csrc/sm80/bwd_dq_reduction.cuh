@@ -87,6 +87,10 @@ struct RowsAndReductions {
   __device__ __forceinline__ RowsAndReductions(const typename Traits::PTile& tile, int lane,
                                                const DqReduction<Traits>& reduction)
       : operand(tile, Grid().row * Grid::kWarpRows, lane), dq(reduction) {}
+  __device__ __forceinline__ void walk() {
+    static_assert(!Traits::kTile.spread_dq);
+    operand.walk();
+  }
   __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
     operand.load(blocks, k);
     if constexpr (kSumDq && Traits::kTile.spread_dq) dq.send(kFirstStep + k / kStep, 2 * kSteps);

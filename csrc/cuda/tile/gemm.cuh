@@ -172,6 +172,21 @@ __device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, const Op
   gemm<Element, kK, kInto>(C, A, B);
 }
 
+// A loop that stays one, as unrolled it has ptxas keep more in flight than there are registers.
+template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
+          typename OperandBView>
+  requires std::is_same_v<Element, float>
+__device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, OperandAView A,
+                                          OperandBView B) {
+  if constexpr (kInto == Into::kZero) C.fill(0.f);
+#pragma unroll 1
+  for (int k = 0; k < kK; k += kWalkK) {
+    gemm<Element, kWalkK, Into::kSum>(C, A, B);
+    A.walk();
+    B.walk();
+  }
+}
+
 // C += A B, A in registers.
 template <typename Element, int kMBlocks, int kK, int kN, typename OperandBView>
 __device__ __forceinline__ void gemm_register(Accumulator<kMBlocks, kN>& C,

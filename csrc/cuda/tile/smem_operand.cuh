@@ -44,6 +44,8 @@ class SmemOperand {
   uint32_t address_;
 };
 
+inline constexpr int kWalkK = 32;
+
 // The same of fp32, in blocks of 16 × 8. mma's k t and t + 4, which are a thread's, stand for columns 2t and
 // 2t + 1 of both operands: then an accumulator is an operand A as it is (fragment.cuh), and a thread's two
 // numbers of a row lie side by side.
@@ -76,6 +78,14 @@ class SmemOperand<kSide, kLayout, Tile> {
     }
   }
 
+  // Moves on by kWalkK columns of A, at run time.
+  __device__ __forceinline__ void walk() {
+    constexpr int kBytes = kLayout == Layout::kKInner ? kWalkK / Tile::kSlabCols * Tile::kSlabBytes
+                                                      : Tile::advance(0, kWalkK, 0);
+    address_ += kBytes;
+    if constexpr (kLayout == Layout::kKOuter) odd_address_ += kBytes;
+  }
+
  private:
   uint32_t address_;
   uint32_t odd_address_;  // kKOuter: of the row below
@@ -92,6 +102,7 @@ struct SmemOperandA {
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) operand.load(blocks[m], m * kBlockStride, k);
   }
+  __device__ __forceinline__ void walk() { operand.walk(); }
 };
 
 template <typename Tile, Layout kLayout>
