@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename Traits, SmemBudget kBudget>
 void launch_bwd_kernel(const BwdParams& params, Stream stream) {
-  static_assert(sizeof(typename Traits::SharedStorage) <= bwd_smem_bytes(kBudget));
+  static_assert(sizeof(typename Traits::SharedStorage) <= smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
@@ -416,20 +416,35 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
                              : launch.template operator()<true>();
 }
 
-// With the tile that the class has for a budget.
-template <DType kDType, int kHeadDim, SmemBudget kBudget, typename ScorePolicy>
-void launch_bwd_in(const BwdParams& params, Stream stream) {
-  constexpr BwdTile kTile = kIsWide<Element<kDType>> ? kBwdWideTile<kHeadDim, kBudget>
-                                                     : kBwdTile<kHeadDim, kBudget>;
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, kTile, ScorePolicy>, kBudget>(params, stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  const auto launch = [&]<SmemBudget kBudget> {
+    using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, kBudget>, PlainScores>;
+    launch_bwd_kernel<Traits, kBudget>(params, stream);
+  };
+  if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
+    launch.template operator()<SmemBudget::kLarge>();
+  } else {
+    launch.template operator()<SmemBudget::kSmall>();
+  }
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
 }
 
 template <DType kDType, int kHeadDim>
-void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
-    launch_bwd_in<kDType, kHeadDim, SmemBudget::kLarge, PlainScores>(params, stream);
+void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  const auto launch = [&]<SmemBudget kBudget> {
+    using Traits = BwdTraits<kDType, kHeadDim, kBwdWideTile<kHeadDim, kBudget>, PlainScores>;
+    launch_bwd_kernel<Traits, kBudget>(params, stream);
+  };
+  const SmemBudget budget = smem_budget(device.smem_optin_bytes);
+  if constexpr (kHeadDim > kBwdWidePortableHeadDim) {
+    launch.template operator()<SmemBudget::kLargest>();
+  } else if (budget == SmemBudget::kSmall) {
+    launch.template operator()<SmemBudget::kSmall>();
+  } else if (budget == SmemBudget::kLarge) {
+    launch.template operator()<SmemBudget::kLarge>();
   } else {
-    launch_bwd_in<kDType, kHeadDim, SmemBudget::kSmall, PlainScores>(params, stream);
+    launch.template operator()<SmemBudget::kLargest>();
   }
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
 }
@@ -437,7 +452,9 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 // One tile a class, which any budget holds.
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
-  launch_bwd_in<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>(params, stream);
+  using Traits =
+      BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kSmall>, GeneralScores>;
+  launch_bwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kShared) {
     launch_bwd_bias<kDType, kHeadDim>(params, stream);

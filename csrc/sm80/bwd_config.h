@@ -123,28 +123,21 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .dq_warps = 2,
                                                               .spread_dq = false};
 
-// fp32: three classes.
+// fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with less, tiles
+// leave too few warps to hold dK and dV.
+inline constexpr int kBwdWidePortableHeadDim = 128;
 template <int kHeadDim, SmemBudget kBudget>
 inline constexpr BwdTile kBwdWideTile = {};
 
 template <SmemBudget kBudget>
 inline constexpr BwdTile kBwdWideTile<64, kBudget> = {.block_m = 64,
                                                       .block_n = 64,
-                                                      .num_warps = 8,
+                                                      .num_warps = 4,
                                                       .stages = 1,
-                                                      .score_warps = 4,
+                                                      .score_warps = 2,
                                                       .dkv_warps = 2,
                                                       .dq_warps = 2,
                                                       .spread_dq = false};
-template <>
-inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLarge> = {.block_m = 64,
-                                                                  .block_n = 64,
-                                                                  .num_warps = 8,
-                                                                  .stages = 1,
-                                                                  .score_warps = 4,
-                                                                  .dkv_warps = 2,
-                                                                  .dq_warps = 2,
-                                                                  .spread_dq = false};
 template <>
 inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kSmall> = {.block_m = 32,
                                                                   .block_n = 32,
@@ -155,14 +148,32 @@ inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kSmall> = {.block_m = 32,
                                                                   .dq_warps = 2,
                                                                   .spread_dq = false};
 template <>
-inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLarge> = {.block_m = 32,
-                                                                  .block_n = 32,
-                                                                  .num_warps = 4,
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLarge> = {.block_m = 64,
+                                                                  .block_n = 64,
+                                                                  .num_warps = 8,
                                                                   .stages = 1,
-                                                                  .score_warps = 2,
+                                                                  .score_warps = 4,
                                                                   .dkv_warps = 2,
                                                                   .dq_warps = 2,
                                                                   .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLargest> = {.block_m = 64,
+                                                                    .block_n = 64,
+                                                                    .num_warps = 8,
+                                                                    .stages = 2,
+                                                                    .score_warps = 4,
+                                                                    .dkv_warps = 2,
+                                                                    .dq_warps = 2,
+                                                                    .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLargest> = {.block_m = 32,
+                                                                    .block_n = 64,
+                                                                    .num_warps = 8,
+                                                                    .stages = 1,
+                                                                    .score_warps = 2,
+                                                                    .dkv_warps = 2,
+                                                                    .dq_warps = 2,
+                                                                    .spread_dq = false};
 
 // The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
 struct BwdDqTile {

@@ -1,7 +1,11 @@
 #include "capability.h"
 
+#include <algorithm>
+#include <string>
+
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "bwd_config.h"
 
 namespace flash_attn::sm80 {
 namespace {
@@ -13,9 +17,33 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
   cuda::refuse_without_code(reasons, call);
 }
 
+void refuse_float32(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_head_dims(reasons, call);
+  reasons.refuse_if(call.alibi, "alibi_slopes in float32 is not supported");
+  reasons.refuse_if(call.softcap, "softcap in float32 is not supported");
+  reasons.refuse_if(call.bias, "attn_bias in float32 is not supported");
+  reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
+  const bool wide_tiles = std::max(call.head_dim, call.head_dim_v) > kBwdWidePortableHeadDim;
+  const bool small = call.device != nullptr &&
+                     smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
+  reasons.refuse_if(call.op == Op::kBackward && wide_tiles && small,
+                    "the backward in float32 above head_dim " +
+                        std::to_string(kBwdWidePortableHeadDim) +
+                        " needs a GPU with 227 KB of shared memory a thread block");
+}
+
 void refuse_call(Reasons& reasons, const CallShape& call) {
-  cuda::refuse_tensors(reasons, call);
-  if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
+  if (call.op == Op::kDecode) {
+    cuda::refuse_tensors(reasons, call);
+    return cuda::refuse_cache_of_forward(reasons, call);
+  }
+  if (call.dtype == DType::kFp32) {
+    refuse_float32(reasons, call);
+  } else {
+    reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
+                      "dtype is not float16, bfloat16 or float32");
+    cuda::refuse_head_dims(reasons, call);
+  }
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
 }
 

@@ -86,10 +86,10 @@ template <int kHeadDim>
 inline constexpr FwdTile kFwdWideTile = {};
 template <>
 inline constexpr FwdTile kFwdWideTile<64> = {
-    .block_m = 128, .block_n = 64, .num_warps = 8, .blocks_per_sm = 2};
+    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
 template <>
 inline constexpr FwdTile kFwdWideTile<128> = {
-    .block_m = 64, .block_n = 32, .num_warps = 4, .blocks_per_sm = 3};
+    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
 template <>
 inline constexpr FwdTile kFwdWideTile<256> = {
     .block_m = 64, .block_n = 16, .num_warps = 4, .blocks_per_sm = 2};

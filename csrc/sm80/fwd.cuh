@@ -165,10 +165,6 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
-  const SmemOperandA<Traits::kMBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
-      smem.q, warp_row, lane);
-  const SmemOperandB<typename Traits::KTile, Layout::kKInner> K(smem.k, 0, lane);
-  const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
   // opaque() and V's reversed order of threads keep the threads' addresses from living across the
   // products, in registers that the accumulators need.
   const auto load = [&](const auto& tile, const Element* matrix, int64_t row_stride, int num_cols,
@@ -200,6 +196,9 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     load_v(n);
     ptx::cp_async_commit();
 
+    const SmemOperandA<Traits::kMBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
+        smem.q, warp_row, lane);
+    const SmemOperandB<typename Traits::KTile, Layout::kKInner> K(smem.k, 0, lane);
     typename Traits::Scores S;
     gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
     const ScorePlace place = {work.first_row + warp_row, n * kBlockN};
@@ -221,6 +220,7 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
 
     float correction[Traits::Scores::kRows];
     if (softmax.update_max(S, correction)) scale_rows(O, correction);  // O = O · exp(m_old - m)
+    const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
     // O += exp(S - m) V(n)
     gemm<Element, kBlockN, Into::kSum>(
         O, Probabilities<Traits>{softmax, S, work.score, params.dropout, place, lane}, V);

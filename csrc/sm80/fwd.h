@@ -1,5 +1,5 @@
 // The forward kernel, and its instances: one a dtype and head-dim class, in inst/fwd_d*.cu; with score
-// terms in inst/fwd_scores_d*.cu.
+// terms in inst/fwd_scores_d*.cu, of fp32 in inst/fwd_wide_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -7,7 +7,8 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
+// Any head_dim and head_dim_v up to 256 that are multiples of 8. fp16 and bf16; kFp32 and kTf32 without
+// score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 template <DType kDType, int kHeadDim>

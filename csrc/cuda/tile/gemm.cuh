@@ -110,29 +110,40 @@ template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename O
   requires std::is_same_v<Element, float>
 __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&& A,
                                      const OperandBView& B) {
-  constexpr int kSteps = 16 / kStepK<float>, kNBlocks = kN / 16, kBlocks = kNBlocks * (kK / 16);
+#ifndef BIGC
+#define BIGC 64
+#endif
+  constexpr int kSteps = kMBlocks > 1 && kMBlocks * kN / 2 >= BIGC ? 1 : 2, kSumK = kSteps * kStepK<float>;
+  constexpr int kNBlocks = kN / 16, kBlocks = kNBlocks * (kK / kSumK);
   SplitBlock a[kSteps][kMBlocks], b[kSteps];
   uint32_t raw_b[2][kSteps][4];
   const auto load_b = [&](int i) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      B.load(raw_b[i % 2][step], i % kNBlocks * 16, i / kNBlocks * 16 + step * kStepK<float>);
+      B.load(raw_b[i % 2][step], i % kNBlocks * 16, i / kNBlocks * kSumK + step * kStepK<float>);
     }
   };
+#ifndef SINGLE
   load_b(0);
+#endif
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     const int k = i / kNBlocks, n = i % kNBlocks;
+#ifdef SINGLE
+    load_b(i);
+#endif
     if (n == 0) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t raw_a[kMBlocks][4];
-        A.load(raw_a, k * 16 + step * kStepK<float>);
+        A.load(raw_a, k * kSumK + step * kStepK<float>);
 #pragma unroll
         for (int m = 0; m < kMBlocks; ++m) a[step][m].split(raw_a[m]);
       }
     }
+#ifndef SINGLE
     if (i + 1 < kBlocks) load_b(i + 1);
+#endif
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) b[step].split(raw_b[i % 2][step]);
     Accumulator<kMBlocks, 16> sum;
@@ -175,7 +186,7 @@ __device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, const Op
 // A loop that stays one, as unrolled it has ptxas keep more in flight than there are registers.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
-  requires std::is_same_v<Element, float>
+  requires kIsWide<Element>
 __device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, OperandAView A,
                                           OperandBView B) {
   if constexpr (kInto == Into::kZero) C.fill(0.f);

@@ -6,6 +6,7 @@
 
 #include "../ptx/ld_shared.cuh"
 #include "../ptx/ldmatrix.cuh"
+#include "../ptx/opaque.cuh"
 #include "smem_tile.cuh"
 
 namespace flash_attn {
@@ -54,6 +55,7 @@ template <Side kSide, Layout kLayout, typename Tile>
 class SmemOperand<kSide, kLayout, Tile> {
  public:
   __device__ __forceinline__ SmemOperand(const Tile& tile, int first_mn, int lane) {
+    lane = static_cast<int>(ptx::opaque(lane));
     const int mn = lane / 4, k = lane % 4 * 2;
     if constexpr (kLayout == Layout::kKInner) {
       address_ = tile.address(first_mn + mn, k / 4 * 4) + k % 4 * 4;
