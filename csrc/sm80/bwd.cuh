@@ -439,14 +439,16 @@ void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, St
   const SmemBudget budget = smem_budget(device.smem_optin_bytes);
   if constexpr (kHeadDim > kBwdWidePortableHeadDim) {
     launch.template operator()<SmemBudget::kLargest>();
-  } else if (budget == SmemBudget::kSmall) {
-    launch.template operator()<SmemBudget::kSmall>();
-  } else if (budget == SmemBudget::kLarge) {
-    launch.template operator()<SmemBudget::kLarge>();
   } else {
-    launch.template operator()<SmemBudget::kLargest>();
+    if (budget == SmemBudget::kSmall) {
+      launch.template operator()<SmemBudget::kSmall>();
+    } else if (budget == SmemBudget::kLarge) {
+      launch.template operator()<SmemBudget::kLarge>();
+    } else {
+      launch.template operator()<SmemBudget::kLargest>();
+    }
+    if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
   }
-  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
 }
 
 // One tile a class, which any budget holds.

@@ -123,8 +123,9 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .dq_warps = 2,
                                                               .spread_dq = false};
 
-// fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with less, tiles
-// leave too few warps to hold dK and dV.
+// fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with less,
+// tiles have too few warps to hold dK and dV. Nor is there a deterministic dQ, as one warp cannot hold
+// 16 rows of it.
 inline constexpr int kBwdWidePortableHeadDim = 128;
 template <int kHeadDim, SmemBudget kBudget>
 inline constexpr BwdTile kBwdWideTile = {};
@@ -166,13 +167,13 @@ inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLargest> = {.block_m = 6
                                                                     .dq_warps = 2,
                                                                     .spread_dq = false};
 template <>
-inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLargest> = {.block_m = 32,
-                                                                    .block_n = 64,
+inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLargest> = {.block_m = 64,
+                                                                    .block_n = 32,
                                                                     .num_warps = 8,
                                                                     .stages = 1,
-                                                                    .score_warps = 2,
+                                                                    .score_warps = 4,
                                                                     .dkv_warps = 2,
-                                                                    .dq_warps = 2,
+                                                                    .dq_warps = 4,
                                                                     .spread_dq = false};
 
 // The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
@@ -197,15 +198,13 @@ inline constexpr BwdDqTile kBwdDqTile<192> = {.block_m = 64, .block_n = 64, .num
 template <>
 inline constexpr BwdDqTile kBwdDqTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
 
-// fp32.
+// fp32, up to kBwdWidePortableHeadDim.
 template <int kHeadDim>
 inline constexpr BwdDqTile kBwdDqWideTile = {};
 template <>
 inline constexpr BwdDqTile kBwdDqWideTile<64> = {.block_m = 64, .block_n = 64, .num_warps = 4};
 template <>
 inline constexpr BwdDqTile kBwdDqWideTile<128> = {.block_m = 64, .block_n = 16, .num_warps = 4};
-template <>
-inline constexpr BwdDqTile kBwdDqWideTile<256> = {.block_m = 32, .block_n = 16, .num_warps = 2};
 
 // With score terms, which take registers.
 template <int kHeadDim>

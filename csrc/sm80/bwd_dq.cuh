@@ -81,18 +81,12 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
     return static_cast<const Element*>(tensor) +
            SeqlenInfo::offset(strides, block.batch_idx, head, row);
   };
-  // With fp32, registers are too short for what could be computed before the loop.
-  const auto load = [&](const KTile& tile, const void* tensor, const Strides& strides, int num_cols,
-                        int n) {
-    const unsigned loader = kIsWide<Element> ? ptx::opaque(threadIdx.x) : threadIdx.x;
-    TileLoader<KTile, Traits::kThreads>(matrix(tensor, strides, head_kv, seqlen.k_begin),
-                                        strides.row, num_cols, loader)
-        .load(tile, n * kBlockN, seqlen.len_k);
-  };
-  const auto load_k = [&](int n) { load(smem.k, params.k, params.k_strides, params.head_dim, n); };
-  const auto load_v = [&](int n) {
-    load(smem.v, params.v, params.v_strides, params.head_dim_v, n);
-  };
+  const TileLoader<KTile, Traits::kThreads> k_loader(
+      matrix(params.k, params.k_strides, head_kv, seqlen.k_begin), params.k_strides.row,
+      params.head_dim, thread);
+  const TileLoader<KTile, Traits::kThreads> v_loader(
+      matrix(params.v, params.v_strides, head_kv, seqlen.k_begin), params.v_strides.row,
+      params.head_dim_v, thread);
   TileLoader<QTile, Traits::kThreads>(
       matrix(params.q, params.q_strides, block.head, seqlen.q_begin), params.q_strides.row,
       params.head_dim, thread)
@@ -122,8 +116,8 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   if (thread == 0) {
     smem.score = {params, block.batch_idx, block.head, seqlen.diagonal(params)};
   }
-  load_k(range.begin);
-  load_v(range.begin);
+  k_loader.load(smem.k, range.begin * kBlockN, seqlen.len_k);
+  v_loader.load(smem.v, range.begin * kBlockN, seqlen.len_k);
   ptx::cp_async_commit();
 #pragma unroll 1
   for (int n = range.begin; n < range.end; ++n) {
@@ -138,10 +132,10 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
     smem.score.differentiate(dS, slope);
 
     __syncthreads();  // all warps are done with V(n)
-    if (n + 1 < range.end) load_v(n + 1);
+    if (n + 1 < range.end) v_loader.load(smem.v, (n + 1) * kBlockN, seqlen.len_k);
     gemm_register<Element>(dQ, to_operand_a<Element>(dS), K_outer);  // dQ += dS K(n)
     __syncthreads();                                                 // all warps are done with K(n)
-    if (n + 1 < range.end) load_k(n + 1);
+    if (n + 1 < range.end) k_loader.load(smem.k, (n + 1) * kBlockN, seqlen.len_k);
     ptx::cp_async_commit();
   }
 }

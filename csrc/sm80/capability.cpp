@@ -23,13 +23,16 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.softcap, "softcap in float32 is not supported");
   reasons.refuse_if(call.bias, "attn_bias in float32 is not supported");
   reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
-  const bool wide_tiles = std::max(call.head_dim, call.head_dim_v) > kBwdWidePortableHeadDim;
+  if (std::max(call.head_dim, call.head_dim_v) <= kBwdWidePortableHeadDim) return;
+  const std::string where =
+      " in float32 above head_dim " + std::to_string(kBwdWidePortableHeadDim);
   const bool small = call.device != nullptr &&
                      smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
-  reasons.refuse_if(call.op == Op::kBackward && wide_tiles && small,
-                    "the backward in float32 above head_dim " +
-                        std::to_string(kBwdWidePortableHeadDim) +
-                        " needs a GPU with 227 KB of shared memory a thread block");
+  const bool backward = call.op == Op::kBackward;
+  reasons.refuse_if(backward && small, "the backward" + where +
+                                           " needs a GPU with 227 KB of shared memory a block");
+  reasons.refuse_if(backward && call.deterministic,
+                    "deterministic" + where + " is not supported");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

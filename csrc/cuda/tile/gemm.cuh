@@ -104,16 +104,15 @@ struct SplitBlock {
 // product at most.
 //
 // mma adds to its accumulator without rounding to nearest, so that the errors of a long sum point one
-// way. It sums 16 columns, the small products first, and fp32 additions do the rest.
+// way. It sums 8 or 16 columns, the small products first, and fp32 additions do the rest.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
   requires std::is_same_v<Element, float>
 __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&& A,
                                      const OperandBView& B) {
-#ifndef BIGC
-#define BIGC 64
-#endif
-  constexpr int kSteps = kMBlocks > 1 && kMBlocks * kN / 2 >= BIGC ? 1 : 2, kSumK = kSteps * kStepK<float>;
+  // Beside a large C there are registers for one step of A only.
+  constexpr int kSteps = kMBlocks > 1 && kMBlocks * kN >= 128 ? 1 : 2;
+  constexpr int kSumK = kSteps * kStepK<float>;
   constexpr int kNBlocks = kN / 16, kBlocks = kNBlocks * (kK / kSumK);
   SplitBlock a[kSteps][kMBlocks], b[kSteps];
   uint32_t raw_b[2][kSteps][4];
@@ -123,15 +122,10 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
       B.load(raw_b[i % 2][step], i % kNBlocks * 16, i / kNBlocks * kSumK + step * kStepK<float>);
     }
   };
-#ifndef SINGLE
   load_b(0);
-#endif
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     const int k = i / kNBlocks, n = i % kNBlocks;
-#ifdef SINGLE
-    load_b(i);
-#endif
     if (n == 0) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -141,9 +135,7 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
         for (int m = 0; m < kMBlocks; ++m) a[step][m].split(raw_a[m]);
       }
     }
-#ifndef SINGLE
     if (i + 1 < kBlocks) load_b(i + 1);
-#endif
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) b[step].split(raw_b[i % 2][step]);
     Accumulator<kMBlocks, 16> sum;

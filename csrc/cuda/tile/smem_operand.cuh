@@ -55,13 +55,12 @@ template <Side kSide, Layout kLayout, typename Tile>
 class SmemOperand<kSide, kLayout, Tile> {
  public:
   __device__ __forceinline__ SmemOperand(const Tile& tile, int first_mn, int lane) {
-    lane = static_cast<int>(ptx::opaque(lane));
+    lane = static_cast<int>(ptx::opaque(lane) % 32);
     const int mn = lane / 4, k = lane % 4 * 2;
     if constexpr (kLayout == Layout::kKInner) {
       address_ = tile.address(first_mn + mn, k / 4 * 4) + k % 4 * 4;
     } else {
       address_ = tile.address(k, first_mn + mn / 4 * 4) + mn % 4 * 4;
-      odd_address_ = tile.address(k + 1, first_mn + mn / 4 * 4) + mn % 4 * 4;
     }
   }
 
@@ -74,9 +73,9 @@ class SmemOperand<kSide, kLayout, Tile> {
       ptx::load_shared_v2(lower_even, block[3], Tile::advance(address_, mn + 8, k));
     } else {
       block[0] = ptx::load_shared(Tile::advance(address_, k, mn));
-      upper_odd = ptx::load_shared(Tile::advance(odd_address_, k, mn));
+      upper_odd = ptx::load_shared(Tile::advance_to_odd(address_, k, mn));
       lower_even = ptx::load_shared(Tile::advance(address_, k, mn + 8));
-      block[3] = ptx::load_shared(Tile::advance(odd_address_, k, mn + 8));
+      block[3] = ptx::load_shared(Tile::advance_to_odd(address_, k, mn + 8));
     }
   }
 
@@ -85,12 +84,10 @@ class SmemOperand<kSide, kLayout, Tile> {
     constexpr int kBytes = kLayout == Layout::kKInner ? kWalkK / Tile::kSlabCols * Tile::kSlabBytes
                                                       : Tile::advance(0, kWalkK, 0);
     address_ += kBytes;
-    if constexpr (kLayout == Layout::kKOuter) odd_address_ += kBytes;
   }
 
  private:
   uint32_t address_;
-  uint32_t odd_address_;  // kKOuter: of the row below
 };
 
 // The left operand of kMBlocks blocks of 16 rows that lie kBlockStride rows apart in a tile.

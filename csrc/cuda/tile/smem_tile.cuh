@@ -72,6 +72,13 @@ struct alignas(128) SmemTile {
     return (address ^ (cols % kSlabCols / kChunk * 16)) + cols / kSlabCols * kSlabBytes +
            rows * kSlabChunks * 16;
   }
+
+  // fp32: from (row, col), row even, to (row + 1 + rows, col + cols).
+  __device__ __forceinline__ static constexpr uint32_t advance_to_odd(uint32_t address, int rows,
+                                                                      int cols) {
+    static_assert(kIsWide<Element>);
+    return advance(address ^ (swizzle(1) * 16), rows, cols) + kSlabChunks * 16;
+  }
 };
 
 }  // namespace flash_attn
