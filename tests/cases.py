@@ -169,6 +169,9 @@ class Case:
         if backend == "aten":
             return True
         head_dim = max(self.d, self.d_v or self.d)
+        if self.dtype == "fp32" and backend == SM80.backend:
+            terms = self.softcap or self.alibi or self.bias or self.dropout_p
+            return head_dim <= (128 if self.deterministic else 256) and not terms
         return self.dtype in ("fp16", "bf16") and head_dim <= 256
 
     def gradients_served_by(self, backend: str) -> bool:
