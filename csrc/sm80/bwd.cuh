@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
       P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
   score.finish(P, slope, place, lane);
-  score.template add_bias<Element>(P, params.score.bias, place, lane);
+  score.template add_bias<BiasElement<Element>>(P, params.score.bias, place, lane);
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
     const int tile_row = first_row + row / 2 * 16 + fragment_row(row, lane);
@@ -247,8 +247,8 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
   store_rounded(smem.p, P, first_row, first_col, lane);
   if constexpr (kGeneral) {
-    score.template store_bias_gradient<Element>(dS, params.dbias, params.dropout,
-                                                smem.keys.batch_idx, block.head, place, lane);
+    score.template store_bias_gradient<BiasElement<Element>>(
+        dS, params.dbias, params.dropout, smem.keys.batch_idx, block.head, place, lane);
     if (params.dbias.form == BiasGradientParams::Form::kKeys) {
       sum_columns(dS, smem.column_sums[grid.row] + first_col, lane);
     }
@@ -430,10 +430,13 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
 }
 
-template <DType kDType, int kHeadDim>
+template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  using ScorePolicy = std::conditional_t<kScoreTerms, GeneralScores, PlainScores>;
   const auto launch = [&]<SmemBudget kBudget> {
-    using Traits = BwdTraits<kDType, kHeadDim, kBwdWideTile<kHeadDim, kBudget>, PlainScores>;
+    constexpr BwdTile kTile =
+        kScoreTerms ? kBwdWideScoresTile<kHeadDim, kBudget> : kBwdWideTile<kHeadDim, kBudget>;
+    using Traits = BwdTraits<kDType, kHeadDim, kTile, ScorePolicy>;
     launch_bwd_kernel<Traits, kBudget>(params, stream);
   };
   const SmemBudget budget = smem_budget(device.smem_optin_bytes);
@@ -447,7 +450,7 @@ void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, St
     } else {
       launch.template operator()<SmemBudget::kLargest>();
     }
-    if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
+    if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, ScorePolicy>(params, stream);
   }
 }
 

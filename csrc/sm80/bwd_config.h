@@ -176,6 +176,20 @@ inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLargest> = {.block_m = 6
                                                                     .dq_warps = 4,
                                                                     .spread_dq = false};
 
+// fp32 with score terms, up to kWideScoresHeadDim.
+template <int kHeadDim, SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideScoresTile =
+    kBwdWideTile<kHeadDim, std::min(kBudget, SmemBudget::kLarge)>;
+template <SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideScoresTile<64, kBudget> = {.block_m = 64,
+                                                            .block_n = 64,
+                                                            .num_warps = 8,
+                                                            .stages = 1,
+                                                            .score_warps = 4,
+                                                            .dkv_warps = 2,
+                                                            .dq_warps = 2,
+                                                            .spread_dq = false};
+
 // The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
 struct BwdDqTile {
   int block_m;
@@ -205,6 +219,12 @@ template <>
 inline constexpr BwdDqTile kBwdDqWideTile<64> = {.block_m = 64, .block_n = 64, .num_warps = 4};
 template <>
 inline constexpr BwdDqTile kBwdDqWideTile<128> = {.block_m = 64, .block_n = 16, .num_warps = 4};
+
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdDqWideScoresTile = kBwdDqWideTile<kHeadDim>;
+template <>
+inline constexpr BwdDqTile kBwdDqWideScoresTile<64> = {
+    .block_m = 64, .block_n = 32, .num_warps = 4};
 
 // With score terms, which take registers.
 template <int kHeadDim>

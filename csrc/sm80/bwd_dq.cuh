@@ -30,9 +30,11 @@ template <DType kDType, int kHeadDimClass, typename ScorePolicyType>
 struct BwdDqTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
-  static constexpr BwdDqTile kTile = kIsWide<Element>       ? kBwdDqWideTile<kHeadDimClass>
-                                     : ScorePolicy::kGeneral ? kBwdDqScoresTile<kHeadDimClass>
-                                                             : kBwdDqTile<kHeadDimClass>;
+  static constexpr BwdDqTile kPlainTile =
+      kIsWide<Element> ? kBwdDqWideTile<kHeadDimClass> : kBwdDqTile<kHeadDimClass>;
+  static constexpr BwdDqTile kScoresTile =
+      kIsWide<Element> ? kBwdDqWideScoresTile<kHeadDimClass> : kBwdDqScoresTile<kHeadDimClass>;
+  static constexpr BwdDqTile kTile = ScorePolicy::kGeneral ? kScoresTile : kPlainTile;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;

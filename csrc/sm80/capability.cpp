@@ -19,20 +19,23 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 
 void refuse_float32(Reasons& reasons, const CallShape& call) {
   cuda::refuse_head_dims(reasons, call);
-  reasons.refuse_if(call.alibi, "alibi_slopes in float32 is not supported");
-  reasons.refuse_if(call.softcap, "softcap in float32 is not supported");
-  reasons.refuse_if(call.bias, "attn_bias in float32 is not supported");
+  const bool backward = call.op == Op::kBackward;
   reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
-  if (std::max(call.head_dim, call.head_dim_v) <= kBwdWidePortableHeadDim) return;
-  const std::string where =
-      " in float32 above head_dim " + std::to_string(kBwdWidePortableHeadDim);
+  reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias in float32 is not supported");
+  const auto refuse_above = [&](int head_dim, bool refused, const std::string& what,
+                                const std::string& why) {
+    reasons.refuse_if(refused && std::max(call.head_dim, call.head_dim_v) > head_dim,
+                      what + " in float32 above head_dim " + std::to_string(head_dim) + why);
+  };
+  refuse_above(kWideScoresHeadDim, call.alibi, "alibi_slopes", " is not supported");
+  refuse_above(kWideScoresHeadDim, call.softcap, "softcap", " is not supported");
+  refuse_above(kWideScoresHeadDim, call.bias, "attn_bias", " is not supported");
   const bool small = call.device != nullptr &&
                      smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
-  const bool backward = call.op == Op::kBackward;
-  reasons.refuse_if(backward && small, "the backward" + where +
-                                           " needs a GPU with 227 KB of shared memory a block");
-  reasons.refuse_if(backward && call.deterministic,
-                    "deterministic" + where + " is not supported");
+  refuse_above(kBwdWidePortableHeadDim, backward && small, "the backward",
+               " needs a GPU with 227 KB of shared memory a thread block");
+  refuse_above(kBwdWidePortableHeadDim, backward && call.deterministic, "deterministic",
+               " is not supported");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

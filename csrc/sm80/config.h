@@ -94,6 +94,14 @@ template <>
 inline constexpr FwdTile kFwdWideTile<256> = {
     .block_m = 64, .block_n = 16, .num_warps = 4, .blocks_per_sm = 2};
 
+// fp32 with score terms, up to kWideScoresHeadDim.
+inline constexpr int kWideScoresHeadDim = 128;
+template <int kHeadDim>
+inline constexpr FwdTile kFwdWideScoresTile = kFwdWideTile<kHeadDim>;
+template <>
+inline constexpr FwdTile kFwdWideScoresTile<128> = {
+    .block_m = 64, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+
 // With score terms: one tile a class, for the time of the build, that any budget holds and that leaves
 // the terms some registers.
 template <int kHeadDim>

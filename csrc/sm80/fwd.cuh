@@ -151,7 +151,9 @@ struct Probabilities {
       softmax.add(row, sum);
       set_operand_row<Element>(blocks, row, p);
     }
-    score.drop(blocks, dropout, {place.query, place.key + k}, lane);
+    if constexpr (!kIsWide<Element>) {  // fp32 has no dropout
+      score.drop(blocks, dropout, {place.query, place.key + k}, lane);
+    }
   }
 };
 
@@ -203,7 +205,7 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
     const ScorePlace place = {work.first_row + warp_row, n * kBlockN};
     work.score.finish(S, place, lane);
-    work.score.template add_bias<Element>(S, params.score.bias, place, lane);
+    work.score.template add_bias<BiasElement<Element>>(S, params.score.bias, place, lane);
     if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
       int query[Traits::Scores::kRows];
 #pragma unroll
@@ -314,9 +316,11 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
   }
 }
 
-template <DType kDType, int kHeadDim>
+template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_wide(const FwdParams& params, Stream stream) {
-  using Traits = FwdTraits<kDType, kHeadDim, kFwdWideTile<kHeadDim>, PlainScores>;
+  constexpr FwdTile kTile = kScoreTerms ? kFwdWideScoresTile<kHeadDim> : kFwdWideTile<kHeadDim>;
+  using Traits = FwdTraits<kDType, kHeadDim, kTile,
+                           std::conditional_t<kScoreTerms, GeneralScores, PlainScores>>;
   launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }
 

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "../../core/params.h"
 
 namespace flash_attn {
@@ -40,8 +42,12 @@ template <typename Element>
 inline constexpr int kChunkOf = 16 / static_cast<int>(sizeof(Element));
 inline constexpr int kChunk = 8;  // of 16 bits
 
-// 16 bits, or fp32.
+// fp32; else 16 bits.
 template <typename Element>
 inline constexpr bool kIsWide = sizeof(Element) == 4;
+
+// Of a bias "of q's dtype".
+template <typename Element>
+using BiasElement = std::conditional_t<kIsWide<Element>, float, Element>;
 
 }  // namespace flash_attn

@@ -2,7 +2,9 @@
 
 namespace flash_attn::sm80 {
 
-template void launch_bwd_wide<DType::kFp32, 256>(const BwdParams&, const cuda::DeviceInfo&, Stream);
-template void launch_bwd_wide<DType::kTf32, 256>(const BwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_bwd_wide<DType::kFp32, 256, false>(const BwdParams&, const cuda::DeviceInfo&,
+                                                        Stream);
+template void launch_bwd_wide<DType::kTf32, 256, false>(const BwdParams&, const cuda::DeviceInfo&,
+                                                        Stream);
 
 }  // namespace flash_attn::sm80
