@@ -50,9 +50,7 @@ def test_exact_to_the_rounding_of_fp32(case: Case, target: Target, seed: int) ->
 
 @each_case(CASES, [SM80])
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_tf32_where_torch_allows_it(
-    case: Case, precision: str, target: Target, seed: int
-) -> None:
+def test_tf32_where_torch_allows_it(case: Case, precision: str, target: Target, seed: int) -> None:
     with matmul_precision(precision):
         found = errors(Problem(case, seed, target.device), target)
     assert all(TF32[0] <= error <= TF32[1] for error in found.values()), found

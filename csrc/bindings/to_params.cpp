@@ -247,7 +247,7 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
             .k_strides = strides_of(args.k),
             .v_strides = strides_of(args.v),
             .dtype = args.q.scalar_type() == at::kFloat && tf32_is_allowed() ? DType::kTf32
-                                                                            : dtype_of(args.q),
+                                                                             : dtype_of(args.q),
             .batch = static_cast<int>(varlen ? args.cu_seqlens_q->size(0) - 1 : args.q.size(0)),
             .heads_q = static_cast<int>(args.q.size(-2)),
             .heads_kv = static_cast<int>(args.k.size(-2)),

@@ -79,10 +79,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // fp32: a lane writes its two neighbouring numbers of a row.
 template <>
-__global__ void __launch_bounds__(kThreads)
-    bwd_convert_dq_kernel<float>(const __grid_constant__ BwdParams params,
-                                 const __grid_constant__ Scheduler scheduler, DqAccumOrder order,
-                                 float scale) {
+__global__ void __launch_bounds__(kThreads) bwd_convert_dq_kernel<float>(
+    const __grid_constant__ BwdParams params, const __grid_constant__ Scheduler scheduler,
+    DqAccumOrder order, float scale) {
   ptx::wait_for_prerequisites();
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
   const SeqlenInfo seqlen(params, tile.batch_idx);

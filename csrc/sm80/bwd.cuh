@@ -45,7 +45,7 @@
 // than two stages.
 //
 // Compiled with dQ's reductions and without, each without score terms and with them
-// (cuda/attn/score_policy.cuh).
+// (cuda/attn/score_policy.cuh); for 16 bits and, as the forward, for fp32.
 //
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
@@ -457,8 +457,7 @@ void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, St
 // One tile a class, which any budget holds.
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
-  using Traits =
-      BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kSmall>, GeneralScores>;
+  using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kSmall>, GeneralScores>;
   launch_bwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kShared) {

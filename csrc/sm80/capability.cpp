@@ -30,8 +30,8 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
   refuse_above(kWideScoresHeadDim, call.alibi, "alibi_slopes", " is not supported");
   refuse_above(kWideScoresHeadDim, call.softcap, "softcap", " is not supported");
   refuse_above(kWideScoresHeadDim, call.bias, "attn_bias", " is not supported");
-  const bool small = call.device != nullptr &&
-                     smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
+  const bool small =
+      call.device != nullptr && smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
   refuse_above(kBwdWidePortableHeadDim, backward && small, "the backward",
                " needs a GPU with 227 KB of shared memory a thread block");
   refuse_above(kBwdWidePortableHeadDim, backward && call.deterministic, "deterministic",

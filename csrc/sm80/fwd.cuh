@@ -23,7 +23,8 @@
 //   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
 //   sync              ▲            ▲                   ▲
 //
-// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh).
+// Compiled without score terms, and with them (cuda/attn/score_policy.cuh); for 16 bits, for fp32 by
+// three products of TF32, and by one (cuda/tile/gemm.cuh).
 //
 // Shared memory: │ Q, in the end O │ K │ V │
 #pragma once

@@ -150,7 +150,7 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
           const auto& of_b = part == 1 ? b[step].low : b[step].high;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float(&c)[4] = sum.data[m][half];
+            float (&c)[4] = sum.data[m][half];
             multiply<float>(c, of_a, of_b[2 * half], of_b[2 * half + 1], c);
           }
         }
@@ -175,12 +175,13 @@ __device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, const Op
   gemm<Element, kK, kInto>(C, A, B);
 }
 
-// A loop that stays one, as unrolled it has ptxas keep more in flight than there are registers.
+// fp32: a loop that stays one. Unrolled, ptxas keeps more in flight than there are registers.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
   requires kIsWide<Element>
 __device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, OperandAView A,
                                           OperandBView B) {
+  static_assert(kK % kWalkK == 0);
   if constexpr (kInto == Into::kZero) C.fill(0.f);
 #pragma unroll 1
   for (int k = 0; k < kK; k += kWalkK) {

@@ -45,7 +45,7 @@ class SmemOperand {
   uint32_t address_;
 };
 
-inline constexpr int kWalkK = 32;
+inline constexpr int kWalkK = 32;  // columns of A that walk() moves on by
 
 // The same of fp32, in blocks of 16 × 8. mma's k t and t + 4, which are a thread's, stand for columns 2t and
 // 2t + 1 of both operands: then an accumulator is an operand A as it is (fragment.cuh), and a thread's two
@@ -55,6 +55,7 @@ template <Side kSide, Layout kLayout, typename Tile>
 class SmemOperand<kSide, kLayout, Tile> {
  public:
   __device__ __forceinline__ SmemOperand(const Tile& tile, int first_mn, int lane) {
+    // opaque: the addresses that follow from it would take registers throughout a kernel's loop.
     lane = static_cast<int>(ptx::opaque(lane) % 32);
     const int mn = lane / 4, k = lane % 4 * 2;
     if constexpr (kLayout == Layout::kKInner) {
@@ -79,7 +80,7 @@ class SmemOperand<kSide, kLayout, Tile> {
     }
   }
 
-  // Moves on by kWalkK columns of A, at run time.
+  // Moves on by kWalkK, at run time.
   __device__ __forceinline__ void walk() {
     constexpr int kBytes = kLayout == Layout::kKInner ? kWalkK / Tile::kSlabCols * Tile::kSlabBytes
                                                       : Tile::advance(0, kWalkK, 0);
