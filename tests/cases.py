@@ -169,14 +169,18 @@ class Case:
         if backend == "aten":
             return True
         head_dim = max(self.d, self.d_v or self.d)
+        if self.dtype == "fp32" and backend == SM80.backend:
+            narrow = self.softcap or self.alibi or self.bias or self.deterministic
+            return head_dim <= (128 if narrow else 256) and not self.dropout_p
         return self.dtype in ("fp16", "bf16") and head_dim <= 256
 
     def gradients_served_by(self, backend: str) -> bool:
         """The same of the backward."""
-        if backend != SM90.backend:
-            return self.served_by(backend)
-        terms = self.softcap or self.alibi or self.bias or self.dropout_p
         bias_gradient = self.bias and self.bias not in BOOL_BIASES
+        if backend != SM90.backend:
+            wide = self.dtype == "fp32" and backend == SM80.backend
+            return self.served_by(backend) and not (wide and bias_gradient)
+        terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
         fp16_slopes = self.alibi and self.dtype == "fp16"
         refused = self.deterministic or bias_gradient or fp16_slopes or (terms and not narrow)

@@ -173,7 +173,7 @@ def test_every_reason_is_given() -> None:
     assert support and support.backend == "aten"
     assert set(support.reasons) >= BACKENDS - {"aten"}
     why = " ".join(support.reasons["sm80"])
-    for word in ("CUDA", "dtype", "320"):
+    for word in ("CUDA", "dropout_p in float32", "320"):
         assert word in why, f"{word} missing from: {why}"
     for name in support.reasons:
         assert name in str(support)
@@ -235,13 +235,24 @@ def test_kernels_come_first_on_a_gpu() -> None:
     support = flash_attn.can_use(*tensors("cuda"))
     assert support.backend.startswith("sm") and support.reasons["aten"] == []
     assert flash_attn.can_use(*tensors("cuda"), op="decode").backend == "cuda"
-    assert flash_attn.can_use(*tensors("cuda", torch.float32)).backend == "aten"
+    assert flash_attn.can_use(*tensors("cuda", torch.float32)).backend == "sm80"
+    assert flash_attn.can_use(*tensors("cuda", torch.float32), dropout_p=0.1).backend == "aten"
+    assert flash_attn.can_use(*tensors("cuda", torch.float64)).backend == "aten"
 
 
 CASES = [
     Case(dtype="fp16"),
     Case(dtype="bf16", causal=True, window=(3, 0)),
     Case(dtype="fp32"),
+    Case(dtype="fp32", d=256),
+    Case(dtype="fp32", d=264),
+    Case(dtype="fp32", softcap=1.0),
+    Case(dtype="fp32", d=136, softcap=1.0),
+    Case(dtype="fp32", alibi="head"),
+    Case(dtype="fp32", bias="full"),
+    Case(dtype="fp32", dropout_p=0.1),
+    Case(dtype="fp32", sink=True),
+    Case(dtype="fp64"),
     Case(dtype="fp16", d=264),
     Case(dtype="fp16", d=64, d_v=257),
     Case(dtype="fp16", softcap=1.0),
@@ -287,7 +298,7 @@ q = torch.randn(1, 9, 2, 64, device="cuda", dtype=torch.float16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        flash_attn.flash_attn_func(q.float(), q.float(), q.float())
+        flash_attn.flash_attn_func(q.double(), q.double(), q.double())
     with flash_attn.use_backend("aten"):
         flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
     flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
@@ -307,6 +318,11 @@ for d in (64, 96, 128, 192, 256):
             case = Case(dtype=dtype, seqlen_q=200, seqlen_k=170, d=d, causal=causal, batch=1)
             check(case, SM80, seed=d)
             check(case.with_(deterministic=True, d_v=64), SM80, seed=d)
+for d in (64, 128):
+    case = Case(dtype="fp32", seqlen_q=200, seqlen_k=170, d=d, causal=True, batch=1)
+    check(case, SM80, seed=d)
+    check(case.with_(deterministic=True, d_v=64), SM80, seed=d)
+check(Case(dtype="fp32", seqlen_q=200, seqlen_k=170, d=256, causal=True), SM80, 0, backward=False)
 """
 
 

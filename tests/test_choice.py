@@ -25,22 +25,31 @@ def library() -> ctypes.CDLL:
     loaded.flash_attn_choose.restype = ctypes.c_char_p
     loaded.flash_attn_choose.argtypes = (
         *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
-        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_bool, ctypes.c_bool),
+        *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_bool, ctypes.c_bool),
     )
     return loaded
 
 
-def choose(archs, gpu, op, cache="fp16", tokens=1, softcap=False, return_probs=False) -> list[str]:
+def choose(archs, gpu, op, *options, **more) -> list[str]:
     """The backend, and the reasons of the fastest one that was possible."""
-    served, reasons = explain(archs, gpu, op, cache, tokens, softcap, return_probs).split(": ", 1)
+    served, reasons = explain(archs, gpu, op, *options, **more).split(": ", 1)
     return [served.split("; ")[0], reasons]
 
 
-def explain(archs, gpu, op, cache="fp16", tokens=1, softcap=False, return_probs=False) -> str:
-    answer = library().flash_attn_choose(
-        archs.encode(), gpu, OPS[op], cache.encode(), tokens, softcap, return_probs
-    )
-    return answer.decode()
+def explain(
+    archs,
+    gpu,
+    op,
+    cache="fp16",
+    tokens=1,
+    softcap=False,
+    return_probs=False,
+    dtype="fp16",
+    head_dim=128,
+) -> str:
+    call = (dtype.encode(), cache.encode(), head_dim, tokens, softcap, return_probs)
+    return library().flash_attn_choose(archs.encode(), gpu, OPS[op], *call).decode()
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,24 @@ def test_code_that_a_gpu_runs(archs: str, gpu: int, code: int) -> None:
 )
 def test_the_default_build(gpu: int, op: str, backend: str) -> None:
     assert choose(DEFAULT, gpu, op)[0] == backend
+
+
+@pytest.mark.parametrize(
+    ("gpu", "op", "head_dim", "softcap", "backend"),
+    [
+        (A100, "fwd", 256, False, "sm80"),
+        (RTX4090, "fwd", 256, False, "sm80"),
+        (RTX4090, "bwd", 128, True, "sm80"),
+        (H100, "bwd", 256, False, "sm80"),
+        (A100, "bwd", 256, False, "aten"),  # too little shared memory
+        (H100, "fwd", 264, False, "aten"),
+        (H100, "fwd", 136, True, "aten"),
+        (H100, "decode", 64, False, "aten"),
+    ],
+)
+def test_float32(gpu: int, op: str, head_dim: int, softcap: bool, backend: str) -> None:
+    options = dict(dtype="fp32", cache="fp32", head_dim=head_dim, softcap=softcap)
+    assert choose(DEFAULT, gpu, op, **options)[0] == backend
 
 
 @pytest.mark.parametrize("op", list(OPS))

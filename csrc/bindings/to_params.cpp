@@ -225,6 +225,18 @@ AttnArgs readable(AttnArgs args) {
   return args;
 }
 
+namespace {
+
+// Whether torch lets products of fp32 matrices be those of numbers rounded to TF32: what
+// torch.backends.cuda.matmul.allow_tf32 and torch.set_float32_matmul_precision say.
+bool tf32_is_allowed() {
+  const auto precision =
+      at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+  return precision == at::Float32Precision::TF32 && !at::NoTF32Guard::should_disable_tf32();
+}
+
+}  // namespace
+
 void fill_params(AttnParams& params, const AttnArgs& args) {
   const bool varlen = args.is_varlen();
   const auto pointer = [](const OptTensor& tensor) {
@@ -236,7 +248,8 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
             .q_strides = strides_of(args.q),
             .k_strides = strides_of(args.k),
             .v_strides = strides_of(args.v),
-            .dtype = dtype_of(args.q),
+            .dtype = args.q.scalar_type() == at::kFloat && tf32_is_allowed() ? DType::kTf32
+                                                                             : dtype_of(args.q),
             .batch = static_cast<int>(varlen ? args.cu_seqlens_q->size(0) - 1 : args.q.size(0)),
             .heads_q = static_cast<int>(args.q.size(-2)),
             .heads_kv = static_cast<int>(args.k.size(-2)),

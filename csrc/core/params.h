@@ -19,8 +19,9 @@ namespace flash_attn {
 
 using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 
-// 8 bits: caches only. kBool: masks only, a byte each.
-enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool };
+// 8 bits: caches only. kBool: masks only, a byte each. kTf32: fp32 in memory, whose products may be those
+// of its numbers rounded to TF32.
+enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool, kTf32 };
 
 struct Strides {
   int64_t batch = 0;  // 0 for varlen

@@ -1,4 +1,4 @@
-// dQ = softmax_scale · dropout's scale · dq_accum, from the fp32 sums to 16 bits.
+// dQ = softmax_scale · dropout's scale · dq_accum, from the order of the sums to rows.
 #include "attn/dq_accum.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
@@ -77,6 +77,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// fp32: a lane writes its two neighbouring numbers of a row.
+template <>
+__global__ void __launch_bounds__(kThreads) bwd_convert_dq_kernel<float>(
+    const __grid_constant__ BwdParams params, const __grid_constant__ Scheduler scheduler,
+    DqAccumOrder order, float scale) {
+  ptx::wait_for_prerequisites();
+  const TileCoordinates tile = scheduler.tile(blockIdx.x);
+  const SeqlenInfo seqlen(params, tile.batch_idx);
+  const int lane = threadIdx.x % 32;
+  const int first_row = tile.block * kRows + static_cast<int>(threadIdx.x) / 32 * kDqAccumRows;
+  if (first_row >= seqlen.segment_q) return;
+  const int64_t accum_row = tile.head * params.dq_accum_rows +
+                            dq_accum_first_row(params, seqlen.q_begin, tile.batch_idx) + first_row;
+  const float* const accum = params.dq_accum + accum_row * params.dq_accum_cols;
+  float* const dq =
+      static_cast<float*>(params.dq) +
+      SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
+  for (int first_col = 0; first_col < params.head_dim; first_col += 8) {
+    const float* const block = accum + first_col / 8 * kDqAccumBlock;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row(half, lane);
+      if (first_row + row >= seqlen.segment_q) continue;
+      float2 pair = {};
+      if (first_row + row < seqlen.len_q) {
+        pair = {block[dq_accum_position(order, lane, 2 * half)] * scale,
+                block[dq_accum_position(order, lane, 2 * half + 1)] * scale};
+      }
+      *reinterpret_cast<float2*>(dq + row * params.dq_strides.row + first_col +
+                                 fragment_col(0, lane)) = pair;
+    }
+  }
+}
+
 template <typename Element>
 void launch_convert(const BwdParams& params, DqAccumOrder order, Stream stream) {
   const Scheduler scheduler = Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q,
@@ -102,7 +136,8 @@ DqAccumOrder portable_dq_accum_order() {
 
 void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream) {
   if (params.dtype == DType::kFp16) return launch_convert<__half>(params, order, stream);
-  launch_convert<__nv_bfloat16>(params, order, stream);
+  if (params.dtype == DType::kBf16) return launch_convert<__nv_bfloat16>(params, order, stream);
+  launch_convert<float>(params, order, stream);
 }
 
 }  // namespace flash_attn::cuda

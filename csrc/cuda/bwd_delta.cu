@@ -47,6 +47,19 @@ __device__ __forceinline__ float dot_chunk(const Element* a, const Element* b) {
   return sum;
 }
 
+// The same of fp32, whose eight elements are two chunks.
+template <>
+__device__ __forceinline__ float dot_chunk<float>(const float* a, const float* b) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i += kChunkOf<float>) {
+    const float4 x = *reinterpret_cast<const float4*>(a + i);
+    const float4 y = *reinterpret_cast<const float4*>(b + i);
+    sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
+  }
+  return sum;
+}
+
 // This thread block's share of the workspace becomes 0, while its loads are under way.
 __device__ __forceinline__ void zero_share(const BwdParams& params) {
   if (params.tile_counter != nullptr && blockIdx.x + blockIdx.y + threadIdx.x == 0) {
@@ -102,13 +115,13 @@ __global__ void __launch_bounds__(kThreads)
 void run_bwd_delta(const BwdParams& params, Stream stream) {
   const RowGrid grid(params, kRowsPerBlock);
   if (grid.blocks.x == 0) return;
-  if (params.dtype == DType::kFp16) {
-    launch<bwd_delta_kernel<__half>>(grid.blocks, kThreads, 0, stream, params,
-                                     grid.blocks_per_batch, grid.rows_per_batch);
-  } else {
-    launch<bwd_delta_kernel<__nv_bfloat16>>(grid.blocks, kThreads, 0, stream, params,
-                                            grid.blocks_per_batch, grid.rows_per_batch);
-  }
+  const auto launch_of = [&]<typename Element> {
+    launch<bwd_delta_kernel<Element>>(grid.blocks, kThreads, 0, stream, params,
+                                      grid.blocks_per_batch, grid.rows_per_batch);
+  };
+  if (params.dtype == DType::kFp16) return launch_of.template operator()<__half>();
+  if (params.dtype == DType::kBf16) return launch_of.template operator()<__nv_bfloat16>();
+  launch_of.template operator()<float>();
 }
 
 }  // namespace flash_attn::cuda

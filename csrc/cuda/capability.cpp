@@ -34,6 +34,10 @@ void refuse_without_code(Reasons& reasons, const CallShape& call) {
 void refuse_tensors(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
                     "dtype is not float16 or bfloat16");
+  refuse_head_dims(reasons, call);
+}
+
+void refuse_head_dims(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(
       call.head_dim > 256 || call.head_dim_v > 256,
       "head_dim " + std::to_string(std::max(call.head_dim, call.head_dim_v)) + " is above 256");

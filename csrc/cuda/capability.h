@@ -14,6 +14,8 @@ void refuse_without_gpu(Reasons& reasons, const CallShape& call);
 void refuse_without_code(Reasons& reasons, const CallShape& call);
 // Every CUDA kernel: dtype, head dims.
 void refuse_tensors(Reasons& reasons, const CallShape& call);
+// The second half of it.
+void refuse_head_dims(Reasons& reasons, const CallShape& call);
 // Every kernel that reads a cache.
 void refuse_cache(Reasons& reasons, const CallShape& call);
 // The forward kernels, where they serve decode.

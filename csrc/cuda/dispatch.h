@@ -16,6 +16,16 @@ auto with_dtype(DType dtype, F&& f) {
   throw std::invalid_argument("flash_attn: dtype: expected fp16 or bf16 for a CUDA kernel");
 }
 
+// fp32 in memory.
+inline bool is_wide(DType dtype) { return dtype == DType::kFp32 || dtype == DType::kTf32; }
+
+// with_dtype() of those.
+template <typename F>
+auto with_wide_dtype(DType dtype, F&& f) {
+  return dtype == DType::kTf32 ? f.template operator()<DType::kTf32>()
+                               : f.template operator()<DType::kFp32>();
+}
+
 // Calls f.template operator()<class>() with the least head-dim class that holds head_dim. Columns
 // beyond head_dim are zeros in shared memory.
 template <typename F>
@@ -29,7 +39,8 @@ auto with_head_dim_class(int head_dim, F&& f) {
                               std::to_string(head_dim));
 }
 
-// The same among the classes of the kernels with score terms: three, for the time of the build.
+// The same among the classes of the kernels with score terms, and of those of fp32: three, for the time
+// of the build.
 template <typename F>
 auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;

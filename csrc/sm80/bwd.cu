@@ -7,13 +7,25 @@ namespace flash_attn::sm80 {
 
 int bwd_dq_accum_cols(const BwdParams& params) {
   const auto of_class = [&]<int kHeadDim> { return kHeadDim; };
-  return has_score_terms(params)
+  return has_score_terms(params) || cuda::is_wide(params.dtype)
              ? with_scores_class(params.head_dim, params.head_dim_v, of_class)
              : with_head_dim_class(params.head_dim, params.head_dim_v, of_class);
 }
 
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   cuda::run_bwd_steps(params, cuda::portable_dq_accum_order(), stream, [&] {
+    if (cuda::is_wide(params.dtype)) {
+      return cuda::with_wide_dtype(params.dtype, [&]<DType kDType> {
+        with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+          if constexpr (kHeadDim <= kWideScoresHeadDim) {
+            if (has_score_terms(params)) {
+              return launch_bwd_wide<kDType, kHeadDim, true>(params, device, stream);
+            }
+          }
+          launch_bwd_wide<kDType, kHeadDim, false>(params, device, stream);
+        });
+      });
+    }
     with_dtype(params.dtype, [&]<DType kDType> {
       if (has_score_terms(params)) {
         return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {

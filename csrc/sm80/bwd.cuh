@@ -45,7 +45,7 @@
 // than two stages.
 //
 // Compiled with dQ's reductions and without, each without score terms and with them
-// (cuda/attn/score_policy.cuh).
+// (cuda/attn/score_policy.cuh); for 16 bits and, as the forward, for fp32.
 //
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
@@ -74,11 +74,12 @@ struct BwdKeyBlock {
   int batch_idx, head_kv, first_key;
 };
 
-template <DType kDType, int kHeadDimClass, SmemBudget kSmemBudget, typename ScorePolicyType>
+// kTileOfClass is a value, so that a class with the same tile for both budgets is compiled once.
+template <DType kDType, int kHeadDimClass, BwdTile kTileOfClass, typename ScorePolicyType>
 struct BwdTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
-  static constexpr BwdTile kTile = kBwdTile<kHeadDimClass, kSmemBudget>;
+  static constexpr BwdTile kTile = kTileOfClass;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps, kStages = kTile.stages;
@@ -106,7 +107,6 @@ struct BwdTraits {
     float column_sums[ScorePolicy::kGeneral ? kTile.score_warps : 1]
                      [ScorePolicy::kGeneral ? kBlockN : 1];
   };
-  static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(kSmemBudget));
 };
 
 // Brings in what belongs to a block of queries: Q, dO, LSE, delta.
@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
       P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
   score.finish(P, slope, place, lane);
-  score.template add_bias<Element>(P, params.score.bias, place, lane);
+  score.template add_bias<BiasElement<Element>>(P, params.score.bias, place, lane);
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
     const int tile_row = first_row + row / 2 * 16 + fragment_row(row, lane);
@@ -247,8 +247,8 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   // Only now, so that the exponentials can be scheduled between the products of dO Vᵀ.
   store_rounded(smem.p, P, first_row, first_col, lane);
   if constexpr (kGeneral) {
-    score.template store_bias_gradient<Element>(dS, params.dbias, params.dropout,
-                                                smem.keys.batch_idx, block.head, place, lane);
+    score.template store_bias_gradient<BiasElement<Element>>(
+        dS, params.dbias, params.dropout, smem.keys.batch_idx, block.head, place, lane);
     if (params.dbias.form == BiasGradientParams::Form::kKeys) {
       sum_columns(dS, smem.column_sums[grid.row] + first_col, lane);
     }
@@ -345,7 +345,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       ptx::cp_async_commit();
     }
     gemm_smem<Element, kBlockM, Into::kSum>(  // dV += Pᵀ dO
-        dV, RowsAndReductions<Traits, kBlockM / 16, kSumDq>(smem.p, lane, dq),
+        dV, RowsAndReductions<Traits, kBlockM / kStepK<Element>, kSumDq>(smem.p, lane, dq),
         Cols(smem.dout[stage], grid.col, lane));
     if (kStages == 1 && more) {
       __syncthreads();  // all warps are done with dO(i)
@@ -398,12 +398,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                                          params.head_dim_v, smem.v, 0, threadIdx.x);
 }
 
-template <typename Traits>
+template <typename Traits, SmemBudget kBudget>
 void launch_bwd_kernel(const BwdParams& params, Stream stream) {
+  static_assert(sizeof(typename Traits::SharedStorage) <= smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
-      int64_t{params.seqlen_q} * (params.head_dim + params.head_dim_v) * 4 * group);
+      int64_t{params.seqlen_q} * (params.head_dim + params.head_dim_v) * group * 2 *
+          static_cast<int64_t>(sizeof(typename Traits::Element)));
   if (scheduler.num_tiles() == 0) return;
   const auto launch = [&]<bool kSumDq> {
     cuda::launch<bwd_kernel<Traits, kSumDq>>(scheduler.num_tiles(), Traits::kThreads,
@@ -416,10 +418,14 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
 
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  const auto launch = [&]<SmemBudget kBudget> {
+    using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, kBudget>, PlainScores>;
+    launch_bwd_kernel<Traits, kBudget>(params, stream);
+  };
   if (bwd_smem_budget(device.smem_optin_bytes) == SmemBudget::kLarge) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kLarge, PlainScores>>(params, stream);
+    launch.template operator()<SmemBudget::kLarge>();
   } else {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, PlainScores>>(params, stream);
+    launch.template operator()<SmemBudget::kSmall>();
   }
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, PlainScores>(params, stream);
 }
@@ -427,7 +433,8 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 // One tile a class, which any budget holds.
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, SmemBudget::kSmall, GeneralScores>>(params, stream);
+  using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kSmall>, GeneralScores>;
+  launch_bwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kShared) {
     launch_bwd_bias<kDType, kHeadDim>(params, stream);

@@ -1,5 +1,6 @@
 // The backward kernels, and their instances: one a dtype and head-dim class, in inst/bwd_d*.cu; with
-// score terms in inst/bwd_scores_d*.cu.
+// score terms in inst/bwd_scores_d*.cu, of fp32 in inst/bwd_wide_d*.cu and
+// inst/bwd_wide_scores_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -7,7 +8,9 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
+// Any head_dim and head_dim_v up to 256 that are multiples of 8. fp16 and bf16; kFp32 and kTf32 with
+// no dropout and no gradient of a bias; above 128 with no score terms, not deterministic, and with the
+// shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const BwdParams& params);
@@ -15,6 +18,9 @@ int bwd_dq_accum_cols(const BwdParams& params);
 // dK, dV, and either the sums in dq_accum or, if that is null, dQ itself.
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// fp32, as it is or by TF32; with score terms up to a head dim of 128.
+template <DType kDType, int kHeadDim, bool kScoreTerms>
+void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream);
 

@@ -123,6 +123,73 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .dq_warps = 2,
                                                               .spread_dq = false};
 
+// fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with less,
+// tiles have too few warps to hold dK and dV. Nor is there a deterministic dQ, as one warp cannot hold
+// 16 rows of it.
+inline constexpr int kBwdWidePortableHeadDim = 128;
+template <int kHeadDim, SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideTile = {};
+
+template <SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideTile<64, kBudget> = {.block_m = 64,
+                                                      .block_n = 64,
+                                                      .num_warps = 4,
+                                                      .stages = 1,
+                                                      .score_warps = 2,
+                                                      .dkv_warps = 2,
+                                                      .dq_warps = 2,
+                                                      .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kSmall> = {.block_m = 32,
+                                                                  .block_n = 32,
+                                                                  .num_warps = 4,
+                                                                  .stages = 1,
+                                                                  .score_warps = 2,
+                                                                  .dkv_warps = 2,
+                                                                  .dq_warps = 2,
+                                                                  .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLarge> = {.block_m = 64,
+                                                                  .block_n = 64,
+                                                                  .num_warps = 8,
+                                                                  .stages = 1,
+                                                                  .score_warps = 4,
+                                                                  .dkv_warps = 2,
+                                                                  .dq_warps = 2,
+                                                                  .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<128, SmemBudget::kLargest> = {.block_m = 64,
+                                                                    .block_n = 64,
+                                                                    .num_warps = 8,
+                                                                    .stages = 2,
+                                                                    .score_warps = 4,
+                                                                    .dkv_warps = 2,
+                                                                    .dq_warps = 2,
+                                                                    .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLargest> = {.block_m = 64,
+                                                                    .block_n = 32,
+                                                                    .num_warps = 8,
+                                                                    .stages = 1,
+                                                                    .score_warps = 4,
+                                                                    .dkv_warps = 2,
+                                                                    .dq_warps = 4,
+                                                                    .spread_dq = false};
+
+// fp32 with score terms, up to kWideScoresHeadDim.
+template <int kHeadDim, SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideScoresTile =
+    kBwdWideTile<kHeadDim, std::min(kBudget, SmemBudget::kLarge)>;
+template <SmemBudget kBudget>
+inline constexpr BwdTile kBwdWideScoresTile<64, kBudget> = {.block_m = 64,
+                                                            .block_n = 64,
+                                                            .num_warps = 8,
+                                                            .stages = 1,
+                                                            .score_warps = 4,
+                                                            .dkv_warps = 2,
+                                                            .dq_warps = 2,
+                                                            .spread_dq = false};
+
 // The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
 struct BwdDqTile {
   int block_m;
@@ -144,6 +211,20 @@ template <>
 inline constexpr BwdDqTile kBwdDqTile<192> = {.block_m = 64, .block_n = 64, .num_warps = 4};
 template <>
 inline constexpr BwdDqTile kBwdDqTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
+
+// fp32, up to kBwdWidePortableHeadDim.
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdDqWideTile = {};
+template <>
+inline constexpr BwdDqTile kBwdDqWideTile<64> = {.block_m = 64, .block_n = 64, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdDqWideTile<128> = {.block_m = 64, .block_n = 16, .num_warps = 4};
+
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdDqWideScoresTile = kBwdDqWideTile<kHeadDim>;
+template <>
+inline constexpr BwdDqTile kBwdDqWideScoresTile<64> = {
+    .block_m = 64, .block_n = 32, .num_warps = 4};
 
 // With score terms, which take registers.
 template <int kHeadDim>

@@ -30,8 +30,11 @@ template <DType kDType, int kHeadDimClass, typename ScorePolicyType>
 struct BwdDqTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
-  static constexpr BwdDqTile kTile =
-      ScorePolicy::kGeneral ? kBwdDqScoresTile<kHeadDimClass> : kBwdDqTile<kHeadDimClass>;
+  static constexpr BwdDqTile kPlainTile =
+      kIsWide<Element> ? kBwdDqWideTile<kHeadDimClass> : kBwdDqTile<kHeadDimClass>;
+  static constexpr BwdDqTile kScoresTile =
+      kIsWide<Element> ? kBwdDqWideScoresTile<kHeadDimClass> : kBwdDqScoresTile<kHeadDimClass>;
+  static constexpr BwdDqTile kTile = ScorePolicy::kGeneral ? kScoresTile : kPlainTile;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   store_rounded(smem.q, dQ, warp_row, 0, lane,
                 params.softmax_scale * Traits::ScorePolicy::output_scale(params.dropout));
   __syncwarp();
-  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
+  constexpr int kChunk = kChunkOf<Element>, kRowChunks = Traits::kHeadDim / kChunk;
   Element* dq = static_cast<Element*>(params.dq) +
                 SeqlenInfo::offset(params.dq_strides, block.batch_idx, block.head,
                                    seqlen.q_begin + block.first_row);
@@ -180,7 +183,8 @@ void launch_bwd_dq(const BwdParams& params, Stream stream) {
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
-      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * 2 / group);
+      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) *
+          static_cast<int64_t>(sizeof(typename Traits::Element)) / group);
   if (scheduler.num_tiles() == 0) return;
   cuda::launch<bwd_dq_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
                                       sizeof(typename Traits::SharedStorage), stream, params,

@@ -76,20 +76,24 @@ class DqReduction {
   int rows_left_;  // before len_q, from this warp's first row on
 };
 
-// Pᵀ or dSᵀ as A; with spread_dq a share of the reductions goes with each 16 columns.
+// Pᵀ or dSᵀ as A; with spread_dq a share of the reductions goes with each step's columns.
 template <typename Traits, int kFirstStep, bool kSumDq>
 struct RowsAndReductions {
   using Grid = typename Traits::DkvGrid;
-  static constexpr int kSteps = Traits::kBlockM / 16;
+  static constexpr int kStep = kStepK<typename Traits::Element>, kSteps = Traits::kBlockM / kStep;
   SmemOperandA<Grid::Part::kMBlocks, 16, Layout::kKOuter, typename Traits::PTile> operand;
   const DqReduction<Traits>& dq;
 
   __device__ __forceinline__ RowsAndReductions(const typename Traits::PTile& tile, int lane,
                                                const DqReduction<Traits>& reduction)
       : operand(tile, Grid().row * Grid::kWarpRows, lane), dq(reduction) {}
+  __device__ __forceinline__ void walk() {
+    static_assert(!Traits::kTile.spread_dq);
+    operand.walk();
+  }
   __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
     operand.load(blocks, k);
-    if constexpr (kSumDq && Traits::kTile.spread_dq) dq.send(kFirstStep + k / 16, 2 * kSteps);
+    if constexpr (kSumDq && Traits::kTile.spread_dq) dq.send(kFirstStep + k / kStep, 2 * kSteps);
   }
 };
 

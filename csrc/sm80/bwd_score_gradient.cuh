@@ -19,7 +19,7 @@ __device__ __forceinline__ void compute_score_gradient(
   Scores P;
   gemm_smem<Element, kHeadDim, Into::kZero>(P, Q, K);  // S = Q Kᵀ
   score.finish(P, slope, place, lane);
-  score.template add_bias<Element>(P, params.score.bias, place, lane);
+  score.template add_bias<BiasElement<Element>>(P, params.score.bias, place, lane);
   recompute_probabilities(P, params.softmax_scale * kLog2E, lse_log2, masked, mask);
   gemm_smem<Element, kHeadDim, Into::kZero>(dS, dO, V);       // dP = dO Vᵀ
   score.gradient(dS, P, delta, params.dropout, place, lane);  // dS = P ∘ (dP - delta)

@@ -1,7 +1,11 @@
 #include "capability.h"
 
+#include <algorithm>
+#include <string>
+
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "bwd_config.h"
 
 namespace flash_attn::sm80 {
 namespace {
@@ -13,9 +17,39 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
   cuda::refuse_without_code(reasons, call);
 }
 
+void refuse_float32(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_head_dims(reasons, call);
+  const bool backward = call.op == Op::kBackward;
+  reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
+  reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias in float32 is not supported");
+  const auto refuse_above = [&](int head_dim, bool refused, const std::string& what,
+                                const std::string& why) {
+    reasons.refuse_if(refused && std::max(call.head_dim, call.head_dim_v) > head_dim,
+                      what + " in float32 above head_dim " + std::to_string(head_dim) + why);
+  };
+  refuse_above(kWideScoresHeadDim, call.alibi, "alibi_slopes", " is not supported");
+  refuse_above(kWideScoresHeadDim, call.softcap, "softcap", " is not supported");
+  refuse_above(kWideScoresHeadDim, call.bias, "attn_bias", " is not supported");
+  const bool small =
+      call.device != nullptr && smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
+  refuse_above(kBwdWidePortableHeadDim, backward && small, "the backward",
+               " needs a GPU with 227 KB of shared memory a thread block");
+  refuse_above(kBwdWidePortableHeadDim, backward && call.deterministic, "deterministic",
+               " is not supported");
+}
+
 void refuse_call(Reasons& reasons, const CallShape& call) {
-  cuda::refuse_tensors(reasons, call);
-  if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
+  if (call.op == Op::kDecode) {
+    cuda::refuse_tensors(reasons, call);
+    return cuda::refuse_cache_of_forward(reasons, call);
+  }
+  if (call.dtype == DType::kFp32) {
+    refuse_float32(reasons, call);
+  } else {
+    reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
+                      "dtype is not float16, bfloat16 or float32");
+    cuda::refuse_head_dims(reasons, call);
+  }
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
 }
 

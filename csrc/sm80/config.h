@@ -79,9 +79,31 @@ inline constexpr FwdTile kFwdTile<256, SmemBudget::kLarge> = {
 template <>
 inline constexpr FwdTile kFwdTile<256, SmemBudget::kLargest> = kFwdTile<256, SmemBudget::kSmall>;
 
+// fp32: three classes, one tile each that any budget holds. A warp owns 16 rows: operands are split
+// into pairs of registers, and products are twelve times those of 16 bits.
+using cuda::with_scores_class;
+template <int kHeadDim>
+inline constexpr FwdTile kFwdWideTile = {};
+template <>
+inline constexpr FwdTile kFwdWideTile<64> = {
+    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdWideTile<128> = {
+    .block_m = 128, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdWideTile<256> = {
+    .block_m = 64, .block_n = 16, .num_warps = 4, .blocks_per_sm = 2};
+
+// fp32 with score terms, up to kWideScoresHeadDim.
+inline constexpr int kWideScoresHeadDim = 128;
+template <int kHeadDim>
+inline constexpr FwdTile kFwdWideScoresTile = kFwdWideTile<kHeadDim>;
+template <>
+inline constexpr FwdTile kFwdWideScoresTile<128> = {
+    .block_m = 64, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
+
 // With score terms: one tile a class, for the time of the build, that any budget holds and that leaves
 // the terms some registers.
-using cuda::with_scores_class;
 template <int kHeadDim>
 inline constexpr FwdTile kFwdScoresTile = {};
 template <>

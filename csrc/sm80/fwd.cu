@@ -6,6 +6,18 @@ namespace flash_attn::sm80 {
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (params.heads_q == 0) return;
+  if (cuda::is_wide(params.dtype)) {
+    return cuda::with_wide_dtype(params.dtype, [&]<DType kDType> {
+      with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        if constexpr (kHeadDim <= kWideScoresHeadDim) {
+          if (has_score_terms(params)) {
+            return launch_fwd_wide<kDType, kHeadDim, true>(params, stream);
+          }
+        }
+        launch_fwd_wide<kDType, kHeadDim, false>(params, stream);
+      });
+    });
+  }
   with_dtype(params.dtype, [&]<DType kDType> {
     if (has_score_terms(params)) {
       return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {

@@ -23,7 +23,8 @@
 //   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
 //   sync              ▲            ▲                   ▲
 //
-// Compiled twice: without score terms, and with them (cuda/attn/score_policy.cuh).
+// Compiled without score terms, and with them (cuda/attn/score_policy.cuh); for 16 bits, for fp32 by
+// three products of TF32, and by one (cuda/tile/gemm.cuh).
 //
 // Shared memory: │ Q, in the end O │ K │ V │
 #pragma once
@@ -125,7 +126,7 @@ struct FwdSharedStorage {
   alignas(FwdWork<Traits>) unsigned char work[sizeof(FwdWork<Traits>)];
 };
 
-// P = exp(S - m) as the left operand of P V, computed 16 columns at a time when gemm() asks for
+// P = exp(S - m) as the left operand of P V, computed a step's columns at a time when gemm() asks for
 // them. place: of the warp's S.
 template <typename Traits>
 struct Probabilities {
@@ -137,16 +138,23 @@ struct Probabilities {
   int lane;
 
   __device__ __forceinline__ void load(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
+    using Element = typename Traits::Element;
+    constexpr int kRowElements = kStepK<Element> / 4;
 #pragma unroll
     for (int row = 0; row < 2 * Traits::kMBlocks; ++row) {
-      float p[4];
+      float p[kRowElements];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[i] = softmax.exponentiate(row, S.at(row, k / 4 + i));
-      softmax.add(row, (p[0] + p[1]) + (p[2] + p[3]));
-      blocks[row / 2][row % 2] = ptx::pack<typename Traits::Element>(p[0], p[1]);
-      blocks[row / 2][row % 2 + 2] = ptx::pack<typename Traits::Element>(p[2], p[3]);
+      for (int i = 0; i < kRowElements; ++i) {
+        p[i] = softmax.exponentiate(row, S.at(row, k / 4 + i));
+      }
+      float sum = p[0] + p[1];
+      if constexpr (kRowElements == 4) sum += p[2] + p[3];
+      softmax.add(row, sum);
+      set_operand_row<Element>(blocks, row, p);
     }
-    score.drop(blocks, dropout, {place.query, place.key + k}, lane);
+    if constexpr (!kIsWide<Element>) {  // fp32 has no dropout
+      score.drop(blocks, dropout, {place.query, place.key + k}, lane);
+    }
   }
 };
 
@@ -160,10 +168,6 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
-  const SmemOperandA<Traits::kMBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
-      smem.q, warp_row, lane);
-  const SmemOperandB<typename Traits::KTile, Layout::kKInner> K(smem.k, 0, lane);
-  const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
   // opaque() and V's reversed order of threads keep the threads' addresses from living across the
   // products, in registers that the accumulators need.
   const auto load = [&](const auto& tile, const Element* matrix, int64_t row_stride, int num_cols,
@@ -195,11 +199,14 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     load_v(n);
     ptx::cp_async_commit();
 
+    const SmemOperandA<Traits::kMBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
+        smem.q, warp_row, lane);
+    const SmemOperandB<typename Traits::KTile, Layout::kKInner> K(smem.k, 0, lane);
     typename Traits::Scores S;
     gemm_smem<Element, kHeadDim, Into::kZero>(S, Q, K);  // S = Q K(n)ᵀ
     const ScorePlace place = {work.first_row + warp_row, n * kBlockN};
     work.score.finish(S, place, lane);
-    work.score.template add_bias<Element>(S, params.score.bias, place, lane);
+    work.score.template add_bias<BiasElement<Element>>(S, params.score.bias, place, lane);
     if (n < work.range.full_begin || n >= work.range.full_end) {  // S = -inf where nothing is seen
       int query[Traits::Scores::kRows];
 #pragma unroll
@@ -216,6 +223,7 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
 
     float correction[Traits::Scores::kRows];
     if (softmax.update_max(S, correction)) scale_rows(O, correction);  // O = O · exp(m_old - m)
+    const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
     // O += exp(S - m) V(n)
     gemm<Element, kBlockN, Into::kSum>(
         O, Probabilities<Traits>{softmax, S, work.score, params.dropout, place, lane}, V);
@@ -245,7 +253,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   __syncwarp();
 
   // Whole rows in chunks of 16 bytes, as TileLoader reads them.
-  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
+  constexpr int kChunk = kChunkOf<Element>, kRowChunks = Traits::kHeadDim / kChunk;
 #pragma unroll
   for (int i = lane; i < Traits::kWarpRows * kRowChunks; i += 32) {
     const int row = warp_row + i / kRowChunks, col = i % kRowChunks * kChunk;
@@ -286,7 +294,8 @@ void launch_fwd_kernel(const FwdParams& params, Stream stream) {
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
-      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * 2 / group);
+      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) *
+          static_cast<int64_t>(sizeof(typename Traits::Element)) / group);
   if (scheduler.num_tiles() == 0) return;
   cuda::launch<fwd_kernel<Traits>>(scheduler.num_tiles(), Traits::kThreads,
                                    sizeof(FwdSharedStorage<Traits>), stream, params, scheduler);
@@ -306,6 +315,14 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
     case SmemBudget::kLargest:
       return launch.template operator()<SmemBudget::kLargest>();
   }
+}
+
+template <DType kDType, int kHeadDim, bool kScoreTerms>
+void launch_fwd_wide(const FwdParams& params, Stream stream) {
+  constexpr FwdTile kTile = kScoreTerms ? kFwdWideScoresTile<kHeadDim> : kFwdWideTile<kHeadDim>;
+  using Traits = FwdTraits<kDType, kHeadDim, kTile,
+                           std::conditional_t<kScoreTerms, GeneralScores, PlainScores>>;
+  launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }
 
 template <DType kDType, int kHeadDim>

@@ -1,5 +1,6 @@
 // The forward kernel, and its instances: one a dtype and head-dim class, in inst/fwd_d*.cu; with score
-// terms in inst/fwd_scores_d*.cu.
+// terms in inst/fwd_scores_d*.cu, of fp32 in inst/fwd_wide_d*.cu and
+// inst/fwd_wide_scores_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -7,11 +8,15 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and bf16.
+// Any head_dim and head_dim_v up to 256 that are multiples of 8. fp16 and bf16; kFp32 and kTf32 with
+// no dropout, and with no score terms above 128.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// fp32, as it is or by TF32; with score terms up to a head dim of 128.
+template <DType kDType, int kHeadDim, bool kScoreTerms>
+void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, Stream stream);
 

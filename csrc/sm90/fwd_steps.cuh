@@ -103,7 +103,7 @@ class BiasStep : public NoStep {
   template <typename Element>
   __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
                                               float scale_log2, float addend, uint32_t packed) {
-    const float2 bias = flash_attn::ptx::unpack<Element>(packed);
+    const float2 bias = unpack_bias<Element>(packed);
     first = fmaf(bias.x, factor_, first);
     second = fmaf(bias.y, factor_, second);
     return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};

@@ -12,6 +12,11 @@ DType dtype_from_name(std::string_view name) {
   return name == "fp32" ? DType::kFp32 : DType::kFp16;
 }
 
+int smem_optin_bytes(int compute_capability) {
+  if (compute_capability == 80) return 163 * 1024;
+  return (compute_capability == 90 || compute_capability == 100 ? 227 : 99) * 1024;
+}
+
 }  // namespace
 }  // namespace flash_attn::tests
 
@@ -22,20 +27,23 @@ FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capabil
 }
 
 // "backend; plan: reasons of the fastest backend that was possible" for a call on a GPU with
-// 132 multiprocessors of 227 KiB, by a build for `archs`. op: of Op.
+// 132 multiprocessors, by a build for `archs`. op: of Op. dtype: of q.
 FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability, int op,
-                                                const char* cache_dtype, int tokens, bool softcap,
+                                                const char* dtype, const char* cache_dtype,
+                                                int head_dim, int tokens, bool softcap,
                                                 bool return_probs) {
   using namespace flash_attn;
   static thread_local std::string answer;
   const Architectures compiled(archs);
-  const DeviceInfo device = {
-      .compute_capability = compute_capability, .num_sms = 132, .smem_optin_bytes = 227 * 1024};
+  const DeviceInfo device = {.compute_capability = compute_capability,
+                             .num_sms = 132,
+                             .smem_optin_bytes = tests::smem_optin_bytes(compute_capability)};
   const CallShape call = {.op = static_cast<Op>(op),
                           .device = &device,
                           .compiled = &compiled,
-                          .head_dim = 128,
-                          .head_dim_v = 128,
+                          .dtype = tests::dtype_from_name(dtype),
+                          .head_dim = head_dim,
+                          .head_dim_v = head_dim,
                           .softcap = softcap,
                           .return_probs = return_probs,
                           .cache_dtype = tests::dtype_from_name(cache_dtype),

@@ -124,7 +124,7 @@ std::vector<float> multiply(std::vector<float> c, int n, int k, const A& a, cons
 template <typename Element, Layout kLayoutA, Layout kLayoutB, int kSlabCols>
 void test_gemm_smem(Random& random) {
   constexpr bool kRowsOfA = kLayoutA == Layout::kKInner, kRowsOfB = kLayoutB == Layout::kKInner;
-  constexpr int kN = 48, kK = 80, kCols = kSlabCols == 64 ? 128 : 96;
+  constexpr int kN = 48, kK = kIsWide<Element> ? 96 : 80, kCols = kSlabCols == 64 ? 128 : 96;
   using TileA = SmemTile<Element, kRowsOfA ? 80 : kK, kCols>;
   using TileB = SmemTile<Element, kRowsOfB ? kN + 32 : kK, kCols>;
   std::vector<Element> tile_a(TileA::kRows * kCols, poison<Element>());
@@ -136,12 +136,16 @@ void test_gemm_smem(Random& random) {
   const auto b_index = [&](int k, int n) {
     return kRowsOfB ? (kFirstCol + n) * kCols + k : k * kCols + n;
   };
-  const auto number = [&] {
-    return rounded<Element>(static_cast<float>(random.integer(-100, 100)));
+  const auto number = [&](int largest) {
+    return rounded<Element>(static_cast<float>(random.integer(-largest, largest)));
   };
+  // fp32: by turns one side has more digits than one TF32 number; sums stay below 2²⁴.
+  constexpr int kMore = kIsWide<Element> ? 5000 : 100, kFew = kIsWide<Element> ? 30 : 100;
   for (int k = 0; k < kK; ++k) {
-    for (int m = 0; m < kMBlocks * 16; ++m) tile_a[a_index(m, k)] = number();
-    for (int n = 0; n < kN; ++n) tile_b[b_index(k, n)] = number();
+    for (int m = 0; m < kMBlocks * 16; ++m) {
+      tile_a[a_index(m, k)] = number(k % 3 == 0 ? kMore : kFew);
+    }
+    for (int n = 0; n < kN; ++n) tile_b[b_index(k, n)] = number(k % 3 == 0 ? kFew : kMore);
   }
   const auto c = whole_numbers(random, kMBlocks * 16 * kN);
   DeviceArray<Element> device_a(tile_a), device_b(tile_b);
@@ -258,6 +262,7 @@ void add_layouts(Tests& tests, const char* name) {
       {test_name({name, "bf16-slab64"}), test_gemm_smem<__nv_bfloat16, kLayoutA, kLayoutB, 64>});
   tests.push_back(
       {test_name({name, "fp16-slab32"}), test_gemm_smem<__half, kLayoutA, kLayoutB, 32>});
+  tests.push_back({test_name({name, "fp32"}), test_gemm_smem<float, kLayoutA, kLayoutB, 64>});
 }
 
 }  // namespace
@@ -268,14 +273,17 @@ void add_cuda_tile_tests(Tests& tests) {
   constexpr Layout kKInner = Layout::kKInner, kKOuter = Layout::kKOuter;
   tests.push_back({"cuda/tile_loader-64x128-bf16", test_tile_loader<Bf16, 64, 128>});
   tests.push_back({"cuda/tile_loader-96x96-fp16", test_tile_loader<Half, 96, 96>});
+  tests.push_back({"cuda/tile_loader-32x64-fp32", test_tile_loader<float, 32, 64>});
   add_layouts<kKInner, kKInner>(tests, "cuda/gemm_smem-rows-rows");
   add_layouts<kKInner, kKOuter>(tests, "cuda/gemm_smem-rows-columns");
   add_layouts<kKOuter, kKInner>(tests, "cuda/gemm_smem-columns-rows");
   add_layouts<kKOuter, kKOuter>(tests, "cuda/gemm_smem-columns-columns");
   tests.push_back({"cuda/gemm_register-bf16-slab64", test_gemm_register<Bf16, 128>});
   tests.push_back({"cuda/gemm_register-fp16-slab32", test_gemm_register<Half, 96>});
+  tests.push_back({"cuda/gemm_register-fp32", test_gemm_register<float, 64>});
   tests.push_back({"cuda/dealt_columns-bf16-slab64", test_dealt_columns<Bf16, 128>});
   tests.push_back({"cuda/dealt_columns-fp16-slab32", test_dealt_columns<Half, 96>});
+  tests.push_back({"cuda/dealt_columns-fp32", test_dealt_columns<float, 128>});
 }
 
 }  // namespace flash_attn::tests

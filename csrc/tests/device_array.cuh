@@ -14,7 +14,9 @@
 namespace flash_attn::tests {
 
 template <typename Element>
-constexpr const char* kNameOf = std::is_same_v<Element, __half> ? "fp16" : "bf16";
+constexpr const char* kNameOf = std::is_same_v<Element, __half>  ? "fp16"
+                                : std::is_same_v<Element, float> ? "fp32"
+                                                                 : "bf16";
 template <typename Element>
 constexpr DType kDTypeOf = std::is_same_v<Element, __half> ? DType::kFp16 : DType::kBf16;
 
@@ -22,6 +24,8 @@ template <typename Element>
 Element rounded(float value) {
   if constexpr (std::is_same_v<Element, __half>) {
     return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<Element, float>) {
+    return value;
   } else {
     return __float2bfloat16_rn(value);
   }

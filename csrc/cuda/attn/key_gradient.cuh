@@ -21,7 +21,7 @@ class KeyGradientRows {
   __device__ __forceinline__ void store(void* gradient, const Strides& strides, int num_cols,
                                         const Tile& tile, int tile_row, int thread) const {
     using Element = typename Tile::Element;
-    constexpr int kRowChunks = Tile::kCols / kChunk;
+    constexpr int kChunk = Tile::kChunk, kRowChunks = Tile::kCols / kChunk;
     const int leftpad = static_cast<int>(seqlen_.k_begin - seqlen_.segment_k_begin);
     Element* matrix = static_cast<Element*>(gradient) +
                       SeqlenInfo::offset(strides, batch_idx_, head_kv_, seqlen_.segment_k_begin);

@@ -186,7 +186,7 @@ class TermScores {
       for (int n = 0; n < kN / 8; ++n) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          const float2 pair = ptx::unpack<Element>(bias.data[m][n / 2][n % 2 * 2 + row]);
+          const float2 pair = unpack_bias<Element>(bias.data[m][n / 2][n % 2 * 2 + row]);
           float* const scores = S.data[m][n] + 2 * row;
           scores[0] = fmaf(pair.x, inverse_scale_, scores[0]);
           scores[1] = fmaf(pair.y, inverse_scale_, scores[1]);

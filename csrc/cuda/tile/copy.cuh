@@ -24,7 +24,7 @@ class TileLoader {
   __device__ __forceinline__ TileLoader(const Element* matrix, int64_t row_stride, int num_cols,
                                         unsigned thread)
       : row_(thread / Tile::kSlabChunks),
-        col_(thread % Tile::kSlabChunks * kChunk),
+        col_(thread % Tile::kSlabChunks * Tile::kChunk),
         num_cols_(num_cols),
         row_stride_(row_stride),
         source_(matrix + row_ * row_stride + col_) {}

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../ptx/math.cuh"
+#include "element.cuh"
 
 namespace flash_attn {
 
@@ -67,6 +68,39 @@ struct OperandA {
   }
 };
 
+// The same of fp32, four registers a 16 × 8 block:
+//
+//             k 2t   k 2t+1
+//   row g      [0]    [2]
+//   row g+8    [1]    [3]
+template <int kMBlocks, int kK>
+struct WideOperandA {
+  uint32_t data[kMBlocks][kK / 8][4];
+
+  // Columns k … k + 7.
+  __device__ __forceinline__ void load(uint32_t (&blocks)[kMBlocks][4], int k) const {
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) blocks[m][r] = data[m][k / 8][r];
+    }
+  }
+};
+
+// One step's elements of a row (`row` as in Accumulator::at) become registers of the left operand.
+template <typename Element, int kMBlocks>
+__device__ __forceinline__ void set_operand_row(uint32_t (&blocks)[kMBlocks][4], int row,
+                                                const float (&elements)[kChunkOf<Element> / 2]) {
+  uint32_t &first = blocks[row / 2][row % 2], &second = blocks[row / 2][row % 2 + 2];
+  if constexpr (kIsWide<Element>) {
+    first = __float_as_uint(elements[0]);
+    second = __float_as_uint(elements[1]);
+  } else {
+    first = ptx::pack<Element>(elements[0], elements[1]);
+    second = ptx::pack<Element>(elements[2], elements[3]);
+  }
+}
+
 // An accumulator rounded to 16 bits is the left operand of the next product without any exchange
 // between lanes: two neighbouring 16 × 8 blocks make one 16 × 16 block.
 template <typename Element, int kMBlocks, int kN>
@@ -83,6 +117,25 @@ __device__ __forceinline__ OperandA<kMBlocks, kN> to_operand_a(
       operand.data[m][k][1] = ptx::pack<Element>(left[2], left[3]);
       operand.data[m][k][2] = ptx::pack<Element>(right[0], right[1]);
       operand.data[m][k][3] = ptx::pack<Element>(right[2], right[3]);
+    }
+  }
+  return operand;
+}
+
+// fp32 needs no rounding either.
+template <typename Element, int kMBlocks, int kN>
+  requires kIsWide<Element>
+__device__ __forceinline__ WideOperandA<kMBlocks, kN> to_operand_a(
+    const Accumulator<kMBlocks, kN>& accumulator) {
+  WideOperandA<kMBlocks, kN> operand;
+#pragma unroll
+  for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+    for (int k = 0; k < kN / 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        operand.data[m][k][i % 2 * 2 + i / 2] = __float_as_uint(accumulator.data[m][k][i]);
+      }
     }
   }
   return operand;

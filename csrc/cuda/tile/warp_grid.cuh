@@ -32,6 +32,7 @@ struct DealtColumns {
   __device__ __forceinline__ void load(uint32_t (&block)[4], int n, int k) const {
     operand.load(block, n * kWarps, k);
   }
+  __device__ __forceinline__ void walk() { operand.walk(); }
 };
 
 }  // namespace flash_attn
