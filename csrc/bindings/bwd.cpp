@@ -66,8 +66,8 @@ void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::T
     params.tile_counter = tile_counter.data_ptr<int32_t>();
     at::Tensor dq_turns;
     if (params.deterministic) {
-      dq_turns = at::empty({params.heads_q, cuda::bwd_dq_turns(params)},
-                           lse.options().dtype(at::kInt));
+      dq_turns =
+          at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, lse.options().dtype(at::kInt));
       params.dq_turns = dq_turns.data_ptr<int32_t>();
     }
     return sm90::run_bwd(params, device_info_of(q), stream_of(q));

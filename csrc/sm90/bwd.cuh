@@ -361,7 +361,8 @@ __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTens
 #pragma unroll 1
     for (QueryBlocks block(*work); block.more(); block.advance(), q_ring.advance()) {
       load_queries(smem.q, maps.q, *work, block, params.head_dim, q_ring);
-      load_queries(smem.dout, maps.dout, *work, block, params.head_dim_v, q_ring.in(smem.dout_ring));
+      load_queries(smem.dout, maps.dout, *work, block, params.head_dim_v,
+                   q_ring.in(smem.dout_ring));
       // The places of the first block of queries are empty earlier, and V's before K's.
       if (!block.is_first()) continue;
       load_keys(smem.v, maps.v, *work, params.head_dim_v, k_ring.in(smem.v_ring));

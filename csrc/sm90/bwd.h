@@ -18,8 +18,7 @@ int bwd_dq_accum_cols(const AttnParams& params);
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device,
-                            Stream stream);
+void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // ALiBi, a bias for which can_stage_bias(), or both; or softcap alone; or dropout alone.
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,

@@ -13,8 +13,7 @@ __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, co
                                           int num_cols, const Ring<1>& ring) {
   ring.wait_empty();
   ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-  load_tile(tile, map, work.kv, work.first_key, num_cols, ring.full(),
-            ptx::CacheHint::kEvictFirst);
+  load_tile(tile, map, work.kv, work.first_key, num_cols, ring.full(), ptx::CacheHint::kEvictFirst);
 }
 
 // A block of Q or dO. One thread.

@@ -65,9 +65,7 @@ class QueryBlocks {
         end_head_(work.end_head) {}
   __device__ __forceinline__ bool more() const { return head < end_head_; }
   __device__ __forceinline__ bool is_first() const { return head == first_head_ && m == begin_; }
-  __device__ __forceinline__ bool is_last() const {
-    return head == end_head_ - 1 && m == end_ - 1;
-  }
+  __device__ __forceinline__ bool is_last() const { return head == end_head_ - 1 && m == end_ - 1; }
   // Whether the head is a new one.
   __device__ __forceinline__ bool advance() {
     if (++m < end_) return false;

@@ -113,8 +113,8 @@ struct TileScheduler {
 
   // The block that comes index-th among `count`.
   __device__ __forceinline__ int in_order(int index, int count) const {
-    const bool last_first = kOrder == TileOrder::kAsTold ? last_blocks_first
-                                                         : kOrder == TileOrder::kLastBlocksFirst;
+    const bool last_first =
+        kOrder == TileOrder::kAsTold ? last_blocks_first : kOrder == TileOrder::kLastBlocksFirst;
     return last_first ? count - 1 - index : index;
   }
 

@@ -2,7 +2,9 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_bwd_with_scores<DType::kFp16, 128>(const BwdParams&, const cuda::DeviceInfo&, Stream);
-template void launch_bwd_with_scores<DType::kBf16, 128>(const BwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_bwd_with_scores<DType::kFp16, 128>(const BwdParams&, const cuda::DeviceInfo&,
+                                                        Stream);
+template void launch_bwd_with_scores<DType::kBf16, 128>(const BwdParams&, const cuda::DeviceInfo&,
+                                                        Stream);
 
 }  // namespace flash_attn::sm90
