@@ -39,6 +39,7 @@
 #include "../cuda/attn/mask.cuh"
 #include "../cuda/launch.h"
 #include "fwd_consumer.cuh"
+#include "fwd_output.cuh"
 #include "fwd_producer.cuh"
 #include "fwd_steps.cuh"
 
@@ -288,77 +289,6 @@ class KeyWalk {
   float correction[2];
   bool far_from_cap = true;  // all scores so far
 };
-
-// Normalises O and brings it to shared memory; writes LSE. Rows of the segment that do not count get 0
-// and -inf. The last columns that lie there, or all, are sent when the next tile is under way: the
-// wait for the proxies then falls beside its first softmax.
-template <typename Traits>
-__device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Traits>& self,
-                                             typename Traits::Output& O,
-                                             typename Traits::Softmax& softmax) {
-  const int first_row = work.first_row + self.warp_row;  // of the warp
-  const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
-  float* const lse = work.lse + first_row;
-  softmax.finish();
-  const float* const sinks = self.params.score.learnable_sink;
-  if (sinks != nullptr) softmax.add_sink(O, bounded_sink(sinks[work.q.head]));
-  const float scale = Traits::ScorePolicy::output_scale(self.params.dropout);
-  scale_rows(O, {softmax.inverse_sum(0) * scale, softmax.inverse_sum(1) * scale});
-  if (rows_that_count < 16) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      if (fragment_row(row, self.lane) < rows_that_count) continue;
-#pragma unroll
-      for (int i = 0; i < O.kRowElements; ++i) O.at(row, i) = 0.f;
-    }
-  }
-#pragma unroll
-  for (int col = 0; col < Traits::VTile::kCols; col += Traits::kOutputCols) {
-    if (col > 0) self.send_output(work, col - Traits::kOutputCols);
-    // What was there before has been read. A warp keeps to its own rows.
-    ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
-    __syncwarp();
-#pragma unroll
-    for (int slab = 0; slab < Traits::kOutputSlabs; ++slab) {
-      store_rounded(self.smem.out[slab], O, col + slab * Traits::OutputSlab::kCols, self.warp_row,
-                    self.lane);
-    }
-  }
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const int lse_row = fragment_row(row, self.lane);
-    if (self.lane % 4 == 0 && lse_row < rows) {
-      lse[lse_row] = lse_row < rows_that_count ? softmax.log_sum_exp(row) : -INFINITY;
-    }
-  }
-}
-
-// Instead of stage_output(): normalised O and LSE of a piece, in fp32, from the registers.
-template <typename Traits>
-__device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsumer<Traits>& self,
-                                            typename Traits::Output& O,
-                                            typename Traits::Softmax& softmax) {
-  const int first_row = work.first_row + self.warp_row;  // of the warp
-  const int rows = work.segment_q - first_row, cols = self.params.head_dim_v;
-  float* const lse = work.lse + first_row;
-  float* const partial = self.params.partial.o + (lse - self.params.partial.lse) * cols;
-  softmax.finish();
-  scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(half, self.lane);
-    if (row >= rows) continue;
-    if (self.lane % 4 == 0) lse[row] = softmax.log_sum_exp(half);
-    float* const columns = partial + int64_t{row} * cols;
-#pragma unroll
-    for (int i = 0; i < O.kRowElements; i += 2) {
-      const int col = fragment_col(i, self.lane);
-      if (col < cols) {
-        *reinterpret_cast<float2*>(columns + col) = {O.at(half, i), O.at(half, i + 1)};
-      }
-    }
-  }
-}
 
 template <typename Traits>
 __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUtensorMap& out_map,

@@ -1,0 +1,102 @@
+// The producer warps of the backward kernel, from tile to tile.
+#pragma once
+
+#include <new>
+
+#include "bwd_producer.cuh"
+#include "bwd_traits.cuh"
+
+namespace flash_attn::sm90 {
+
+// Takes tiles and publishes them; loads LSE and delta, and says what the score terms of a head are. A
+// whole warp. With a counter, which all thread blocks share, the next tile is taken before this one's
+// last block is waited for: late, so that thread blocks end together, but early enough for its first
+// loads to hide behind the end of this one.
+template <typename Traits>
+__device__ __forceinline__ void schedule_and_load_row_values_loop(
+    const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
+    BwdSharedStorage<Traits>& smem) {
+  using ScorePolicy = typename Traits::ScorePolicy;
+  const float delta_scale = ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
+  WorkWriter queue(smem.queue);
+  Ring<Traits::kStages> ring(smem.q_ring);
+  int heads = 0;  // walked over so far
+  const auto take = [&] {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(params.tile_counter, 1);
+    return __shfl_sync(~0u, taken, 0) + (params.dq_turns == nullptr ? gridDim.x : 0);
+  };
+  // Where tiles wait for those before them, only thread blocks that run may take them.
+  int tile_idx = params.dq_turns == nullptr ? blockIdx.x : take();
+#pragma unroll 1
+  while (tile_idx < num_tiles) {
+    const TileCoordinates tile = scheduler.tile(tile_idx);
+    const SeqlenInfo seqlen(params, tile.batch_idx);
+    int next = 0;  // not taken yet
+    const auto take_next = [&] {
+      next = params.tile_counter == nullptr ? tile_idx + gridDim.x : take();
+    };
+    if (tile.block * Traits::kBlockN < seqlen.segment_k) {
+      BwdWork described = BwdWork::make<Traits::kBlockM, Traits::kBlockN>(params, tile, seqlen);
+      if constexpr (ScorePolicy::kGeneral) described.first_score = heads % 2;
+      const BwdWork& work = queue.push(described);
+      if (work.has_queries()) heads += work.end_head - work.q.head;
+      // A place in the ring is empty: the head before the last, whose terms lay here, is done with.
+      const auto start_head = [&](int head, const auto& ring) {
+        if constexpr (ScorePolicy::kGeneral) {
+          ring.wait_empty();
+          if (threadIdx.x % 32 == 0) {
+            new (smem.score_place(work, head))
+                ScorePolicy(params, work.batch_idx, head, work.seqlen.diagonal(params));
+          }
+        }
+      };
+      load_row_values(params, work, smem.row_values, ring, delta_scale, start_head, take_next);
+    }
+    if (next == 0) take_next();
+    tile_idx = next;
+  }
+  queue.end();
+}
+
+// One thread.
+template <typename Traits>
+__device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTensorMaps& maps,
+                                          BwdSharedStorage<Traits>& smem) {
+  Ring<1> k_ring(smem.k_ring);
+  Ring<Traits::kStages> q_ring(smem.q_ring);
+  WorkReader queue(smem.queue);
+#pragma unroll 1
+  while (const BwdWork* const work = queue.read()) {
+#pragma unroll 1
+    for (QueryBlocks block(*work); block.more(); block.advance(), q_ring.advance()) {
+      load_queries(smem.q, maps.q, *work, block, params.head_dim, q_ring);
+      load_queries(smem.dout, maps.dout, *work, block, params.head_dim_v,
+                   q_ring.in(smem.dout_ring));
+      // The places of the first block of queries are empty earlier, and V's before K's.
+      if (!block.is_first()) continue;
+      load_keys(smem.v, maps.v, *work, params.head_dim_v, k_ring.in(smem.v_ring));
+      load_keys(smem.k, maps.k, *work, params.head_dim, k_ring);
+      k_ring.advance();
+    }
+    queue.release(true);
+  }
+}
+
+// One thread.
+template <typename Traits>
+__device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CUtensorMap& map,
+                                               BwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kBiasStages> ring(smem.bias_ring);
+  WorkReader queue(smem.queue);
+#pragma unroll 1
+  while (const BwdWork* const work = queue.read()) {
+#pragma unroll 1
+    for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
+      load_bias(smem.bias, map, *work, block, params.score.bias, ring);
+    }
+    queue.release(true);
+  }
+}
+
+}  // namespace flash_attn::sm90
