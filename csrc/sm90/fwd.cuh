@@ -375,33 +375,6 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
   if (num_tiles == 0) return;
 
-  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
-  const TensorShape q_shape = {.dtype = Traits::kDType,
-                               .cols = params.head_dim,
-                               .rows = varlen_q ? params.total_q : params.seqlen_q,
-                               .heads = params.heads_q,
-                               .batch = varlen_q ? 1 : params.batch};
-  const TensorShape k_shape = {.dtype = Traits::kDType,
-                               .cols = params.head_dim,
-                               .rows = varlen_k ? params.total_k : params.seqlen_k,
-                               .heads = params.heads_kv,
-                               .batch = varlen_k                            ? 1
-                                        : params.cache_batch_idx == nullptr ? params.batch
-                                                                            : params.cache_rows};
-  TensorShape v_shape = k_shape, out_shape = q_shape;
-  v_shape.cols = out_shape.cols = params.head_dim_v;
-  FwdTensorMaps<Traits::kStagedBias> maps = {
-      .q = make_tensor_map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols,
-                           Traits::kBlockM),
-      .k = make_tensor_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols,
-                           Traits::kBlockN),
-      .v = make_tensor_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols,
-                           Traits::kBlockN),
-      .out = make_tensor_map(params.out, params.out_strides, out_shape,
-                             Traits::OutputSlab::kSlabCols, 16)};
-  if constexpr (Traits::kStagedBias) {
-    maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
-  }
   const int blocks = std::min(num_tiles, device.num_sms * Traits::kTile.blocks);
   if (alike || num_tiles <= blocks) {
     params.tile_counter = nullptr;
@@ -409,7 +382,7 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
   }
   cuda::launch<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), stream, params,
-                                   scheduler, maps, num_tiles);
+                                   scheduler, make_fwd_tensor_maps<Traits>(params), num_tiles);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(32)
 
 template <typename Element, int kCols>
 void test_gemm_register(Random& random) {
-  constexpr int kN = 48, kK = 80, kRows = 16 * kMBlocks;
+  constexpr int kN = 48, kK = kIsWide<Element> ? 48 : 80, kRows = 16 * kMBlocks;
   using TileB = SmemTile<Element, kK, kCols>;
   using TileC = SmemTile<Element, kFirstRow + kRows + 16, kCols>;
   const auto a = whole_numbers(random, kRows * kK), b = whole_numbers(random, kK * kCols);
