@@ -183,7 +183,9 @@ class Case:
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
         fp16_slopes = self.alibi and self.dtype == "fp16"
-        refused = self.deterministic or bias_gradient or fp16_slopes or (terms and not narrow)
+        ragged = self.is_varlen or self.seqused_q or self.seqused_k or self.leftpad_k
+        unordered = self.deterministic and (terms or ragged or not narrow)
+        refused = unordered or bias_gradient or fp16_slopes or (terms and not narrow)
         return self.served_by(backend) and not refused
 
     def with_(self, **changes: object) -> Case:

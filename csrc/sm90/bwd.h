@@ -8,8 +8,8 @@
 namespace flash_attn::sm90 {
 
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and
-// bf16. Score terms up to kBwdMaxSingleHeadDim, without the gradient of a bias; and deterministic, where
-// dq_turns is given.
+// bf16. Up to kBwdMaxSingleHeadDim: score terms, without the gradient of a bias; or, where dq_turns is
+// given, deterministic.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const AttnParams& params);

@@ -29,8 +29,9 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 void refuse_backward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias is not supported");
   const bool has_terms = call.alibi || call.softcap || call.bias || call.dropout;
-  reasons.refuse_if(call.deterministic && has_terms,
-                    "deterministic with score terms or dropout is not supported");
+  reasons.refuse_if(call.deterministic && (has_terms || call.ragged),
+                    "deterministic with score terms, dropout, varlen, seqused or leftpad is not "
+                    "supported");
   // Slopes leave most probabilities below the normal range of fp16, to which they are rounded here
   // before they become gradients.
   reasons.refuse_if(call.alibi && call.dtype == DType::kFp16,
