@@ -35,8 +35,8 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   call.bias = args.attn_bias.has_value();
   call.dense_bias = call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
                     args.attn_bias->scalar_type() == args.q.scalar_type();
-  call.ragged = args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k ||
-                args.leftpad_k;
+  call.ragged =
+      args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k;
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
   call.dropout = args.dropout_p > 0;
