@@ -297,8 +297,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
   }
 }
 
-// Only delta and zeros in dq_accum and tile_counter come from the kernel before; whoever reads or adds
-// to them waits, so that this grid does not end before that one.
+// Everybody waits for the kernel before, from which delta and the zeros of the workspace come.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdParams params,
