@@ -72,10 +72,11 @@ def kernel_cases() -> list[Case]:
                 term, dtype = terms[(i + j) % 4], ("fp16", "bf16")[(i + j + deterministic) % 2]
                 more = dict(deterministic=deterministic, heads_q=4, heads_kv=2)
                 cases.append(Case(d=d, dtype=dtype, **more | shape | term))
-    # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other.
+    # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other. And more
+    # heads than a pool has places for their sums of dq.
     for d in (64, 128):
         for i, more in enumerate((dict(), dict(causal=True), dict(deterministic=True))):
-            many = dict(batch=2, heads_q=80, heads_kv=80, seqlen_q=70, seqlen_k=150)
+            many = dict(batch=4, heads_q=80, heads_kv=80, seqlen_q=70, seqlen_k=150)
             cases.append(Case(d=d, dtype=("fp16", "bf16")[i % 2], **many | more))
     # Each way in which a bias reaches a tile.
     for d in (64, 128):

@@ -48,31 +48,47 @@ at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wan
 }
 
 // What the kernels need room for, and then their launches.
-void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
-  const at::Tensor delta = at::empty_like(lse);
-  params.delta = delta.data_ptr<float>();
+void launch_sm80(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
   at::Tensor dq_accum;
-  const bool sums_dq = backend == Backend::kSm90 || !params.deterministic;
-  if (sums_dq) {
+  if (!params.deterministic) {
     params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);
-    params.dq_accum_cols = backend == Backend::kSm90 ? sm90::bwd_dq_accum_cols(params)
-                                                     : sm80::bwd_dq_accum_cols(params);
+    params.dq_accum_cols = sm80::bwd_dq_accum_cols(params);
     dq_accum =
         at::empty({params.heads_q, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
     params.dq_accum = dq_accum.data_ptr<float>();
   }
-  if (backend == Backend::kSm90) {
-    const at::Tensor tile_counter = at::empty({1}, lse.options().dtype(at::kInt));
-    params.tile_counter = tile_counter.data_ptr<int32_t>();
-    at::Tensor dq_turns;
-    if (params.deterministic) {
-      dq_turns =
-          at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, lse.options().dtype(at::kInt));
-      params.dq_turns = dq_turns.data_ptr<int32_t>();
-    }
-    return sm90::run_bwd(params, device_info_of(q), stream_of(q));
-  }
   sm80::run_bwd(params, device_info_of(q), stream_of(q));
+}
+
+void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
+  const cuda::DeviceInfo device = device_info_of(q);
+  const auto numbers = lse.options().dtype(at::kInt);
+  const int places = sm90::bwd_dq_pool_places(params, device);
+  const int heads = places > 0 ? places * (params.heads_q / params.heads_kv) : params.heads_q;
+  params.dq_pool.places = places;
+  params.dq_accum_rows =
+      places > 0 ? sm90::bwd_dq_pool_rows(params) : cuda::bwd_dq_accum_rows(params);
+  params.dq_accum_cols = sm90::bwd_dq_accum_cols(params);
+  const at::Tensor dq_accum =
+      at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
+  params.dq_accum = dq_accum.data_ptr<float>();
+  const at::Tensor tile_counter = at::empty({1}, numbers);
+  params.tile_counter = tile_counter.data_ptr<int32_t>();
+  at::Tensor progress;
+  if (places > 0) {
+    progress = at::empty({cuda::bwd_dq_pool_progress(params)}, numbers);
+    params.dq_pool.progress = progress.data_ptr<int32_t>();
+  } else if (params.deterministic) {
+    progress = at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, numbers);
+    params.dq_turns = progress.data_ptr<int32_t>();
+  }
+  sm90::run_bwd(params, device, stream_of(q));
+}
+
+void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
+  const at::Tensor delta = at::empty_like(lse);
+  params.delta = delta.data_ptr<float>();
+  backend == Backend::kSm90 ? launch_sm90(params, q, lse) : launch_sm80(params, q, lse);
 }
 
 BwdResult run(Backend backend, const BwdArgs& args) {

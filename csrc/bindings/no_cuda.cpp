@@ -36,9 +36,12 @@ void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_buil
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 int64_t cuda::bwd_dq_accum_rows(const AttnParams&) { not_built(); }
 int64_t cuda::bwd_dq_turns(const BwdParams&) { not_built(); }
+int64_t cuda::bwd_dq_pool_progress(const BwdParams&) { not_built(); }
 int sm80::bwd_dq_accum_cols(const BwdParams&) { not_built(); }
 void sm90::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 int sm90::bwd_dq_accum_cols(const AttnParams&) { not_built(); }
+int sm90::bwd_dq_pool_places(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
+int64_t sm90::bwd_dq_pool_rows(const BwdParams&) { not_built(); }
 void sm90::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 
 }  // namespace flash_attn

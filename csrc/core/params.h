@@ -153,6 +153,15 @@ struct FwdParams : AttnParams {
   PartialResults partial;
 };
 
+// dq_accum as a pool for a call without cu_seqlens: the sums of (batch entry, kv head) number n lie in
+// place n % places, after those of number n - places have become rows of dq.
+struct DqPool {
+  int places = 0;  // 0: no pool, dq_accum has room for all
+  // Workspace (1 + 2 · batch · heads_kv), zeroed by the launch: how many pieces of dq have been taken
+  // on; then, of each number, how many blocks of keys have been added, and how many pieces written.
+  int32_t* progress = nullptr;
+};
+
 struct BwdParams : AttnParams {
   ScoreParams score;
 
@@ -170,10 +179,11 @@ struct BwdParams : AttnParams {
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of
-  // cuda/attn/dq_accum.cuh; null if dq is computed apart.
+  // cuda/attn/dq_accum.cuh; null if dq is computed apart. As a pool: (places · group, …).
   float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
+  DqPool dq_pool;
   // Workspace (heads_q, dq_accum_rows / 16), zeroed by the launch: at the first row of each block of
   // queries, how many blocks of keys have been added to its sums; null: they are added in any order.
   int32_t* dq_turns = nullptr;

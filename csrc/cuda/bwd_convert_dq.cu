@@ -1,10 +1,9 @@
 // dQ = softmax_scale · dropout's scale · dq_accum, from the order of the sums to rows.
-#include "attn/dq_accum.cuh"
+#include "attn/dq_convert.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
 #include "bwd_steps.h"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/math.cuh"
 #include "tile/element.cuh"
 #include "tile/fragment.cuh"
 
@@ -13,22 +12,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kRows = kDqAccumRows * kWarps;  // of a thread block: of one head of one sequence
-constexpr int kBlocks = 4;                    // of 8 columns that a warp converts at a time
 using Scheduler = TileScheduler<kRows>;
-
-// Lane t of each quad holds pairs[b] of block b; then it holds block t, pairs[s] that of lane s.
-__device__ __forceinline__ void transpose_quad(uint32_t (&pairs)[kBlocks], int lane) {
-#pragma unroll
-  for (int step = 1; step < kBlocks; step *= 2) {
-    const bool upper = (lane & step) != 0;
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      if ((i & step) != 0) continue;
-      const uint32_t received = __shfl_xor_sync(~0u, upper ? pairs[i] : pairs[i + step], step);
-      (upper ? pairs[i] : pairs[i + step]) = received;
-    }
-  }
-}
 
 // A warp converts the 16 rows that a block of dq_accum has. The rows of the segment that do not count
 // get 0.
@@ -49,30 +33,18 @@ __global__ void __launch_bounds__(kThreads)
   Element* const dq =
       static_cast<Element*>(params.dq) +
       SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
-  for (int first_col = 0; first_col < params.head_dim; first_col += 8 * kBlocks) {
-    uint32_t pairs[2][kBlocks];  // of rows lane / 4 and lane / 4 + 8
+  for (int col = 0; col < params.head_dim; col += kDqConvertCols) {
+    uint32_t pairs[2][kDqConvertBlocks];
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const float* const block = accum + (first_col / 8 + b) * kDqAccumBlock;
-      float sums[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[i] = block[dq_accum_position(order, lane, i)] * scale;
-      }
-      pairs[0][b] = ptx::pack<Element>(sums[0], sums[1]);
-      pairs[1][b] = ptx::pack<Element>(sums[2], sums[3]);
+    for (int b = 0; b < kDqConvertBlocks; ++b) {
+      const float* const block = accum + (col / 8 + b) * kDqAccumBlock;
+      pairs[0][b] = dq_pair<Element>(block, order, scale, 0, lane);
+      pairs[1][b] = dq_pair<Element>(block, order, scale, 1, lane);
     }
-    const int col = first_col + lane % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      transpose_quad(pairs[half], lane);
-      const int row = fragment_row(half, lane);
-      if (first_row + row >= seqlen.segment_q || col >= params.head_dim) continue;
-      uint4 chunk = {};
-      if (first_row + row < seqlen.len_q) {
-        chunk = {pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]};
-      }
-      *reinterpret_cast<uint4*>(dq + row * params.dq_strides.row + col) = chunk;
+      store_dq(dq + col, params.dq_strides.row, pairs[half], half, seqlen.segment_q - first_row,
+               seqlen.len_q - first_row, params.head_dim - col, lane);
     }
   }
 }
@@ -128,6 +100,8 @@ int64_t bwd_dq_accum_rows(const AttnParams& params) {
 }
 
 int64_t bwd_dq_turns(const BwdParams& params) { return params.dq_accum_rows / kDqAccumRows; }
+
+int64_t bwd_dq_pool_progress(const BwdParams& params) { return dq_pool_numbers(params); }
 
 DqAccumOrder portable_dq_accum_order() {
   return compiled_architecture<bwd_convert_dq_kernel<__half>>() >= 90 ? DqAccumOrder::kByLane

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanesPerRow = 8;  // 8 chunks of 16 bytes: a whole line of O and of dO at once
+constexpr int kHeads = 4;  // whose loads are under way together
+static_assert(kHeads <= kLanesPerRow);
 constexpr int kRowsPerBlock = kThreads / kLanesPerRow;
 
 __device__ __forceinline__ float2 to_float2(__half2 pair) { return __half22float2(pair); }
@@ -66,17 +68,21 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
     *params.tile_counter = 0;
   }
   if (params.dq_accum == nullptr) return;
-  const int64_t rows = params.heads_q * params.dq_accum_rows;
+  const int64_t rows = dq_accum_heads(params) * params.dq_accum_rows;
   const int64_t threads = int64_t{gridDim.x} * gridDim.y * kThreads;
   const int64_t thread = (blockIdx.y * int64_t{gridDim.x} + blockIdx.x) * kThreads + threadIdx.x;
   float4* const sums = reinterpret_cast<float4*>(params.dq_accum);
   for (int64_t i = thread; i < rows * (params.dq_accum_cols / 4); i += threads) sums[i] = {};
+  if (params.dq_pool.places > 0) {
+    const int64_t numbers = dq_pool_numbers(params);
+    for (int64_t i = thread; i < numbers; i += threads) params.dq_pool.progress[i] = 0;
+  }
   if (params.dq_turns == nullptr) return;
   for (int64_t i = thread; i < rows / kDqAccumRows; i += threads) params.dq_turns[i] = 0;
 }
 
-// Eight lanes sum one row of one head. blockIdx.x counts blocks of rows, over all batch entries;
-// blockIdx.y starts the heads.
+// Eight lanes sum one row of kHeads heads at a time. blockIdx.x counts blocks of rows, over all batch
+// entries; blockIdx.y starts the heads.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_delta_kernel(const __grid_constant__ BwdParams params, unsigned blocks_per_batch,
@@ -85,24 +91,34 @@ __global__ void __launch_bounds__(kThreads)
   const int batch_idx = blockIdx.x / blocks_per_batch;
   const int64_t row = int64_t{blockIdx.x % blocks_per_batch} * kRowsPerBlock +
                       static_cast<int>(threadIdx.x) / kLanesPerRow;
+  const int lane_of_row = threadIdx.x % kLanesPerRow;
   const bool exists = row < rows_per_batch;
-  for (int head = blockIdx.y; head < params.heads_q; head += gridDim.y) {
-    float sum = 0.f;
+  for (int first_head = blockIdx.y * kHeads; first_head < params.heads_q;
+       first_head += gridDim.y * kHeads) {
+    float sums[kHeads] = {};
     if (exists) {
       const auto matrix_row = [&](const void* tensor, const Strides& strides) {
         return static_cast<const Element*>(tensor) + batch_idx * strides.batch + row * strides.row +
-               head * strides.head;
+               first_head * strides.head;
       };
       const Element* out = matrix_row(params.out, params.out_strides);
       const Element* dout = matrix_row(params.dout, params.dout_strides);
-      for (int col = threadIdx.x % kLanesPerRow * kChunk; col < params.head_dim_v;
-           col += kLanesPerRow * kChunk) {
-        sum += dot_chunk(out + col, dout + col);
+      for (int col = lane_of_row * kChunk; col < params.head_dim_v; col += kLanesPerRow * kChunk) {
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          if (first_head + h >= params.heads_q) break;
+          sums[h] += dot_chunk(out + h * params.out_strides.head + col,
+                               dout + h * params.dout_strides.head + col);
+        }
       }
     }
 #pragma unroll
-    for (int lane = kLanesPerRow / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-    if (exists && threadIdx.x % kLanesPerRow == 0) {
+    for (int h = 0; h < kHeads; ++h) {
+      float sum = sums[h];
+#pragma unroll
+      for (int lane = kLanesPerRow / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      const int head = first_head + h;
+      if (!exists || lane_of_row != h || head >= params.heads_q) continue;
       const int64_t i = batch_idx * params.lse_batch_stride + head * params.lse_head_stride + row;
       if (params.dlse != nullptr) sum -= params.dlse[i];
       params.delta[i] = params.lse[i] == -INFINITY ? 0.f : sum;
@@ -113,8 +129,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void run_bwd_delta(const BwdParams& params, Stream stream) {
-  const RowGrid grid(params, kRowsPerBlock);
+  RowGrid grid(params, kRowsPerBlock);
   if (grid.blocks.x == 0) return;
+  grid.blocks.y = (grid.blocks.y + kHeads - 1) / kHeads;
   const auto launch_of = [&]<typename Element> {
     launch<bwd_delta_kernel<Element>>(grid.blocks, kThreads, 0, stream, params,
                                       grid.blocks_per_batch, grid.rows_per_batch);

@@ -22,8 +22,8 @@ void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stre
 // The order that the portable code for this device adds in.
 DqAccumOrder portable_dq_accum_order();
 
-// delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds to dq_accum in this order; dq. Without
-// dq_accum, launch_products() writes dq, too.
+// delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds to
+// dq_accum in this order; dq. Without dq_accum, or with a pool, launch_products() writes dq, too.
 template <typename F>
 void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
                    F&& launch_products) {
@@ -31,7 +31,8 @@ void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
   if (params.dsink != nullptr) run_bwd_sink(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kRows) run_bwd_bias_rows(params, stream);
   launch_products();
-  if (params.dq_accum != nullptr) run_bwd_convert_dq(params, order, stream);
+  const bool has_dq = params.dq_accum == nullptr || params.dq_pool.places > 0;
+  if (!has_dq) run_bwd_convert_dq(params, order, stream);
 }
 
 }  // namespace flash_attn::cuda

@@ -1,5 +1,7 @@
 #include "bwd.h"
 
+#include <algorithm>
+
 #include "../cuda/bwd_steps.h"
 #include "bwd_config.h"
 #include "tile/tensor_map.h"
@@ -22,6 +24,23 @@ bool has_some_terms(const BwdParams& params) {
 int bwd_dq_accum_cols(const AttnParams& params) {
   return with_bwd_class(params.head_dim, params.head_dim_v,
                         [&]<int kHeadDim, int kHeadDimV> { return kHeadDim; });
+}
+
+int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
+  const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
+  const bool is_narrow = bwd_dq_accum_cols(params) <= kBwdMaxSingleHeadDim;
+  if (!is_dense || !is_narrow || params.deterministic || cuda::has_score_terms(params) ||
+      params.seqlen_q > kBwdMaxPooledQueries) {
+    return 0;
+  }
+  const int64_t numbers = int64_t{params.batch} * params.heads_kv;
+  const int blocks = (params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN;
+  return static_cast<int>(
+      std::min<int64_t>(numbers, kBwdPoolRounds * device.num_sms / std::max(blocks, 1) + 2));
+}
+
+int64_t bwd_dq_pool_rows(const BwdParams& params) {
+  return (int64_t{params.seqlen_q} + kBwdPoolRows - 1) / kBwdPoolRows * kBwdPoolRows;
 }
 
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {

@@ -8,12 +8,13 @@
 // walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
 // Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
 // fp32 reductions in global memory. A thread block takes tile after tile, and what the next one needs
-// is loaded while dK and dV of this one go out. Roles:
+// is loaded while dK and dV of this one go out. Where sequences are short, the sums of dQ are a pool in the
+// L2 cache, and two warps make rows of dq of them meanwhile (bwd_dq_pool.cuh). Roles:
 //
 //   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
 //   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV
 //                         warps 2, 3: the order of dQ's
-//                         sums, if it is kept; or a bias
+//                         sums, or their pool; or a bias
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
@@ -41,7 +42,7 @@
 // and dQ(i-1) begins behind dS.
 //
 // Shared memory   │ K │ V │ Q × kStages │ dO × kStages │ dS × 3, at the end of a tile dV and dK │
-//                 │ LSE, delta × kStages │ work × 2, barriers │
+//                 │ LSE, delta × kStages │ pieces of dQ × 2 │ work × 2, barriers │
 #pragma once
 
 #include <algorithm>
@@ -286,6 +287,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     dK.fill(0.f);
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
+    if constexpr (Traits::kCanPool) self.say_summed();
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
@@ -307,7 +309,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
   const bool in_order = Traits::kCanOrder && params.dq_turns != nullptr;
   const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
-  if (threadIdx.x == 0) smem.init_barriers(2 * in_order + loads_bias);
+  const bool pools = Traits::kCanPool && params.dq_pool.places > 0;
+  if (threadIdx.x == 0) smem.init_barriers(2 * in_order + loads_bias + pools, pools);
   smem.zero_absent_slabs(params);
   __syncthreads();
   flash_attn::ptx::wait_for_prerequisites();
@@ -324,6 +327,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kCanOrder) {
         if (warp == 2) await_turns_loop<Traits>(params, last_first, smem);
         if (warp == 3) pass_turns_loop<Traits>(params, last_first, smem);
+      }
+    } else if (pools) {
+      if constexpr (Traits::kCanPool) {
+        if (warp == 2) DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
+        if (warp == 3 && ptx::elect_one()) pass_tiles_loop<Traits>(params, smem);
       }
     } else if (loads_bias && warp == 2 && ptx::elect_one()) {
       if constexpr (Traits::kAdditive) load_bias_loop<Traits>(params, maps.bias, smem);
@@ -348,8 +356,14 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
       maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
     }
   }
-  // Tiles of one length need no counter.
-  if (sequences_are_alike(params) && params.dq_turns == nullptr) params.tile_counter = nullptr;
+  if constexpr (Traits::kCanPool) {
+    if (params.dq_pool.places > 0) {
+      maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
+    }
+  }
+  // Tiles of one length need no counter, unless they wait for each other.
+  const bool waits = params.dq_turns != nullptr || params.dq_pool.places > 0;
+  if (sequences_are_alike(params) && !waits) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
                                                stream, params, scheduler, maps, num_tiles);
 }

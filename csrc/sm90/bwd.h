@@ -13,6 +13,10 @@ namespace flash_attn::sm90 {
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const AttnParams& params);
+// DqPool::places for this call; 0: dq_accum has room for all sums. A pool wants dq_accum_rows of
+// bwd_dq_pool_rows().
+int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device);
+int64_t bwd_dq_pool_rows(const BwdParams& params);
 
 // dK, dV, and the sums in dq_accum.
 template <DType kDType, int kHeadDim>

@@ -83,6 +83,13 @@ struct BwdConsumer : BwdBiasPlace<Traits> {
     if (warpgroup == 0) ptx::barrier_arrive<Traits::kConsumerThreads>(kHeadStart);
   }
 
+  // The reductions of the tile have been issued.
+  __device__ __forceinline__ void say_summed() const {
+    if (params.dq_pool.places == 0) return;
+    __syncwarp();
+    if (lane == 0) queue.in(smem.summed_ring).arrive_full();
+  }
+
   // Of all consumers.
   __device__ __forceinline__ int thread() const { return threadIdx.x - 128; }
   // What follows from it alone is not computed before the loop, where it would take registers.

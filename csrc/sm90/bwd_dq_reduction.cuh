@@ -52,9 +52,8 @@ class DqReduction {
     const int first_row = block_.m * kBlockM;
     rows_left_ =
         work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kHeadDim) * kDqAccumRows;
-    const int64_t of_sequence = dq_accum_first_row(params_, work_.seqlen.q_begin, work_.batch_idx);
-    accum_ = params_.dq_accum +
-             (block_.head * params_.dq_accum_rows + of_sequence + first_row) * kHeadDim + offset_;
+    const int64_t of_head = (block_.head - work_.q.head) * params_.dq_accum_rows;
+    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kHeadDim + offset_;
   }
 
   const BwdParams& params_;

@@ -30,20 +30,18 @@ __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUten
 
 // LSE, and delta times delta_scale, of each block of queries of a piece of work; they start at any
 // address in varlen: no bulk copy. A whole warp. The loads are under way while the slot is waited for.
-// start_head(head, ring): before the first block of each head; before_last(): before the last block.
-template <int kBlockM, int kStages, typename StartHead, typename BeforeLast>
+// before(block, new_head, ring): before each block.
+template <int kBlockM, int kStages, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 RowValues<kBlockM> (&row_values)[kStages],
                                                 Ring<kStages>& ring, float delta_scale,
-                                                const StartHead& start_head,
-                                                const BeforeLast& before_last) {
+                                                const Before& before) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32;
   bool new_head = true;
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); new_head = block.advance(), ring.advance()) {
-    if (block.is_last()) before_last();
-    if (new_head) start_head(block.head, ring);
+    before(block, new_head, ring);
     const int64_t first = work.batch_idx * params.lse_batch_stride +
                           block.head * params.lse_head_stride + work.seqlen.q_begin;
     float lse[kRows], delta[kRows];

@@ -3,6 +3,7 @@
 
 #include <new>
 
+#include "bwd_dq_pool.cuh"
 #include "bwd_producer.cuh"
 #include "bwd_traits.cuh"
 
@@ -20,14 +21,16 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   const float delta_scale = ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
-  int heads = 0;  // walked over so far
+  const bool pools = Traits::kCanPool && params.dq_pool.places > 0;
+  // Where tiles wait for those before them, only thread blocks that run may take them.
+  const bool takes_all = pools || params.dq_turns != nullptr;
   const auto take = [&] {
     int taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(params.tile_counter, 1);
-    return __shfl_sync(~0u, taken, 0) + (params.dq_turns == nullptr ? gridDim.x : 0);
+    return __shfl_sync(~0u, taken, 0) + (takes_all ? 0 : gridDim.x);
   };
-  // Where tiles wait for those before them, only thread blocks that run may take them.
-  int tile_idx = params.dq_turns == nullptr ? blockIdx.x : take();
+  int heads = 0;  // walked over so far
+  int tile_idx = takes_all ? take() : blockIdx.x;
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
@@ -41,17 +44,19 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
       if constexpr (ScorePolicy::kGeneral) described.first_score = heads % 2;
       const BwdWork& work = queue.push(described);
       if (work.has_queries()) heads += work.end_head - work.q.head;
-      // A place in the ring is empty: the head before the last, whose terms lay here, is done with.
-      const auto start_head = [&](int head, const auto& ring) {
+      const auto before = [&](const QueryBlocks& block, bool new_head, const auto& ring) {
+        if (block.is_last()) take_next();
         if constexpr (ScorePolicy::kGeneral) {
+          if (!new_head) return;
+          // A place in the ring is empty: the head before the last, whose terms lay here, is done with.
           ring.wait_empty();
           if (threadIdx.x % 32 == 0) {
-            new (smem.score_place(work, head))
-                ScorePolicy(params, work.batch_idx, head, work.seqlen.diagonal(params));
+            new (smem.score_place(work, block.head))
+                ScorePolicy(params, work.batch_idx, block.head, work.seqlen.diagonal(params));
           }
         }
       };
-      load_row_values(params, work, smem.row_values, ring, delta_scale, start_head, take_next);
+      load_row_values(params, work, smem.row_values, ring, delta_scale, before);
     }
     if (next == 0) take_next();
     tile_idx = next;

@@ -57,6 +57,11 @@ struct BwdTraits {
   // Whether additions to dQ can take turns: with score terms registers are too short for it.
   static constexpr bool kCanOrder = kForm == BwdForm::kPlain;
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
+  // Whether dq_accum can be a pool (bwd_dq_pool.cuh): other forms have no room for it. A piece: 16 KiB.
+  static constexpr bool kCanPool = kForm == BwdForm::kPlain;
+  static constexpr int kPieceRows = 4096 / kHeadDim, kPieceStages = 2;
+  static constexpr int kPieces = 4;  // that a warp takes on at a time
+  using PieceSlab = SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
   static constexpr int kBiasStages = kHeadDim <= 64 ? 1 : 2;
 
@@ -81,15 +86,25 @@ struct BwdTermStorage<Traits, false, true> {
   uint4 stash[Traits::kBlockM / 16][Traits::kConsumerThreads];
 };
 
+// Pieces of dQ's sums on their way to dq.
+template <typename Traits, bool kCanPool = Traits::kCanPool>
+struct BwdPoolStorage {};
+template <typename Traits>
+struct BwdPoolStorage<Traits, true> {
+  alignas(1024) float pieces[Traits::kPieceStages][Traits::kPieceRows * Traits::kHeadDim];
+};
+
 template <bool kAdditive>
-struct BwdTermMaps : BwdTensorMaps {};
+struct BwdTermMaps : BwdTensorMaps {
+  CUtensorMap dq;  // if its sums lie in a pool
+};
 template <>
 struct BwdTermMaps<true> : BwdTensorMaps {
   CUtensorMap bias;  // if there is one
 };
 
 template <typename Traits>
-struct BwdSharedStorage : BwdTermStorage<Traits> {
+struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::KTile k;
@@ -108,6 +123,9 @@ struct BwdSharedStorage : BwdTermStorage<Traits> {
   // Of a head and the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
   RingBarriers<Traits::kBiasStages> bias_ring;
+  // Of a pool of sums. full: pieces have come; the consumers have issued all reductions of a tile.
+  RingBarriers<Traits::kPieceStages> piece_ring;
+  RingBarriers<2> summed_ring;  // in step with the queue
 
   // Of a query head of the work, once its first Q is there.
   __device__ __forceinline__ void* score_place(const BwdWork& work, int head) {
@@ -132,17 +150,19 @@ struct BwdSharedStorage : BwdTermStorage<Traits> {
   }
 
   // helpers: warps beside the loader that read the queue.
-  __device__ __forceinline__ void init_barriers(int helpers) {
+  __device__ __forceinline__ void init_barriers(int helpers, bool pools) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     q_ring.init(2, kConsumerWarps);  // Q's bytes, and the warp that brings row_values
     dout_ring.init(1, kConsumerWarps);
     ds_ring.init(kConsumerWarps, 1);  // who waits for all to be full knows what is empty
-    k_ring.init(1, kConsumerWarps);
+    k_ring.init(1 + pools, kConsumerWarps);  // with a pool also who says that there is a place in it
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
     queue.init(1 + helpers + kConsumerWarps);
     if constexpr (Traits::kAdditive) bias_ring.init(1, kConsumerWarps);
+    piece_ring.init(1, 1);
+    summed_ring.init(kConsumerWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

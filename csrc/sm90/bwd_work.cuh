@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cuda/attn/block_range.cuh"
+#include "../cuda/attn/dq_accum.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "tile/copy.cuh"
@@ -18,6 +19,7 @@ struct BwdWork {
   int batch_idx, first_key;
   // Where the score terms of the first head lie; those of the next one in the other place.
   int first_score;
+  int64_t dq_row;  // of dq_accum, over all heads: query 0 of the first head
 
   __device__ __forceinline__ bool has_queries() const { return range.begin < range.end; }
   // That QueryBlocks visits.
@@ -46,7 +48,8 @@ struct BwdWork {
         .end_head = (tile.head + 1) * group,
         .batch_idx = tile.batch_idx,
         .first_key = first_key,
-        .first_score = 0};
+        .first_score = 0,
+        .dq_row = dq_accum_group_row(params, seqlen.q_begin, tile.batch_idx, tile.head)};
   }
 };
 
@@ -112,6 +115,17 @@ inline BwdTensorMaps make_bwd_tensor_maps(const BwdParams& params, int block_m, 
       .dout = make_tensor_map(params.dout, params.dout_strides, dout_shape, slab_cols, block_m)};
 }
 
+// dq of a call without cu_seqlens.
+inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows) {
+  return make_tensor_map(params.dq, params.dq_strides,
+                         {.dtype = params.dtype,
+                          .cols = params.head_dim,
+                          .rows = params.seqlen_q,
+                          .heads = params.heads_q,
+                          .batch = params.batch},
+                         slab_cols, rows);
+}
+
 // Where additions to dQ wait for their turn: whether the last block of keys that a block of queries sees
 // comes first. Then blocks of keys that start together, each at its diagonal, need not wait.
 inline bool adds_last_blocks_first(const BwdParams& params) {
@@ -127,8 +141,8 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
       params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
       params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
           group);
-  // Head after head, as no length has to come first: the blocks walk over the same Q and dO together.
-  if (sequences_are_alike(params)) scheduler.section_heads = 1;
+  // Head after head: the blocks walk over the same Q and dO together, and a pool's sums are complete soon.
+  if (sequences_are_alike(params) || params.dq_pool.places > 0) scheduler.section_heads = 1;
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;
 }

@@ -34,4 +34,27 @@ __host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams&
   return blocks * kDqAccumRows;
 }
 
+// Heads that dq_accum has room for.
+__host__ __device__ __forceinline__ int dq_accum_heads(const BwdParams& params) {
+  return params.dq_pool.places > 0
+             ? params.dq_pool.places * (params.heads_q / params.heads_kv)
+             : params.heads_q;
+}
+
+// Numbers in DqPool::progress.
+__host__ __device__ __forceinline__ int64_t dq_pool_numbers(const BwdParams& params) {
+  return 1 + 2 * int64_t{params.batch} * params.heads_kv;
+}
+
+// Row of dq_accum, over all heads, where the sums of the first query head of this kv head start.
+__device__ __forceinline__ int64_t dq_accum_group_row(const BwdParams& params, int64_t q_begin,
+                                                      int batch_idx, int kv_head) {
+  const int group = params.heads_q / params.heads_kv;
+  if (params.dq_pool.places == 0) {
+    return kv_head * group * params.dq_accum_rows + dq_accum_first_row(params, q_begin, batch_idx);
+  }
+  const int number = batch_idx * params.heads_kv + kv_head;
+  return number % params.dq_pool.places * group * params.dq_accum_rows;
+}
+
 }  // namespace flash_attn

@@ -69,6 +69,10 @@ class WorkReader {
     const auto& slot = queue_.slots[visit_ % kSlots];
     return slot.end ? nullptr : reinterpret_cast<const Work*>(slot.storage);
   }
+  // The place of what was read in a ring that is visited in step with the queue.
+  __device__ __forceinline__ Ring<kSlots> in(RingBarriers<kSlots>& barriers) const {
+    return Ring<kSlots>(barriers, visit_);
+  }
   // The reader is done with it. `arrives`: in the one thread that says so for this reader.
   __device__ __forceinline__ void release(bool arrives) {
     if (arrives) Ring<kSlots>(queue_.ring, visit_).arrive_empty();

@@ -1,0 +1,205 @@
+// dq_accum as a pool (DqPool): the sums of dQ stay in the L2 cache, and become rows of dq while the kernel
+// runs. One warp says which sums are complete; another one converts them, piece after piece, and leaves
+// zeros.
+//
+// Nobody waits for a thread block that does not run: tiles and pieces are taken in order, those that
+// run finish what they took, and the warp that converts holds up no other role.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "../cuda/attn/dq_accum.cuh"
+#include "bwd_traits.cuh"
+
+namespace flash_attn::sm90 {
+
+using DeviceCounter = ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>;
+
+__device__ __forceinline__ DeviceCounter dq_shares_taken(const BwdParams& params) {
+  return DeviceCounter(params.dq_pool.progress[0]);
+}
+__device__ __forceinline__ DeviceCounter dq_blocks_added(const BwdParams& params, int number) {
+  return DeviceCounter(params.dq_pool.progress[1 + 2 * number]);
+}
+__device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& params, int number) {
+  return DeviceCounter(params.dq_pool.progress[2 + 2 * number]);
+}
+
+// A share: some pieces of one query head, one behind the other.
+template <typename Traits>
+__device__ __forceinline__ int dq_shares_of_head(const BwdParams& params) {
+  constexpr int kRows = Traits::kPieces * Traits::kPieceRows;
+  return (params.seqlen_q + kRows - 1) / kRows;
+}
+
+__device__ __forceinline__ void await(const DeviceCounter& counter, int value) {
+  while (!__any_sync(~0u, counter.load(::cuda::memory_order_acquire) == value)) __nanosleep(100);
+}
+
+// Whether the sums that lay where those of the work belong have become rows of dq.
+template <typename Traits>
+__device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork& work) {
+  const int before = work.batch_idx * params.heads_kv + work.kv.head - params.dq_pool.places;
+  if (before < 0) return true;
+  const int group = params.heads_q / params.heads_kv;
+  return dq_shares_written(params, before).load(::cuda::memory_order_acquire) ==
+         group * dq_shares_of_head<Traits>(params);
+}
+
+// Lets the consumers begin with a tile when there is a place for its sums, and says when it has been added.
+// Not in this order: the place may be that of the sums of the tile before. One thread.
+template <typename Traits>
+__device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
+                                                BwdSharedStorage<Traits>& smem) {
+  WorkReader next(smem.queue), added(smem.queue);
+  Ring<1> k_ring(smem.k_ring);
+  bool is_first = true;
+  const BwdWork* work;
+  do {
+    work = next.read();
+    next.release(false);
+    bool is_let_in = work == nullptr || !work->has_queries();
+    const auto let_in = [&] {
+      k_ring.wait_empty();
+      k_ring.arrive_full();
+      k_ring.advance();
+      is_let_in = true;
+    };
+    if (!is_let_in && has_place<Traits>(params, *work)) let_in();
+    if (!is_first) {
+      const BwdWork& done = *added.read();
+      added.in(smem.summed_ring).wait_full();
+      // The release makes the consumers' reductions complete for whoever sees the number.
+      dq_blocks_added(params, done.batch_idx * params.heads_kv + done.kv.head)
+          .fetch_add(1, ::cuda::memory_order_release);
+      added.release(true);
+    }
+    is_first = false;
+    if (!is_let_in) {
+      while (!has_place<Traits>(params, *work)) __nanosleep(100);
+      let_in();
+    }
+  } while (work != nullptr);
+}
+
+// The warp that makes rows of dq from the sums of complete numbers, share after share. A piece comes by TMA,
+// is rounded where it lies, and leaves by TMA, while the next one comes.
+template <typename Traits>
+class DqConverter {
+  using Element = typename Traits::Element;
+  using Slab = typename Traits::PieceSlab;
+  static constexpr int kRows = Traits::kPieceRows, kCols = Traits::kHeadDim;
+  static constexpr int kBytes = kRows * kCols * static_cast<int>(sizeof(float));
+
+ public:
+  __device__ __forceinline__ DqConverter(const BwdParams& params, const CUtensorMap& map,
+                                         BwdSharedStorage<Traits>& smem)
+      : params_(params), map_(map), smem_(smem) {}
+
+  // blocks: of keys, that add to the same sums.
+  __device__ __forceinline__ void run(int blocks) {
+    const int of_head = dq_shares_of_head<Traits>(params_);
+    const int group = params_.heads_q / params_.heads_kv;
+#pragma unroll 1
+    for (int share = take(); share < params_.batch * params_.heads_q * of_head; share = take()) {
+      head_ = share / of_head;
+      first_row_ = share % of_head * Traits::kPieces * kRows;
+      const int number = head_ / group;
+      const int place = number % params_.dq_pool.places * group + head_ % group;
+      sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
+      await(dq_blocks_added(params_, number), blocks);
+      start(0);
+#pragma unroll 1
+      for (int piece = 0; piece < Traits::kPieces && exists(piece); ++piece, ++visit_) {
+        if (piece + 1 < Traits::kPieces && exists(piece + 1)) start(piece + 1);
+        finish(piece);
+      }
+      if (speaks()) dq_shares_written(params_, number).fetch_add(1, ::cuda::memory_order_release);
+    }
+    if (speaks()) ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<0>());
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static bool speaks() { return lane() == 0; }
+  __device__ __forceinline__ int row_of(int piece) const { return first_row_ + piece * kRows; }
+  __device__ __forceinline__ bool exists(int piece) const { return row_of(piece) < params_.seqlen_q; }
+
+  __device__ __forceinline__ int take() const {
+    int taken = 0;
+    if (speaks()) taken = dq_shares_taken(params_).fetch_add(1, ::cuda::memory_order_relaxed);
+    return __shfl_sync(~0u, taken, 0);
+  }
+
+  // Of the share's piece number 0, or of the one behind the piece that is being visited.
+  __device__ __forceinline__ void start(int piece) const {
+    if (!speaks()) return;
+    const Ring<Traits::kPieceStages> ring(smem_.piece_ring, visit_ + (piece > 0));
+    // What left from this place has been read.
+    ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+    // The sums were added by reductions, which the copy must see.
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_global);
+    ring.expect_bytes(kBytes);
+    ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global,
+                               smem_.pieces[ring.stage()], sums_ + piece * kRows * kCols, kBytes,
+                               &ring.full());
+  }
+
+  __device__ __forceinline__ void finish(int piece) const {
+    const Ring<Traits::kPieceStages> ring(smem_.piece_ring, visit_);
+    ring.wait_full();
+    auto* const zeros = reinterpret_cast<float4*>(sums_ + piece * kRows * kCols);
+#pragma unroll 4
+    for (int i = lane(); i < kRows * kCols / 4; i += 32) zeros[i] = {};
+    const float* const from = smem_.pieces[ring.stage()];
+    auto* const slabs = reinterpret_cast<Slab*>(smem_.pieces[ring.stage()]);
+#pragma unroll 1
+    for (int row = 0; row < kRows; row += kDqAccumRows) {
+      const uint32_t to = slabs->address(row + lane() % 16, lane() / 16 * 8);
+#pragma unroll 1
+      for (int col = 0; col < kCols; col += 32) {
+        const uint32_t of_slab = col / Slab::kCols * sizeof(Slab);
+        round_block(from + row * kCols + col / 8 * kDqAccumBlock, (to ^ col % Slab::kCols * 2) + of_slab);
+      }
+    }
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    if (!speaks()) return;
+    const MatrixPlace place = {.box = {params_.seqlen_q, 0, params_.seqlen_q},
+                               .head = head_ % params_.heads_q,
+                               .batch = head_ / params_.heads_q};
+    for (int col = 0; col < params_.head_dim; col += Slab::kCols) {
+      store_tile_rows<kRows>(slabs[col / Slab::kCols], 0, map_, place, row_of(piece), col);
+    }
+    ::cuda::ptx::cp_async_bulk_commit_group();
+  }
+
+  // 16 rows and 32 columns of sums, to the slab's rows, which begin at `to`. What is written lies in front of
+  // what is still to be read, or in these blocks themselves.
+  __device__ __forceinline__ void round_block(const float* from, uint32_t to) const {
+    uint32_t pairs[2][4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float4 sums = *reinterpret_cast<const float4*>(
+          from + b * kDqAccumBlock + dq_accum_position(DqAccumOrder::kByLane, lane(), 0));
+      const float scale = params_.softmax_scale;
+      pairs[b / 2][b % 2 * 2] = flash_attn::ptx::pack<Element>(sums.x * scale, sums.y * scale);
+      pairs[b / 2][b % 2 * 2 + 1] = flash_attn::ptx::pack<Element>(sums.z * scale, sums.w * scale);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ptx::stmatrix_x4(Slab::advance(to, 0, 0) ^ (half * 32), pairs[half]);
+    }
+    __syncwarp();
+  }
+
+  const BwdParams& params_;
+  const CUtensorMap& map_;
+  BwdSharedStorage<Traits>& smem_;
+  int head_, first_row_;  // of the share; heads of all batch entries, one after the other
+  float* sums_;
+  unsigned visit_ = 0;
+};
+
+}  // namespace flash_attn::sm90
