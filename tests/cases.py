@@ -172,14 +172,16 @@ class Case:
         if self.dtype == "fp32" and backend == SM80.backend:
             narrow = self.softcap or self.alibi or self.bias or self.deterministic
             return head_dim <= (128 if narrow else 256) and not self.dropout_p
-        return self.dtype in ("fp16", "bf16") and head_dim <= 256
+        widest = 512 if backend == SM80.backend and not self.deterministic else 256
+        return self.dtype in ("fp16", "bf16") and head_dim <= widest
 
     def gradients_served_by(self, backend: str) -> bool:
         """The same of the backward."""
         bias_gradient = self.bias and self.bias not in BOOL_BIASES
         if backend != SM90.backend:
-            wide = self.dtype == "fp32" and backend == SM80.backend
-            return self.served_by(backend) and not (wide and bias_gradient)
+            large = max(self.d, self.d_v or self.d) > 256
+            lacks = (self.dtype == "fp32" or large) and backend == SM80.backend
+            return self.served_by(backend) and not (lacks and bias_gradient)
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
         fp16_slopes = self.alibi and self.dtype == "fp16"

@@ -66,6 +66,7 @@
 #include "bwd_config.h"
 #include "bwd_dq.cuh"
 #include "bwd_dq_reduction.cuh"
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 
@@ -91,7 +92,9 @@ struct BwdTraits {
   using PTile = SmemTile<Element, kBlockM, kBlockN>;   // dS too
   using ScoreGrid = WarpGrid<kTile.num_warps, kTile.score_warps, kBlockM, kBlockN>;
   using DkvGrid = WarpGrid<kTile.num_warps, kTile.dkv_warps, kBlockN, kHeadDim>;
-  using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
+  static constexpr int kDqPassCols =
+      kHeadDim > kMaxHeadDim ? kBwdLargeHeadDqCols<ScorePolicy::kGeneral> : kHeadDim;
+  using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kDqPassCols>;
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
 
   struct SharedStorage {
@@ -334,8 +337,8 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     }
 
     DqReduction<Traits> dq;
-    if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem);  // dQ = dS K
-    gemm_smem<Element, kBlockM, Into::kSum>(                             // dK += dSᵀ Q
+    if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem, 0);  // dQ = dS K
+    gemm_smem<Element, kBlockM, Into::kSum>(                                // dK += dSᵀ Q
         dK, RowsAndReductions<Traits, 0, kSumDq>(smem.ds, lane, dq),
         Cols(smem.q[stage], grid.col, lane));
     if (kStages == 1 && more) {
@@ -353,8 +356,11 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       ptx::cp_async_commit();
     }
     if constexpr (kSumDq && !kSpreadDq) {
-      dq.compute(params, block, smem);  // dQ = dS K
-      dq.send(0, 1);
+#pragma unroll
+      for (int pass = 0; pass < Traits::kHeadDim / Traits::kDqPassCols; ++pass) {
+        dq.compute(params, block, smem, pass);  // dQ = dS K
+        dq.send(0, 1);
+      }
     }
   }
 }
@@ -412,8 +418,10 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
                                              sizeof(typename Traits::SharedStorage), stream, params,
                                              scheduler);
   };
-  params.dq_accum == nullptr ? launch.template operator()<false>()
-                             : launch.template operator()<true>();
+  if constexpr (Traits::kHeadDim <= kMaxHeadDim) {
+    if (params.dq_accum == nullptr) return launch.template operator()<false>();
+  }
+  launch.template operator()<true>();
 }
 
 template <DType kDType, int kHeadDim>

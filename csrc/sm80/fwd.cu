@@ -1,6 +1,6 @@
 #include "fwd.h"
 
-#include "config.h"
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 
@@ -19,6 +19,10 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
     });
   }
   with_dtype(params.dtype, [&]<DType kDType> {
+    if (is_large_head(params.head_dim, params.head_dim_v)) {
+      return has_score_terms(params) ? launch_fwd_large_head<kDType, true>(params, device, stream)
+                                     : launch_fwd_large_head<kDType, false>(params, device, stream);
+    }
     if (has_score_terms(params)) {
       return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
         launch_fwd_with_scores<kDType, kHeadDim>(params, stream);
