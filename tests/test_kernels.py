@@ -141,7 +141,7 @@ def cache_kernel_cases() -> list[CacheCase]:
             rows=page_size == 16,
             leftpad=page_size == 0,
         )
-        for d in (64, 128, 192, 256)
+        for d in (64, 128, 192, 256, 512)
         for cache, page_size, rotary in (
             ("fp8", 0, "halves"),
             ("int8", 16, ""),

@@ -18,7 +18,7 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_float32(Reasons& reasons, const CallShape& call) {
-  cuda::refuse_head_dims(reasons, call);
+  cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
   reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
   reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias in float32 is not supported");
@@ -40,9 +40,7 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
 
 // Head dims up to kLargeHeadDim, and what kernels of more than kMaxHeadDim lack.
 void refuse_head_dims(Reasons& reasons, const CallShape& call) {
-  const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
-  reasons.refuse_if(head_dim > kLargeHeadDim, "head_dim " + std::to_string(head_dim) +
-                                                  " is above " + std::to_string(kLargeHeadDim));
+  cuda::refuse_head_dims(reasons, call, kLargeHeadDim);
   if (!is_large_head(call.head_dim, call.head_dim_v)) return;
   const std::string where = " above head_dim " + std::to_string(kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
