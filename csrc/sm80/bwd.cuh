@@ -66,6 +66,7 @@
 #include "bwd_config.h"
 #include "bwd_dq.cuh"
 #include "bwd_dq_reduction.cuh"
+#include "bwd_scores.cuh"
 #include "large_head.h"
 
 namespace flash_attn::sm80 {
@@ -95,12 +96,16 @@ struct BwdTraits {
   static constexpr int kDqPassCols =
       kHeadDim > kMaxHeadDim ? kBwdLargeHeadDqCols<ScorePolicy::kGeneral> : kHeadDim;
   using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kDqPassCols>;
+  // Warps that share the sums of a score over the head dim; score terms leave no registers for that.
+  static constexpr int kDepthWarps = kHeadDim > kMaxHeadDim && !ScorePolicy::kGeneral ? 4 : 1;
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
 
   struct SharedStorage {
     KTile k, v;  // in the end dK, dV
     QTile q[kStages], dout[kStages];
     PTile p, ds;
+    // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
+    [[no_unique_address]] SplitScoreSums<BwdTraits> exchange;
     float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
     SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
     BwdKeyBlock keys;
@@ -216,15 +221,12 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
   const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
-  using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
-  using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
   const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
   const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
 
   Scores P, dS, slope;
-  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
-      P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
+  multiply_rows<Traits>(P, smem.exchange, smem.q[stage], smem.k, warp, lane);  // S = Q Kᵀ
   score.finish(P, slope, place, lane);
   score.template add_bias<BiasElement<Element>>(P, params.score.bias, place, lane);
 #pragma unroll
@@ -240,8 +242,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
     ptx::cp_async_wait<0>();
     __syncthreads();  // dO(i) is there
   }
-  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // dP = dO Vᵀ
-      dS, Rows(smem.dout[stage], first_row, lane), Cols(smem.v, first_col, lane));
+  multiply_rows<Traits>(dS, smem.exchange, smem.dout[stage], smem.v, warp, lane);  // dP = dO Vᵀ
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
     delta[row] = smem.delta[parity][first_row + row / 2 * 16 + fragment_row(row, lane)];
