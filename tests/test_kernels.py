@@ -50,8 +50,10 @@ def kernel_cases() -> list[Case]:
     # The class of the largest head dims, plain and with score terms: two iterations and more.
     for i, shape in enumerate(SHAPES.values()):
         for j, more in enumerate((dict(d=512), dict(d=264, d_v=512, dropout_p=0.2, softcap=5.0))):
-            dtype = ("fp16", "bf16")[(i + j) % 2]
-            cases.append(Case(dtype=dtype, heads_q=4, heads_kv=2, **more | shape))
+            for deterministic in (False, True):
+                dtype = ("fp16", "bf16")[(i + j + deterministic) % 2]
+                more |= dict(dtype=dtype, deterministic=deterministic, heads_q=4, heads_kv=2)
+                cases.append(Case(**more | shape))
     # sm90's further classes, and its tiles for many queries.
     for d in (48, 80, 160):
         for i, shape in enumerate(SHAPES.values()):

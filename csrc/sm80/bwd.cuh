@@ -99,6 +99,9 @@ struct BwdTraits {
   // Warps that share the sums of a score over the head dim; score terms leave no registers for that.
   static constexpr int kDepthWarps = kHeadDim > kMaxHeadDim && !ScorePolicy::kGeneral ? 4 : 1;
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
+  // Of bwd_large_head.cuh.
+  using WholeDqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
+  using QueryScheduler = TileScheduler<kBlockM>;
 
   struct SharedStorage {
     KTile k, v;  // in the end dK, dV
@@ -174,17 +177,17 @@ class QueryLoader {
   typename Traits::SharedStorage& smem_;
 };
 
-// K or V of the thread block. The caller commits.
+// kBlockN rows of K or V. The caller commits.
 template <typename Traits>
 __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
                                           const typename Traits::SharedStorage& smem,
-                                          const void* tensor, const Strides& strides,
-                                          int num_cols) {
+                                          const void* tensor, const Strides& strides, int num_cols,
+                                          int first_key) {
   const auto* matrix =
       static_cast<const typename Traits::Element*>(tensor) +
       SeqlenInfo::offset(strides, smem.keys.batch_idx, smem.keys.head_kv, smem.seqlen.k_begin);
   TileLoader<typename Traits::KTile, Traits::kThreads>(matrix, strides.row, num_cols, threadIdx.x)
-      .load(tile, smem.keys.first_key, smem.seqlen.len_k);
+      .load(tile, first_key, smem.seqlen.len_k);
 }
 
 // -inf for the scores that attention does not see.
@@ -297,8 +300,9 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
 
   const QueryLoader<Traits> queries(params, smem);
 
-  load_keys<Traits>(smem.k, smem, params.k, params.k_strides, params.head_dim);
-  load_keys<Traits>(smem.v, smem, params.v, params.v_strides, params.head_dim_v);
+  const int first_key = smem.keys.first_key;
+  load_keys<Traits>(smem.k, smem, params.k, params.k_strides, params.head_dim, first_key);
+  load_keys<Traits>(smem.v, smem, params.v, params.v_strides, params.head_dim_v, first_key);
   const int group = params.heads_q / params.heads_kv;
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
@@ -419,10 +423,8 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
                                              sizeof(typename Traits::SharedStorage), stream, params,
                                              scheduler);
   };
-  if constexpr (Traits::kHeadDim <= kMaxHeadDim) {
-    if (params.dq_accum == nullptr) return launch.template operator()<false>();
-  }
-  launch.template operator()<true>();
+  params.dq_accum == nullptr ? launch.template operator()<false>()
+                             : launch.template operator()<true>();
 }
 
 template <DType kDType, int kHeadDim>

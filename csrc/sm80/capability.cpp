@@ -38,7 +38,7 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
                " is not supported");
 }
 
-// Head dims up to kLargeHeadDim, and what kernels of more than kMaxHeadDim lack.
+// Head dims up to kLargeHeadDim, and what the kernels of more than kMaxHeadDim lack.
 void refuse_head_dims(Reasons& reasons, const CallShape& call) {
   cuda::refuse_head_dims(reasons, call, kLargeHeadDim);
   if (!is_large_head(call.head_dim, call.head_dim_v)) return;
@@ -49,7 +49,6 @@ void refuse_head_dims(Reasons& reasons, const CallShape& call) {
       call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed,
       (backward ? "the backward" : "the forward") + where + " needs a GPU with " +
           std::to_string(smem_bytes(needed) / 1024) + " KB of shared memory a thread block");
-  reasons.refuse_if(backward && call.deterministic, "deterministic" + where + " is not supported");
   reasons.refuse_if(call.bias_gradient,
                     "the gradient of attn_bias" + where + " is not supported");
 }

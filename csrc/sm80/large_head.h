@@ -20,8 +20,7 @@ inline constexpr int kFwdLargeHeadBlockM = 64;
 template <SmemBudget kBudget>
 inline constexpr int kFwdLargeHeadBlockN = kBudget == SmemBudget::kLargest ? 64 : 32;
 
-// K, V, Q and dO of 512 columns fill the shared memory of sm_90: there is no smaller tile, nor a kernel of
-// the deterministic dQ, as one warp cannot hold 16 rows of it.
+// K, V, Q and dO of 512 columns fill the shared memory of sm_90: there is no smaller tile.
 inline constexpr BwdTile kBwdLargeHeadTile = {.block_m = 64,
                                               .block_n = 32,
                                               .num_warps = 8,
