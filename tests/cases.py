@@ -179,9 +179,8 @@ class Case:
         """The same of the backward."""
         bias_gradient = self.bias and self.bias not in BOOL_BIASES
         if backend != SM90.backend:
-            large = max(self.d, self.d_v or self.d) > 256
-            lacks = (self.dtype == "fp32" or large) and backend == SM80.backend
-            return self.served_by(backend) and not (lacks and bias_gradient)
+            wide = self.dtype == "fp32" and backend == SM80.backend
+            return self.served_by(backend) and not (wide and bias_gradient)
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
         fp16_slopes = self.alibi and self.dtype == "fp16"

@@ -95,6 +95,8 @@ struct BwdTraits {
   using DkvGrid = WarpGrid<kTile.num_warps, kTile.dkv_warps, kBlockN, kHeadDim>;
   static constexpr int kDqPassCols =
       kHeadDim > kMaxHeadDim ? kBwdLargeHeadDqCols<ScorePolicy::kGeneral> : kHeadDim;
+  static constexpr int kDqPasses = kHeadDim / kDqPassCols;
+  static_assert(!kTile.spread_dq || kDqPasses <= 2);  // one under dK, one under dV
   using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kDqPassCols>;
   // Warps that share the sums of a score over the head dim; score terms leave no registers for that.
   static constexpr int kDepthWarps = kHeadDim > kMaxHeadDim && !ScorePolicy::kGeneral ? 4 : 1;
@@ -352,6 +354,9 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       queries.start_q(smem.q[0], next);
       ptx::cp_async_commit();
     }
+    if constexpr (kSumDq && kSpreadDq && Traits::kDqPasses == 2) {
+      dq.compute(params, block, smem, 1);
+    }
     gemm_smem<Element, kBlockM, Into::kSum>(  // dV += Pᵀ dO
         dV, RowsAndReductions<Traits, kBlockM / kStepK<Element>, kSumDq>(smem.p, lane, dq),
         Cols(smem.dout[stage], grid.col, lane));
@@ -362,7 +367,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     }
     if constexpr (kSumDq && !kSpreadDq) {
 #pragma unroll
-      for (int pass = 0; pass < Traits::kHeadDim / Traits::kDqPassCols; ++pass) {
+      for (int pass = 0; pass < Traits::kDqPasses; ++pass) {
         dq.compute(params, block, smem, pass);  // dQ = dS K
         dq.send(0, 1);
       }

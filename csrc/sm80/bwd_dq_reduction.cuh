@@ -95,7 +95,10 @@ struct RowsAndReductions {
   }
   __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
     operand.load(blocks, k);
-    if constexpr (kSumDq && Traits::kTile.spread_dq) dq.send(kFirstStep + k / kStep, 2 * kSteps);
+    if constexpr (kSumDq && Traits::kTile.spread_dq) {
+      constexpr int kSendSteps = 2 * kSteps / Traits::kDqPasses;
+      dq.send((kFirstStep + k / kStep) % kSendSteps, kSendSteps);
+    }
   }
 };
 

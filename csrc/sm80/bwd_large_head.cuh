@@ -114,9 +114,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <DType kDType, bool kScoreTerms>
 void launch_bwd_large_head(const BwdParams& params, Stream stream) {
-  using Traits = BwdTraits<kDType, kLargeHeadDim, kBwdLargeHeadTile,
+  using Traits = BwdTraits<kDType, kLargeHeadDim, kBwdLargeHeadTile<kScoreTerms>,
                            std::conditional_t<kScoreTerms, GeneralScores, PlainScores>>;
   launch_bwd_kernel<Traits, SmemBudget::kLargest>(params, stream);
+  if constexpr (kScoreTerms) {
+    if (params.dbias.form == BiasGradientParams::Form::kShared) {
+      launch_bwd_bias<kDType, kLargeHeadDim>(params, stream);
+    }
+  }
   if (params.dq_accum != nullptr) return;
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::QueryScheduler::make(

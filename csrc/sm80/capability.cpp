@@ -49,8 +49,6 @@ void refuse_head_dims(Reasons& reasons, const CallShape& call) {
       call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed,
       (backward ? "the backward" : "the forward") + where + " needs a GPU with " +
           std::to_string(smem_bytes(needed) / 1024) + " KB of shared memory a thread block");
-  reasons.refuse_if(call.bias_gradient,
-                    "the gradient of attn_bias" + where + " is not supported");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

@@ -20,8 +20,8 @@ template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, Stream stream);
-// Head dims above 256.
-template <DType kDType, bool kScoreTerms>
+// Head dims above 256; kHeadDim: 384 (without score terms) or 512.
+template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_large_head(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 }  // namespace flash_attn::sm80

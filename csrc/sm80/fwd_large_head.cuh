@@ -5,8 +5,8 @@
 // own. S = Q K(n)ᵀ: two blocks of 32 rows × two halves of the keys × two halves of the head dim, as a
 // warp that reads 32 × 32 fragments reads each number of shared memory for 32 others. Two warps then
 // add their sums over the halves of the head dim, and each goes on with 16 of the 32 rows. The maximum
-// of a row is exchanged between the two warps that hold its keys. O: 32 rows × 128 columns a warp, for
-// which P and the corrections of O go through shared memory.
+// of a row is exchanged between the two warps that hold its keys. O: all rows × an eighth of the columns
+// a warp, for which P and the corrections of O go through shared memory.
 //
 //   for n:  sync                           // K(n) is there, all warps are done with V(n + 1)
 //           S' = Q K(n)ᵀ over half of the head dim
@@ -24,20 +24,21 @@
 
 #include "../cuda/ptx/barrier.cuh"
 #include "../cuda/tile/store_operand.cuh"
+#include "../cuda/tile/warp_grid.cuh"
 #include "fwd.cuh"
 #include "large_head.h"
 
 namespace flash_attn::sm80 {
 
-template <DType kDType, int kKeys, typename ScorePolicyType>
+template <DType kDType, int kHeadDimClass, int kKeys, typename ScorePolicyType>
 struct FwdLargeHeadTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
   static constexpr int kBlockM = kFwdLargeHeadBlockM, kBlockN = kKeys;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kHalfDim = kLargeHeadDim / 2;
-  static constexpr int kWarpRows = 32, kWarpKeys = kBlockN / 2, kWarpCols = kLargeHeadDim / 4;
-  static_assert(kBlockM == 2 * kWarpRows && kWarpKeys % 16 == 0);
+  static constexpr int kHeadDim = kHeadDimClass, kHalfDim = kHeadDim / 2;
+  static constexpr int kWarpKeys = kBlockN / 2;
+  static_assert(kBlockM == 64 && kWarpKeys % 16 == 0);
 
   // Halves of the head dim: as slabs lie one behind the other, two of them are one tile.
   using QTile = SmemTile<Element, kBlockM, kHalfDim>;
@@ -45,7 +46,7 @@ struct FwdLargeHeadTraits {
   using PTile = SmemTile<Element, kBlockM, kBlockN>;
   using PartialScores = Accumulator<2, kWarpKeys>;
   using Scores = Accumulator<1, kWarpKeys>;
-  using Output = Accumulator<2, kWarpCols>;
+  using Output = Accumulator<kBlockM / 16, kHeadDim / kWarps>;
   using Softmax = OnlineSoftmax<Scores::kRows>;
   using Scheduler = TileScheduler<kBlockM>;
 };
@@ -74,8 +75,9 @@ struct LargeHeadWarp {
   __device__ __forceinline__ int depth() const { return warp % 2; }           // half of the head dim
   __device__ __forceinline__ int keys() const { return warp / 2 % 2; }        // half of the keys
   __device__ __forceinline__ int score_row() const { return first_row() + 16 * depth(); }  // of 16
-  __device__ __forceinline__ int out_half() const { return warp % 4 / 2; }
-  __device__ __forceinline__ int out_col() const { return warp % 2 * 128; }  // in its half
+  // Columns of O: every fourth block of 16 of a half.
+  __device__ __forceinline__ int out_half() const { return warp / 4; }
+  __device__ __forceinline__ int out_block() const { return warp % 4; }
 
   // Between the two warps of one sum over the head dim, and the two that hold a row's keys.
   __device__ __forceinline__ void sync_depths() const { ptx::barrier_sync<64>(1 + warp / 2); }
@@ -153,7 +155,7 @@ __device__ __forceinline__ void scale_by_row_factors(const FwdLargeHeadStorage<T
 #pragma unroll
   for (int row = 0; row < O.kRows; ++row) {
     factor[row] =
-        smem.correction[place.first_row() + row / 2 * 16 + fragment_row(row, place.lane)];
+        smem.correction[row / 2 * 16 + fragment_row(row, place.lane)];
     moved |= factor[row] != 1.f;
   }
   if (__any_sync(~0u, moved)) scale_rows(O, factor);
@@ -278,10 +280,10 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     scale_by_row_factors(smem, O, warp);  // O = O · exp(m_old - m)
     gemm_smem<Element, kBlockN, Into::kSum>(
         O,
-        SmemOperandA<2, 16, Layout::kKInner, typename Traits::PTile>(smem.p, warp.first_row(),
-                                                                     warp.lane),
-        SmemOperandB<typename Traits::KTile, Layout::kKOuter>(smem.v[warp.out_half()],
-                                                              warp.out_col(), warp.lane));
+        SmemOperandA<Traits::Output::kMBlocks, 16, Layout::kKInner, typename Traits::PTile>(
+            smem.p, 0, warp.lane),
+        DealtColumns<4, typename Traits::KTile>(smem.v[warp.out_half()], warp.out_block(),
+                                                warp.lane));
   }
 }
 
@@ -314,20 +316,20 @@ __device__ __forceinline__ void store_tile(const FwdParams& params,
   send_row_factors(smem, factor, warp);
   __syncthreads();
   scale_by_row_factors(smem, O, warp);
-  store_rounded(smem.o[warp.out_half()], O, warp.first_row(), warp.out_col(), warp.lane);
-  __syncwarp();
+  store_rounded<64>(smem.o[warp.out_half()], O, 0, warp.out_block() * 16, warp.lane);
+  __syncthreads();
 
-  // The warp's part of each row in chunks of 16 bytes.
-  constexpr int kRowChunks = Traits::kWarpCols / kChunk;
-#pragma unroll
-  for (int i = warp.lane; i < Traits::kWarpRows * kRowChunks; i += 32) {
-    const int row = warp.first_row() + i / kRowChunks;
-    const int tile_col = warp.out_col() + i % kRowChunks * kChunk;
-    const int query = work.first_row + row, col = warp.out_half() * Traits::kHalfDim + tile_col;
+  // Whole rows in chunks of 16 bytes, as TileLoader reads them.
+  constexpr int kRowChunks = Traits::kHeadDim / kChunk;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < Traits::kBlockM * kRowChunks; i += Traits::kThreads) {
+    const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
+    const int query = work.first_row + row;
     if (query >= work.segment_q || col >= params.head_dim_v) continue;
     uint4 chunk = {};
     if (query < work.window.len_q()) {
-      chunk = *reinterpret_cast<const uint4*>(smem.o[warp.out_half()].pointer(row, tile_col));
+      chunk = *reinterpret_cast<const uint4*>(
+          smem.o[col / Traits::kHalfDim].pointer(row, col % Traits::kHalfDim));
     }
     *reinterpret_cast<uint4*>(work.out + query * params.out_strides.row + col) = chunk;
   }
@@ -355,11 +357,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   store_tile<Traits>(params, smem, work, O, softmax, row_sum);
 }
 
-template <DType kDType, bool kScoreTerms>
+template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_large_head(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   const auto launch = [&]<SmemBudget kBudget> {
     using Traits =
-        FwdLargeHeadTraits<kDType, kFwdLargeHeadBlockN<kBudget>,
+        FwdLargeHeadTraits<kDType, kHeadDim, kFwdLargeHeadBlockN<kBudget>,
                            std::conditional_t<kScoreTerms, GeneralScores, PlainScores>>;
     static_assert(sizeof(FwdLargeHeadStorage<Traits>) <= smem_bytes(kBudget));
     const int64_t group = params.heads_q / params.heads_kv;

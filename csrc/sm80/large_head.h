@@ -8,8 +8,9 @@
 
 namespace flash_attn::sm80 {
 
-// One class: head dims above kMaxHeadDim run as 512, with zeros in the columns that they lack.
-inline constexpr int kMaxHeadDim = 256, kLargeHeadDim = 512;
+// Head dims above kMaxHeadDim run as 512, with zeros in the columns that they lack; in the forward without
+// score terms those up to 384 as 384.
+inline constexpr int kMaxHeadDim = 256, kMiddleHeadDim = 384, kLargeHeadDim = 512;
 constexpr bool is_large_head(int64_t head_dim, int64_t head_dim_v) {
   return std::max(head_dim, head_dim_v) > kMaxHeadDim;
 }
@@ -21,6 +22,7 @@ template <SmemBudget kBudget>
 inline constexpr int kFwdLargeHeadBlockN = kBudget == SmemBudget::kLargest ? 64 : 32;
 
 // K, V, Q and dO of 512 columns fill the shared memory of sm_90: there is no smaller tile.
+template <bool kScoreTerms>
 inline constexpr BwdTile kBwdLargeHeadTile = {.block_m = 64,
                                               .block_n = 32,
                                               .num_warps = 8,
@@ -28,9 +30,13 @@ inline constexpr BwdTile kBwdLargeHeadTile = {.block_m = 64,
                                               .score_warps = 4,
                                               .dkv_warps = 1,
                                               .dq_warps = 1,
-                                              .spread_dq = false};
+                                              .spread_dq = !kScoreTerms};
 // dK and dV take 128 registers a thread: beside them dQ is computed so many columns at a time.
 template <bool kScoreTerms>
 inline constexpr int kBwdLargeHeadDqCols = kScoreTerms ? 128 : 256;
+
+template <>
+inline constexpr BwdDqTile kBwdBiasTile<kLargeHeadDim> = {
+    .block_m = 64, .block_n = 32, .num_warps = 4};
 
 }  // namespace flash_attn::sm80

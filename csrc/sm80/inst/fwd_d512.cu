@@ -2,9 +2,9 @@
 
 namespace flash_attn::sm80 {
 
-template void launch_fwd_large_head<DType::kFp16, false>(const FwdParams&, const cuda::DeviceInfo&,
-                                                         Stream);
-template void launch_fwd_large_head<DType::kBf16, false>(const FwdParams&, const cuda::DeviceInfo&,
-                                                         Stream);
+template void launch_fwd_large_head<DType::kFp16, 512, false>(const FwdParams&,
+                                                              const cuda::DeviceInfo&, Stream);
+template void launch_fwd_large_head<DType::kBf16, 512, false>(const FwdParams&,
+                                                              const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm80
