@@ -136,6 +136,8 @@ def test_many_tokens_of_decode(case: CacheCase, target: Target, seed: int) -> No
         CacheCase(capacity=70, lengths="int", new=36, rotary="halves"),
         CacheCase(capacity=70, lengths="int", new=35, rows=True, rotary="halves"),
         CacheCase(d=576, d_v=512, heads_q=4, heads_kv=1, page_size=16),
+        CacheCase(d=512, seqlen_q=40, new=40, capacity=64, rotary="interleaved", rotary_dim=512),
+        CacheCase(d=512, d_v=328, new=3, capacity=64, rotary="halves", rotary_dim=400),
         CacheCase(d=512, heads_q=8, heads_kv=2, capacity=600, page_size=16, new=2, rotary="halves"),
         CacheCase(d=512, capacity=1500, page_size=7, batch_invariant=True, lengths="none"),
         CacheCase(d=320, d_v=512, capacity=200, cache="int8", descale="head", leftpad=True),

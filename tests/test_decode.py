@@ -64,7 +64,7 @@ class DecodeCase:
             return True
         if backend != "cuda" and (self.softcap or self.alibi or self.sink or self.num_splits > 1):
             return False
-        widest = 512 if backend == DECODE_CUDA.backend else 256
+        widest = 256 if backend == SM90.backend else 512
         fits = all(d % 8 == 0 and d <= widest for d in (self.d, self.d_v or self.d))
         return self.dtype in ("fp16", "bf16") and fits
 

@@ -89,7 +89,7 @@ def test_score_terms(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed, backward=False)
 
 
-HEAD_DIMS = [*range(8, 257, 8), 1, 3, 59, 111, 257, 264, 320, 456, 512]
+HEAD_DIMS = [*range(8, 257, 8), 1, 3, 59, 111, 257, 264, 320, 384, 456, 512]
 HEAD_DIM_CASES = [
     Case(batch=1, d=d, dtype=("fp16", "bf16")[i % 2], seqlen_q=70, seqlen_k=90, causal=i % 3 > 0)
     for i, d in enumerate(HEAD_DIMS)

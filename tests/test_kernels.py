@@ -186,7 +186,10 @@ def chunk_cases() -> list[CacheCase]:
             dict(page_size=7, window=(30, 0), garbage=True, num_splits=1),
             dict(num_splits=1, causal=False),
         )
-    ] + [CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16")]
+    ] + [
+        CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16"),
+        CacheCase(d=512, seqlen_q=70, new=33, capacity=140, page_size=16, rotary="halves"),
+    ]
 
 
 @each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])

@@ -53,7 +53,8 @@ void refuse_head_dims(Reasons& reasons, const CallShape& call) {
 
 void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kDecode) {
-    cuda::refuse_tensors(reasons, call);
+    cuda::refuse_dtype(reasons, call);
+    refuse_head_dims(reasons, call);
     return cuda::refuse_cache_of_forward(reasons, call);
   }
   if (call.dtype == DType::kFp32) {
