@@ -192,25 +192,6 @@ __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
       .load(tile, first_key, smem.seqlen.len_k);
 }
 
-// -inf for the scores that attention does not see.
-template <typename Traits>
-__device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
-                                            const BwdParams& params,
-                                            const typename Traits::SharedStorage& smem,
-                                            const BwdQueryBlock& block) {
-  using Grid = typename Traits::ScoreGrid;
-  const Grid grid;
-  const int lane = threadIdx.x % 32;
-  const AttentionWindow window(params, smem.seqlen.len_q, smem.seqlen.len_k);
-  int query[Grid::Part::kRows];
-#pragma unroll
-  for (int row = 0; row < S.kRows; ++row) {
-    query[row] =
-        block.first_row + grid.row * Grid::kWarpRows + row / 2 * 16 + fragment_row(row, lane);
-  }
-  mask_keys(S, window, query, smem.keys.first_key + grid.col * Grid::kWarpCols, lane);
-}
-
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
 __device__ __forceinline__ void compute_scores(const BwdParams& params,

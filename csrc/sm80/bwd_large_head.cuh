@@ -21,9 +21,11 @@ namespace flash_attn::sm80 {
 
 // Walks over the keys; returns the sum dQ, not yet scaled.
 template <typename Traits>
-__device__ __forceinline__ void compute_large_dq_loop(
-    const BwdParams& params, typename Traits::SharedStorage& smem, const BwdQueryBlock& block,
-    const BlockRange& range, typename Traits::WholeDqGrid::Part& dQ) {
+__device__ __forceinline__ void compute_large_dq_loop(const BwdParams& params,
+                                                      typename Traits::SharedStorage& smem,
+                                                      const BwdQueryBlock& block,
+                                                      const BlockRange& range,
+                                                      typename Traits::WholeDqGrid::Part& dQ) {
   constexpr int kBlockN = Traits::kBlockN;
   using Grid = typename Traits::WholeDqGrid;
   const Grid grid;
@@ -47,7 +49,7 @@ __device__ __forceinline__ void compute_large_dq_loop(
 #pragma unroll 1
   for (int n = range.begin; n < range.end; ++n) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K(n), V(n) are there
+    __syncthreads();         // K(n), V(n) are there
     compute_scores<Traits>(  // P, dS
         params, smem, block, 0, 0, n < range.full_begin || n >= range.full_end,
         [&](typename Traits::ScoreGrid::Part& S) { mask_scores<Traits>(S, params, smem, block); });

@@ -1,9 +1,11 @@
-// Q Kᵀ and dO Vᵀ of one block of queries in bwd.cuh.
+// Q Kᵀ and dO Vᵀ of one block of queries in bwd.cuh, and the mask.
 #pragma once
 
+#include "../cuda/attn/mask.cuh"
 #include "../cuda/ptx/barrier.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/warp_grid.cuh"
+#include "bwd_dq_reduction.cuh"
 
 namespace flash_attn::sm80 {
 
@@ -60,10 +62,10 @@ __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& 
   };
 #pragma unroll
   for (int q = 0; q < kDepthWarps; ++q) {
-    float4 (&to)[2][32] = place(depth, q);
+    float4(&to)[2][32] = place(depth, q);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float(&sum)[4] = partial.data[q / 2][q % 2 * 2 + n];
+      const float (&sum)[4] = partial.data[q / 2][q % 2 * 2 + n];
       if (q != depth) {
         to[n][lane] = {sum[0], sum[1], sum[2], sum[3]};
       } else {
@@ -85,6 +87,25 @@ __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& 
       S.data[0][n][3] += sum.w;
     }
   }
+}
+
+// -inf for the scores that attention does not see.
+template <typename Traits>
+__device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
+                                            const BwdParams& params,
+                                            const typename Traits::SharedStorage& smem,
+                                            const BwdQueryBlock& block) {
+  using Grid = typename Traits::ScoreGrid;
+  const Grid grid;
+  const int lane = threadIdx.x % 32;
+  const AttentionWindow window(params, smem.seqlen.len_q, smem.seqlen.len_k);
+  int query[Grid::Part::kRows];
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+    query[row] =
+        block.first_row + grid.row * Grid::kWarpRows + row / 2 * 16 + fragment_row(row, lane);
+  }
+  mask_keys(S, window, query, smem.keys.first_key + grid.col * Grid::kWarpCols, lane);
 }
 
 }  // namespace flash_attn::sm80

@@ -45,10 +45,10 @@ void refuse_head_dims(Reasons& reasons, const CallShape& call) {
   const std::string where = " above head_dim " + std::to_string(kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
   const SmemBudget needed = backward ? SmemBudget::kLargest : SmemBudget::kLarge;
-  reasons.refuse_if(
-      call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed,
-      (backward ? "the backward" : "the forward") + where + " needs a GPU with " +
-          std::to_string(smem_bytes(needed) / 1024) + " KB of shared memory a thread block");
+  reasons.refuse_if(call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed,
+                    (backward ? "the backward" : "the forward") + where + " needs a GPU with " +
+                        std::to_string(smem_bytes(needed) / 1024) +
+                        " KB of shared memory a thread block");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

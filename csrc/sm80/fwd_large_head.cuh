@@ -72,8 +72,8 @@ struct LargeHeadWarp {
   __device__ __forceinline__ LargeHeadWarp()
       : lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {}
   __device__ __forceinline__ int first_row() const { return warp / 4 * 32; }  // of 32
-  __device__ __forceinline__ int depth() const { return warp % 2; }           // half of the head dim
-  __device__ __forceinline__ int keys() const { return warp / 2 % 2; }        // half of the keys
+  __device__ __forceinline__ int depth() const { return warp % 2; }     // half of the head dim
+  __device__ __forceinline__ int keys() const { return warp / 2 % 2; }  // half of the keys
   __device__ __forceinline__ int score_row() const { return first_row() + 16 * depth(); }  // of 16
   // Columns of O: every fourth block of 16 of a half.
   __device__ __forceinline__ int out_half() const { return warp / 4; }
@@ -154,8 +154,7 @@ __device__ __forceinline__ void scale_by_row_factors(const FwdLargeHeadStorage<T
   bool moved = false;
 #pragma unroll
   for (int row = 0; row < O.kRows; ++row) {
-    factor[row] =
-        smem.correction[row / 2 * 16 + fragment_row(row, place.lane)];
+    factor[row] = smem.correction[row / 2 * 16 + fragment_row(row, place.lane)];
     moved |= factor[row] != 1.f;
   }
   if (__any_sync(~0u, moved)) scale_rows(O, factor);
@@ -167,9 +166,8 @@ __device__ __forceinline__ void softmax_step(const FwdParams& params,
                                              FwdLargeHeadStorage<Traits>& smem,
                                              const FwdWork<Traits>& work,
                                              typename Traits::Scores& S,
-                                             typename Traits::Softmax& softmax,
-                                             float (&row_sum)[2], int n,
-                                             const LargeHeadWarp& warp) {
+                                             typename Traits::Softmax& softmax, float (&row_sum)[2],
+                                             int n, const LargeHeadWarp& warp) {
   using Element = typename Traits::Element;
   const int lane = warp.lane, first_key = n * Traits::kBlockN + warp.keys() * Traits::kWarpKeys;
   const ScorePlace place = {work.first_row + warp.score_row(), first_key};
@@ -220,12 +218,9 @@ __device__ __forceinline__ void softmax_step(const FwdParams& params,
 
 // Walks over the keys; returns O (not yet normalised), and the maxima and sums of the warp's scores.
 template <typename Traits>
-__device__ __forceinline__ void compute_loop(const FwdParams& params,
-                                             FwdLargeHeadStorage<Traits>& smem,
-                                             const FwdWork<Traits>& work,
-                                             typename Traits::Output& O,
-                                             typename Traits::Softmax& softmax,
-                                             float (&row_sum)[2]) {
+__device__ __forceinline__ void compute_loop(
+    const FwdParams& params, FwdLargeHeadStorage<Traits>& smem, const FwdWork<Traits>& work,
+    typename Traits::Output& O, typename Traits::Softmax& softmax, float (&row_sum)[2]) {
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN, kHalfDim = Traits::kHalfDim;
   const LargeHeadWarp warp;
@@ -292,8 +287,7 @@ template <typename Traits>
 __device__ __forceinline__ void store_tile(const FwdParams& params,
                                            FwdLargeHeadStorage<Traits>& smem,
                                            const FwdWork<Traits>& work, typename Traits::Output& O,
-                                           typename Traits::Softmax& softmax,
-                                           float (&row_sum)[2]) {
+                                           typename Traits::Softmax& softmax, float (&row_sum)[2]) {
   using Element = typename Traits::Element;
   const LargeHeadWarp warp;
   __syncthreads();  // all warps are done with Q, the maxima and the corrections
@@ -360,9 +354,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_large_head(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   const auto launch = [&]<SmemBudget kBudget> {
-    using Traits =
-        FwdLargeHeadTraits<kDType, kHeadDim, kFwdLargeHeadBlockN<kBudget>,
-                           std::conditional_t<kScoreTerms, GeneralScores, PlainScores>>;
+    using Traits = FwdLargeHeadTraits<kDType, kHeadDim, kFwdLargeHeadBlockN<kBudget>,
+                                      std::conditional_t<kScoreTerms, GeneralScores, PlainScores>>;
     static_assert(sizeof(FwdLargeHeadStorage<Traits>) <= smem_bytes(kBudget));
     const int64_t group = params.heads_q / params.heads_kv;
     const auto scheduler = Traits::Scheduler::make(

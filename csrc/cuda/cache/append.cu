@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     return descales == nullptr ? 1.f : descales[batch * batch_stride + head * head_stride];
   };
   float x[kChunk];
-  const int first_col = threadIdx.x % 32 * kChunk, end_col = max(params.head_dim, params.head_dim_v);
+  const int first_col = threadIdx.x % 32 * kChunk,
+            end_col = max(params.head_dim, params.head_dim_v);
 #pragma unroll 1
   for (int col = first_col; col < end_col; col += 32 * kChunk) {
     if (col < params.head_dim) {

@@ -25,9 +25,9 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   refuse_dtype(reasons, call);
   refuse_head_dims(reasons, call, kKvcacheHeadDim);
   const bool large = std::max(call.head_dim, call.head_dim_v) > kKvcachePortableHeadDim;
-  reasons.refuse_if(large && call.device != nullptr &&
-                        call.device->smem_optin_bytes < kKvcacheLargeSmemBytes,
-                    "a head_dim above 256 needs a GPU with 163 KB of shared memory a thread block");
+  reasons.refuse_if(
+      large && call.device != nullptr && call.device->smem_optin_bytes < kKvcacheLargeSmemBytes,
+      "a head_dim above 256 needs a GPU with 163 KB of shared memory a thread block");
   refuse_cache(reasons, call);
 }
 

@@ -111,7 +111,8 @@ __device__ __forceinline__ PieceMerge<kVectors> merge_pieces(const DecodeParams&
   };
   PieceMerge<kVectors> state;
 #pragma unroll 1
-  for (int begin = warp * kPiecesAtOnce<kVectors>; begin < pieces.count; begin += warps * kPiecesAtOnce<kVectors>) {
+  for (int begin = warp * kPiecesAtOnce<kVectors>; begin < pieces.count;
+       begin += warps * kPiecesAtOnce<kVectors>) {
     const int own = begin + lane;
     const bool has_own = lane < kPiecesAtOnce<kVectors> && own < pieces.count;
     const float lse = has_own ? params.partial.lse[row_of_piece(own)] : -INFINITY;
@@ -221,7 +222,8 @@ void launch_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid,
   const int pieces = params.splits.count > 0 ? params.splits.count
                      : params.batch == 1     ? grid.parts
                                              : grid.parts / params.batch + 2;
-  const int warps = std::clamp((pieces + kPiecesAtOnce<kVectors> - 1) / kPiecesAtOnce<kVectors>, 1, kCombineWarps);
+  const int warps = std::clamp((pieces + kPiecesAtOnce<kVectors> - 1) / kPiecesAtOnce<kVectors>, 1,
+                               kCombineWarps);
   const int smem_bytes = (warps - 1) * 32 * static_cast<int>(sizeof(PieceMerge<kVectors>));
   const auto launch_sequences = [&](const DecodeParams& some, int count, bool overlap) {
     launch_overlapping<kvcache_combine_kernel<kKeys, kVectors>>(

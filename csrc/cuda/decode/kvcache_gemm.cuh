@@ -57,8 +57,9 @@ class KvcacheQueries {
 // A warp's quarter of the keys: S = Q Kᵀ. With 16 keys in two sums, which halves the chain of
 // dependent products; 32 keys are two chains more.
 template <typename Traits>
-__device__ __forceinline__ typename Traits::Scores multiply_keys(
-    const KvcacheQueries<Traits>& Q, const typename Traits::KvTile& K, int warp, int lane) {
+__device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQueries<Traits>& Q,
+                                                                 const typename Traits::KvTile& K,
+                                                                 int warp, int lane) {
   using Element = typename Traits::Element;
   using View = SmemOperandB<typename Traits::KvTile, Layout::kKInner>;
   const View view(K, warp * Traits::kWarpKeys, lane);

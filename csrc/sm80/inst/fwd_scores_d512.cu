@@ -3,8 +3,8 @@
 namespace flash_attn::sm80 {
 
 template void launch_fwd_large_head<DType::kFp16, 512, true>(const FwdParams&,
-                                                              const cuda::DeviceInfo&, Stream);
+                                                             const cuda::DeviceInfo&, Stream);
 template void launch_fwd_large_head<DType::kBf16, 512, true>(const FwdParams&,
-                                                              const cuda::DeviceInfo&, Stream);
+                                                             const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm80
