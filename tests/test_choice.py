@@ -118,6 +118,9 @@ def test_float32(gpu: int, op: str, head_dim: int, softcap: bool, backend: str) 
         (A100, "bwd", 512, "aten"),  # too little shared memory
         (RTX4090, "fwd", 264, "aten"),
         (H100, "fwd", 520, "aten"),
+        (H100, "decode", 512, "cuda"),
+        (A100, "decode", 512, "cuda"),
+        (RTX4090, "decode", 512, "aten"),
     ],
 )
 def test_large_head_dims(gpu: int, op: str, head_dim: int, backend: str) -> None:
