@@ -255,6 +255,12 @@ CASES = [
     Case(dtype="fp64"),
     Case(dtype="fp16", d=264),
     Case(dtype="fp16", d=64, d_v=257),
+    Case(dtype="bf16", d=512, causal=True),
+    Case(dtype="bf16", d=512, deterministic=True),
+    Case(dtype="fp16", d=512, softcap=1.0, alibi="head"),
+    Case(dtype="fp16", d=512, bias="full"),
+    Case(dtype="fp16", d=320, d_v=512, dropout_p=0.1),
+    Case(dtype="fp16", d=520),
     Case(dtype="fp16", softcap=1.0),
     Case(dtype="fp16", alibi="head"),
     Case(dtype="fp16", bias="bool"),
@@ -323,6 +329,11 @@ for d in (64, 128):
     check(case, SM80, seed=d)
     check(case.with_(deterministic=True, d_v=64), SM80, seed=d)
 check(Case(dtype="fp32", seqlen_q=200, seqlen_k=170, d=256, causal=True), SM80, 0, backward=False)
+if {limit} >= 163 * 1024:
+    for dtype in ("fp16", "bf16"):
+        case = Case(dtype=dtype, seqlen_q=200, seqlen_k=170, d=512, causal=True)
+        check(case, SM80, 0, backward=False)
+        check(case.with_(softcap=5.0, dropout_p=0.1), SM80, 0, backward=False)
 """
 
 
@@ -332,7 +343,7 @@ check(Case(dtype="fp32", seqlen_q=200, seqlen_k=170, d=256, causal=True), SM80, 
 def test_tiles_fit_smaller_gpus(limit: int) -> None:
     """99 KB is what a block gets on sm_86, sm_89 and sm_120, 163 KB on sm_80: forced, forward and
     backward run."""
-    script = SMALL_SHARED_MEMORY.format(tests=os.path.dirname(__file__))
+    script = SMALL_SHARED_MEMORY.format(tests=os.path.dirname(__file__), limit=limit)
     environment = os.environ | {"FLASH_ATTN_SMEM_LIMIT": str(limit)}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, timeout=300, capture_output=True, text=True

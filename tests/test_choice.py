@@ -108,6 +108,36 @@ def test_float32(gpu: int, op: str, head_dim: int, softcap: bool, backend: str) 
     assert choose(DEFAULT, gpu, op, **options)[0] == backend
 
 
+@pytest.mark.parametrize(
+    ("gpu", "op", "head_dim", "backend"),
+    [
+        (H100, "fwd", 264, "sm80"),
+        (H100, "bwd", 512, "sm80"),
+        (B200, "bwd", 512, "sm80"),
+        (A100, "fwd", 512, "sm80"),
+        (A100, "bwd", 512, "aten"),  # too little shared memory
+        (RTX4090, "fwd", 264, "aten"),
+        (H100, "fwd", 520, "aten"),
+        (H100, "decode", 512, "cuda"),
+        (A100, "decode", 512, "cuda"),
+        (RTX4090, "decode", 512, "aten"),
+    ],
+)
+def test_large_head_dims(gpu: int, op: str, head_dim: int, backend: str) -> None:
+    assert choose(DEFAULT, gpu, op, head_dim=head_dim)[0] == backend
+
+
+@pytest.mark.parametrize(
+    ("gpu", "op", "reason"),
+    [
+        (A100, "bwd", "the backward above head_dim 256 needs a GPU with 227 KB"),
+        (RTX4090, "fwd", "the forward above head_dim 256 needs a GPU with 163 KB"),
+    ],
+)
+def test_why_a_gpu_lacks_large_head_dims(gpu: int, op: str, reason: str) -> None:
+    assert reason in choose(DEFAULT, gpu, op, head_dim=512)[1]
+
+
 @pytest.mark.parametrize("op", list(OPS))
 def test_a_build_without_code_for_the_gpu(op: str) -> None:
     backend, reasons = choose("90-real", A100, op)

@@ -64,7 +64,8 @@ class DecodeCase:
             return True
         if backend != "cuda" and (self.softcap or self.alibi or self.sink or self.num_splits > 1):
             return False
-        fits = all(d % 8 == 0 and d <= 256 for d in (self.d, self.d_v or self.d))
+        widest = 256 if backend == SM90.backend else 512
+        fits = all(d % 8 == 0 and d <= widest for d in (self.d, self.d_v or self.d))
         return self.dtype in ("fp16", "bf16") and fits
 
 
@@ -188,7 +189,7 @@ CHOICES = dict(
     capacity=[200, 256, 130],
     lengths=LENGTHS,
     heads=[(1, 1), (4, 2), (6, 1), (8, 8), (5, 1), (16, 1), (3, 3)],
-    d=[32, 64, 96, 128, 192, 256],
+    d=[32, 64, 96, 128, 192, 256, 264, 512],
     dtype=["fp16", "bf16"],
     causal=[True, True, False],
     window=[(-1, -1), (-1, -1), (40, 0), (0, 0), (16, 9)],

@@ -31,7 +31,7 @@ KERNEL_CHOICES = dict(
     seqlen_q=EDGES,
     seqlen_k=EDGES,
     heads=HEADS,
-    d=[32, 48, 64, 72, 80, 96, 128, 160, 192, 256],
+    d=[32, 48, 64, 72, 80, 96, 128, 160, 192, 256, 264, 512],
     dtype=["fp16", "bf16"],
     causal=[False, True],
     top_left=[False, True],
@@ -89,7 +89,7 @@ def test_score_terms(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed, backward=False)
 
 
-HEAD_DIMS = [*range(8, 257, 8), 1, 3, 59, 111]
+HEAD_DIMS = [*range(8, 257, 8), 1, 3, 59, 111, 257, 264, 320, 384, 456, 512]
 HEAD_DIM_CASES = [
     Case(batch=1, d=d, dtype=("fp16", "bf16")[i % 2], seqlen_q=70, seqlen_k=90, causal=i % 3 > 0)
     for i, d in enumerate(HEAD_DIMS)
@@ -110,6 +110,10 @@ VALUE_DIM_CASES = [
         (72, 64),
         (56, 75),
         (88, 80),
+        (512, 256),
+        (64, 512),
+        (320, 264),
+        (257, 8),
     ]
 ]
 

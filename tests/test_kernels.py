@@ -47,6 +47,13 @@ def kernel_cases() -> list[Case]:
                         **shape,
                     )
                 )
+    # The class of the largest head dims, plain and with score terms: two iterations and more.
+    for i, shape in enumerate(SHAPES.values()):
+        for j, more in enumerate((dict(d=512), dict(d=264, d_v=512, dropout_p=0.2, softcap=5.0))):
+            for deterministic in (False, True):
+                dtype = ("fp16", "bf16")[(i + j + deterministic) % 2]
+                more |= dict(dtype=dtype, deterministic=deterministic, heads_q=4, heads_kv=2)
+                cases.append(Case(**more | shape))
     # sm90's further classes, and its tiles for many queries.
     for d in (48, 80, 160):
         for i, shape in enumerate(SHAPES.values()):
@@ -137,7 +144,7 @@ def cache_kernel_cases() -> list[CacheCase]:
             rows=page_size == 16,
             leftpad=page_size == 0,
         )
-        for d in (64, 128, 192, 256)
+        for d in (64, 128, 192, 256, 512)
         for cache, page_size, rotary in (
             ("fp8", 0, "halves"),
             ("int8", 16, ""),
@@ -180,7 +187,10 @@ def chunk_cases() -> list[CacheCase]:
             dict(page_size=7, window=(30, 0), garbage=True, num_splits=1),
             dict(num_splits=1, causal=False),
         )
-    ] + [CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16")]
+    ] + [
+        CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16"),
+        CacheCase(d=512, seqlen_q=70, new=33, capacity=140, page_size=16, rotary="halves"),
+    ]
 
 
 @each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])

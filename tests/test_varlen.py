@@ -63,7 +63,7 @@ def test_lengths(case: Case, target: Target, seed: int) -> None:
 VARLEN_CHOICES = dict(
     lengths=list(LENGTHS.values())[:10],
     heads=HEADS,
-    d=[32, 40, 64, 72, 80, 128, 256],
+    d=[32, 40, 64, 72, 80, 128, 256, 320],
     dtype=["fp16", "bf16"],
     causal=[False, True],
     top_left=[False, True],

@@ -31,16 +31,20 @@ void refuse_without_code(Reasons& reasons, const CallShape& call) {
                         " and has no code for compute capability " + version(capability));
 }
 
-void refuse_tensors(Reasons& reasons, const CallShape& call) {
+void refuse_dtype(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
                     "dtype is not float16 or bfloat16");
-  refuse_head_dims(reasons, call);
 }
 
-void refuse_head_dims(Reasons& reasons, const CallShape& call) {
-  reasons.refuse_if(
-      call.head_dim > 256 || call.head_dim_v > 256,
-      "head_dim " + std::to_string(std::max(call.head_dim, call.head_dim_v)) + " is above 256");
+void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest) {
+  const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
+  reasons.refuse_if(head_dim > largest, "head_dim " + std::to_string(head_dim) + " is above " +
+                                            std::to_string(largest));
+}
+
+void refuse_tensors(Reasons& reasons, const CallShape& call) {
+  refuse_dtype(reasons, call);
+  refuse_head_dims(reasons, call, kMostHeadDim);
 }
 
 void refuse_cache(Reasons& reasons, const CallShape& call) {

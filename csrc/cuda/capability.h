@@ -12,10 +12,12 @@ int64_t group_rows(const CallShape& call);
 void refuse_without_gpu(Reasons& reasons, const CallShape& call);
 // The portable kernels: code that runs on the GPU.
 void refuse_without_code(Reasons& reasons, const CallShape& call);
-// Every CUDA kernel: dtype, head dims.
+// Most CUDA kernels: fp16 and bf16, head dims up to kMostHeadDim.
+inline constexpr int64_t kMostHeadDim = 256;
 void refuse_tensors(Reasons& reasons, const CallShape& call);
-// The second half of it.
-void refuse_head_dims(Reasons& reasons, const CallShape& call);
+// The two halves of it.
+void refuse_dtype(Reasons& reasons, const CallShape& call);
+void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest);
 // Every kernel that reads a cache.
 void refuse_cache(Reasons& reasons, const CallShape& call);
 // The forward kernels, where they serve decode.

@@ -1,11 +1,12 @@
 #include "bwd.h"
 
 #include "../cuda/bwd_steps.h"
-#include "bwd_config.h"
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 
 int bwd_dq_accum_cols(const BwdParams& params) {
+  if (is_large_head(params.head_dim, params.head_dim_v)) return kLargeHeadDim;
   const auto of_class = [&]<int kHeadDim> { return kHeadDim; };
   return has_score_terms(params) || cuda::is_wide(params.dtype)
              ? with_scores_class(params.head_dim, params.head_dim_v, of_class)
@@ -27,6 +28,10 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
       });
     }
     with_dtype(params.dtype, [&]<DType kDType> {
+      if (is_large_head(params.head_dim, params.head_dim_v)) {
+        return has_score_terms(params) ? launch_bwd_large_head<kDType, true>(params, stream)
+                                       : launch_bwd_large_head<kDType, false>(params, stream);
+      }
       if (has_score_terms(params)) {
         return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
           launch_bwd_with_scores<kDType, kHeadDim>(params, stream);

@@ -66,6 +66,8 @@
 #include "bwd_config.h"
 #include "bwd_dq.cuh"
 #include "bwd_dq_reduction.cuh"
+#include "bwd_scores.cuh"
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 
@@ -91,13 +93,24 @@ struct BwdTraits {
   using PTile = SmemTile<Element, kBlockM, kBlockN>;   // dS too
   using ScoreGrid = WarpGrid<kTile.num_warps, kTile.score_warps, kBlockM, kBlockN>;
   using DkvGrid = WarpGrid<kTile.num_warps, kTile.dkv_warps, kBlockN, kHeadDim>;
-  using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
+  static constexpr int kDqPassCols =
+      kHeadDim > kMaxHeadDim ? kBwdLargeHeadDqCols<ScorePolicy::kGeneral> : kHeadDim;
+  static constexpr int kDqPasses = kHeadDim / kDqPassCols;
+  static_assert(!kTile.spread_dq || kDqPasses <= 2);  // one under dK, one under dV
+  using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kDqPassCols>;
+  // Warps that share the sums of a score over the head dim; score terms leave no registers for that.
+  static constexpr int kDepthWarps = kHeadDim > kMaxHeadDim && !ScorePolicy::kGeneral ? 4 : 1;
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
+  // Of bwd_large_head.cuh.
+  using WholeDqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
+  using QueryScheduler = TileScheduler<kBlockM>;
 
   struct SharedStorage {
     KTile k, v;  // in the end dK, dV
     QTile q[kStages], dout[kStages];
     PTile p, ds;
+    // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
+    [[no_unique_address]] SplitScoreSums<BwdTraits> exchange;
     float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
     SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
     BwdKeyBlock keys;
@@ -166,36 +179,17 @@ class QueryLoader {
   typename Traits::SharedStorage& smem_;
 };
 
-// K or V of the thread block. The caller commits.
+// kBlockN rows of K or V. The caller commits.
 template <typename Traits>
 __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
                                           const typename Traits::SharedStorage& smem,
-                                          const void* tensor, const Strides& strides,
-                                          int num_cols) {
+                                          const void* tensor, const Strides& strides, int num_cols,
+                                          int first_key) {
   const auto* matrix =
       static_cast<const typename Traits::Element*>(tensor) +
       SeqlenInfo::offset(strides, smem.keys.batch_idx, smem.keys.head_kv, smem.seqlen.k_begin);
   TileLoader<typename Traits::KTile, Traits::kThreads>(matrix, strides.row, num_cols, threadIdx.x)
-      .load(tile, smem.keys.first_key, smem.seqlen.len_k);
-}
-
-// -inf for the scores that attention does not see.
-template <typename Traits>
-__device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
-                                            const BwdParams& params,
-                                            const typename Traits::SharedStorage& smem,
-                                            const BwdQueryBlock& block) {
-  using Grid = typename Traits::ScoreGrid;
-  const Grid grid;
-  const int lane = threadIdx.x % 32;
-  const AttentionWindow window(params, smem.seqlen.len_q, smem.seqlen.len_k);
-  int query[Grid::Part::kRows];
-#pragma unroll
-  for (int row = 0; row < S.kRows; ++row) {
-    query[row] =
-        block.first_row + grid.row * Grid::kWarpRows + row / 2 * 16 + fragment_row(row, lane);
-  }
-  mask_keys(S, window, query, smem.keys.first_key + grid.col * Grid::kWarpCols, lane);
+      .load(tile, first_key, smem.seqlen.len_k);
 }
 
 // P and dS of this block of queries, to shared memory.
@@ -213,15 +207,12 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
   const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
-  using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, typename Traits::QTile>;
-  using Cols = SmemOperandB<typename Traits::KTile, Layout::kKInner>;
   const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
   const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
 
   Scores P, dS, slope;
-  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // S = Q Kᵀ
-      P, Rows(smem.q[stage], first_row, lane), Cols(smem.k, first_col, lane));
+  multiply_rows<Traits>(P, smem.exchange, smem.q[stage], smem.k, warp, lane);  // S = Q Kᵀ
   score.finish(P, slope, place, lane);
   score.template add_bias<BiasElement<Element>>(P, params.score.bias, place, lane);
 #pragma unroll
@@ -237,8 +228,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
     ptx::cp_async_wait<0>();
     __syncthreads();  // dO(i) is there
   }
-  gemm_smem<Element, Traits::kHeadDim, Into::kZero>(  // dP = dO Vᵀ
-      dS, Rows(smem.dout[stage], first_row, lane), Cols(smem.v, first_col, lane));
+  multiply_rows<Traits>(dS, smem.exchange, smem.dout[stage], smem.v, warp, lane);  // dP = dO Vᵀ
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
     delta[row] = smem.delta[parity][first_row + row / 2 * 16 + fragment_row(row, lane)];
@@ -293,8 +283,9 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
 
   const QueryLoader<Traits> queries(params, smem);
 
-  load_keys<Traits>(smem.k, smem, params.k, params.k_strides, params.head_dim);
-  load_keys<Traits>(smem.v, smem, params.v, params.v_strides, params.head_dim_v);
+  const int first_key = smem.keys.first_key;
+  load_keys<Traits>(smem.k, smem, params.k, params.k_strides, params.head_dim, first_key);
+  load_keys<Traits>(smem.v, smem, params.v, params.v_strides, params.head_dim_v, first_key);
   const int group = params.heads_q / params.heads_kv;
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
@@ -334,8 +325,8 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     }
 
     DqReduction<Traits> dq;
-    if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem);  // dQ = dS K
-    gemm_smem<Element, kBlockM, Into::kSum>(                             // dK += dSᵀ Q
+    if constexpr (kSumDq && kSpreadDq) dq.compute(params, block, smem, 0);  // dQ = dS K
+    gemm_smem<Element, kBlockM, Into::kSum>(                                // dK += dSᵀ Q
         dK, RowsAndReductions<Traits, 0, kSumDq>(smem.ds, lane, dq),
         Cols(smem.q[stage], grid.col, lane));
     if (kStages == 1 && more) {
@@ -343,6 +334,9 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       queries.start_row_values((i + 1) % 2, next);
       queries.start_q(smem.q[0], next);
       ptx::cp_async_commit();
+    }
+    if constexpr (kSumDq && kSpreadDq && Traits::kDqPasses == 2) {
+      dq.compute(params, block, smem, 1);
     }
     gemm_smem<Element, kBlockM, Into::kSum>(  // dV += Pᵀ dO
         dV, RowsAndReductions<Traits, kBlockM / kStepK<Element>, kSumDq>(smem.p, lane, dq),
@@ -353,8 +347,11 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
       ptx::cp_async_commit();
     }
     if constexpr (kSumDq && !kSpreadDq) {
-      dq.compute(params, block, smem);  // dQ = dS K
-      dq.send(0, 1);
+#pragma unroll
+      for (int pass = 0; pass < Traits::kDqPasses; ++pass) {
+        dq.compute(params, block, smem, pass);  // dQ = dS K
+        dq.send(0, 1);
+      }
     }
   }
 }

@@ -8,8 +8,9 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 256 that are multiples of 8. fp16 and bf16; kFp32 and kTf32 with
-// no dropout and no gradient of a bias; above 128 with no score terms, not deterministic, and with the
+// Any head_dim and head_dim_v up to 512 that are multiples of 8; above 256 with the
+// shared memory of sm_90. fp16 and bf16; kFp32 and kTf32 up to 256 with no
+// dropout and no gradient of a bias; above 128 with no score terms, not deterministic, and with the
 // shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
@@ -23,5 +24,8 @@ template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream);
+// Head dims above 256.
+template <DType kDType, bool kScoreTerms>
+void launch_bwd_large_head(const BwdParams& params, Stream stream);
 
 }  // namespace flash_attn::sm80

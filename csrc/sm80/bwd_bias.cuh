@@ -19,8 +19,8 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/tile/copy.cuh"
-#include "bwd_config.h"
 #include "bwd_score_gradient.cuh"
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 
@@ -43,7 +43,9 @@ struct BwdBiasTraits {
     KTile k, v;
     GeneralScores score;
   };
-  static_assert(sizeof(SharedStorage) <= bwd_smem_bytes(SmemBudget::kSmall));
+  static_assert(sizeof(SharedStorage) <= (kHeadDim > kMaxHeadDim
+                                              ? smem_bytes(SmemBudget::kLargest)
+                                              : bwd_smem_bytes(SmemBudget::kSmall)));
 };
 
 // dS of one pair joins dbias.

@@ -13,7 +13,7 @@ struct BwdQueryBlock {
   int head, first_row;
 };
 
-// A block's part of dQ = dS K on its way into dq_accum.
+// A block's part of dQ = dS K on its way into dq_accum, one pass over kDqPassCols columns at a time.
 template <typename Traits>
 class DqReduction {
   using Grid = typename Traits::DqGrid;
@@ -27,21 +27,23 @@ class DqReduction {
 
  public:
   __device__ __forceinline__ void compute(const BwdParams& params, const BwdQueryBlock& block,
-                                          const typename Traits::SharedStorage& smem) {
+                                          const typename Traits::SharedStorage& smem, int pass) {
     const Grid grid;
     const int lane = threadIdx.x % 32, first_row = grid.row * Grid::kWarpRows;
     gemm_smem<typename Traits::Element, Traits::kBlockN, Into::kZero>(
         dQ_,
         SmemOperandA<Part::kMBlocks, 16, Layout::kKInner, typename Traits::PTile>(smem.ds,
                                                                                   first_row, lane),
-        DealtColumns<Grid::kGridCols, typename Traits::KTile>(smem.k, grid.col, lane));
+        DealtColumns<Grid::kGridCols, typename Traits::KTile>(
+            smem.k, grid.col + pass * (Traits::kDqPassCols / 16), lane));
     const int row = block.first_row + first_row;
     rows_left_ = smem.seqlen.len_q - row;
     const int64_t sequence_row =
         dq_accum_first_row(params, smem.seqlen.q_begin, smem.keys.batch_idx);
     accum_ = params.dq_accum +
              (block.head * params.dq_accum_rows + sequence_row + row) * Traits::kHeadDim +
-             grid.col * 2 * kDqAccumBlock + dq_accum_position(kOrder, lane, 0);
+             (pass * (Traits::kDqPassCols / 8) + grid.col * 2) * kDqAccumBlock +
+             dq_accum_position(kOrder, lane, 0);
   }
 
   // Sends off the step-th of num_steps shares; both are known at compile time.
@@ -93,7 +95,10 @@ struct RowsAndReductions {
   }
   __device__ __forceinline__ void load(uint32_t (&blocks)[Grid::Part::kMBlocks][4], int k) const {
     operand.load(blocks, k);
-    if constexpr (kSumDq && Traits::kTile.spread_dq) dq.send(kFirstStep + k / kStep, 2 * kSteps);
+    if constexpr (kSumDq && Traits::kTile.spread_dq) {
+      constexpr int kSendSteps = 2 * kSteps / Traits::kDqPasses;
+      dq.send((kFirstStep + k / kStep) % kSendSteps, kSendSteps);
+    }
   }
 };
 

@@ -5,7 +5,7 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
-#include "bwd_config.h"
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 namespace {
@@ -18,7 +18,7 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_float32(Reasons& reasons, const CallShape& call) {
-  cuda::refuse_head_dims(reasons, call);
+  cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
   reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
   reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias in float32 is not supported");
@@ -38,9 +38,23 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
                " is not supported");
 }
 
+// Head dims up to kLargeHeadDim, and what the kernels of more than kMaxHeadDim lack.
+void refuse_head_dims(Reasons& reasons, const CallShape& call) {
+  cuda::refuse_head_dims(reasons, call, kLargeHeadDim);
+  if (!is_large_head(call.head_dim, call.head_dim_v)) return;
+  const std::string where = " above head_dim " + std::to_string(kMaxHeadDim);
+  const bool backward = call.op == Op::kBackward;
+  const SmemBudget needed = backward ? SmemBudget::kLargest : SmemBudget::kLarge;
+  reasons.refuse_if(call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed,
+                    (backward ? "the backward" : "the forward") + where + " needs a GPU with " +
+                        std::to_string(smem_bytes(needed) / 1024) +
+                        " KB of shared memory a thread block");
+}
+
 void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kDecode) {
-    cuda::refuse_tensors(reasons, call);
+    cuda::refuse_dtype(reasons, call);
+    refuse_head_dims(reasons, call);
     return cuda::refuse_cache_of_forward(reasons, call);
   }
   if (call.dtype == DType::kFp32) {
@@ -48,7 +62,7 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   } else {
     reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
                       "dtype is not float16, bfloat16 or float32");
-    cuda::refuse_head_dims(reasons, call);
+    refuse_head_dims(reasons, call);
   }
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
 }

@@ -1,6 +1,8 @@
 #include "fwd.h"
 
-#include "config.h"
+#include <algorithm>
+
+#include "large_head.h"
 
 namespace flash_attn::sm80 {
 
@@ -19,6 +21,14 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
     });
   }
   with_dtype(params.dtype, [&]<DType kDType> {
+    if (is_large_head(params.head_dim, params.head_dim_v)) {
+      if (has_score_terms(params)) {
+        return launch_fwd_large_head<kDType, kLargeHeadDim, true>(params, device, stream);
+      }
+      return std::max(params.head_dim, params.head_dim_v) <= kMiddleHeadDim
+                 ? launch_fwd_large_head<kDType, kMiddleHeadDim, false>(params, device, stream)
+                 : launch_fwd_large_head<kDType, kLargeHeadDim, false>(params, device, stream);
+    }
     if (has_score_terms(params)) {
       return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
         launch_fwd_with_scores<kDType, kHeadDim>(params, stream);

@@ -1,5 +1,5 @@
-// The forward kernel, and its instances: one a dtype and head-dim class, in inst/fwd_d*.cu; with score
-// terms in inst/fwd_scores_d*.cu, of fp32 in inst/fwd_wide_d*.cu and
+// The forward kernels, and their instances: one a dtype and head-dim class, in inst/fwd_d*.cu; with
+// score terms in inst/fwd_scores_d*.cu, of fp32 in inst/fwd_wide_d*.cu and
 // inst/fwd_wide_scores_d*.cu.
 #pragma once
 
@@ -8,8 +8,9 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 256 that are multiples of 8. fp16 and bf16; kFp32 and kTf32 with
-// no dropout, and with no score terms above 128.
+// Any head_dim and head_dim_v up to 512 that are multiples of 8, above 256 with 163 KB of shared memory a
+// thread block. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout, and with no score terms above
+// 128.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 template <DType kDType, int kHeadDim>
@@ -19,5 +20,8 @@ template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, Stream stream);
+// Head dims above 256; kHeadDim: 384 (without score terms) or 512.
+template <DType kDType, int kHeadDim, bool kScoreTerms>
+void launch_fwd_large_head(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 }  // namespace flash_attn::sm80

@@ -3,6 +3,7 @@
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/store.cuh"
+#include "../cuda/tile/store_operand.cuh"
 #include "../cuda/tile/warp_grid.cuh"
 #include "device_array.cuh"
 
@@ -256,6 +257,43 @@ void test_dealt_columns(Random& random) {
   expect_equal("the tile", image.read(), rounded<Element>(expected));
 }
 
+// image: the tile, whose elements from kFirstRow and the second slab on become those of the operand.
+template <typename Tile, int kN>
+__global__ void __launch_bounds__(32)
+    store_operand_kernel(const float* values, const typename Tile::Element* before,
+                         typename Tile::Element* image) {
+  using Element = typename Tile::Element;
+  extern __shared__ __align__(128) unsigned char dynamic_smem[];
+  auto& tile = *reinterpret_cast<Tile*>(dynamic_smem);
+  fill(tile, before);
+  __syncwarp();
+  Accumulator<kMBlocks, kN> C;
+  for_each_element(C, [&](float& element, int index) { element = values[index]; });
+  store_operand(tile, to_operand_a<Element>(C), kFirstRow, Tile::kSlabCols, threadIdx.x);
+  __syncwarp();
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += 32) {
+    image[i] = *tile.pointer(i / Tile::kCols, i % Tile::kCols);
+  }
+}
+
+template <typename Element, int kCols>
+void test_store_operand(Random& random) {
+  constexpr int kN = 32, kRows = 64;
+  using Tile = SmemTile<Element, kRows, kCols>;
+  const auto values = whole_numbers(random, 16 * kMBlocks * kN);
+  const auto before = rounded<Element>(whole_numbers(random, kRows * kCols));
+  auto expected = before;
+  const auto rounded_values = rounded<Element>(values);
+  for (int i = 0; i < 16 * kMBlocks * kN; ++i) {
+    expected[(kFirstRow + i / kN) * kCols + Tile::kSlabCols + i % kN] = rounded_values[i];
+  }
+  DeviceArray<float> device(values);
+  DeviceArray<Element> device_before(before), image(expected.size());
+  cuda::launch<store_operand_kernel<Tile, kN>>(1, 32, sizeof(Tile), nullptr, device.data(),
+                                               device_before.data(), image.data());
+  expect_equal("the tile", image.read(), expected);
+}
+
 template <Layout kLayoutA, Layout kLayoutB>
 void add_layouts(Tests& tests, const char* name) {
   tests.push_back(
@@ -284,6 +322,8 @@ void add_cuda_tile_tests(Tests& tests) {
   tests.push_back({"cuda/dealt_columns-bf16-slab64", test_dealt_columns<Bf16, 128>});
   tests.push_back({"cuda/dealt_columns-fp16-slab32", test_dealt_columns<Half, 96>});
   tests.push_back({"cuda/dealt_columns-fp32", test_dealt_columns<float, 128>});
+  tests.push_back({"cuda/store_operand-bf16-slab64", test_store_operand<Bf16, 128>});
+  tests.push_back({"cuda/store_operand-fp16-slab32", test_store_operand<Half, 96>});
 }
 
 }  // namespace flash_attn::tests

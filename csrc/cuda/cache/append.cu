@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int token = static_cast<int>(token_index % params.seqlen_new);
   const int64_t batch = token_index / params.seqlen_new;
   if (batch >= params.batch) return;
-  const int batch_idx = static_cast<int>(batch), col = threadIdx.x % 32 * kChunk;
+  const int batch_idx = static_cast<int>(batch);
   const int64_t position = first_new_position(params, batch_idx) + token;
   if (position < 0 || position >= params.capacity) return;
   const CachePlace at = CacheSequence(params, batch_idx).place(params, static_cast<int>(position));
@@ -65,28 +65,33 @@ __global__ void __launch_bounds__(32 * kWarps)
     return static_cast<const Element*>(tensor) + batch * strides.batch + token * strides.row +
            head * strides.head;
   };
-  const auto offset = [&](const Strides& strides) {
+  const auto offset = [&](const Strides& strides, int col) {
     return at.page * strides.batch + at.row * strides.row + head * strides.head + col;
   };
   const auto descale = [&](const float* descales, int64_t batch_stride, int64_t head_stride) {
     return descales == nullptr ? 1.f : descales[batch * batch_stride + head * head_stride];
   };
   float x[kChunk];
-  if (col < params.head_dim) {
-    const Element* row = source(params.k, params.k_new_strides);
-    load_chunk<Element>(x, row + col);
-    if (params.rotary_cos != nullptr && col < params.rotary_dim) {
-      rotate_chunk(x, row, col, position, params);
+  const int first_col = threadIdx.x % 32 * kChunk,
+            end_col = max(params.head_dim, params.head_dim_v);
+#pragma unroll 1
+  for (int col = first_col; col < end_col; col += 32 * kChunk) {
+    if (col < params.head_dim) {
+      const Element* row = source(params.k, params.k_new_strides);
+      load_chunk<Element>(x, row + col);
+      if (params.rotary_cos != nullptr && col < params.rotary_dim) {
+        rotate_chunk(x, row, col, position, params);
+      }
+      store_chunk<Element>(
+          params.k_cache, offset(params.k_strides, col), params.cache_dtype, x,
+          descale(params.k_descale, params.k_descale_batch_stride, params.k_descale_head_stride));
     }
-    store_chunk<Element>(
-        params.k_cache, offset(params.k_strides), params.cache_dtype, x,
-        descale(params.k_descale, params.k_descale_batch_stride, params.k_descale_head_stride));
-  }
-  if (col < params.head_dim_v) {
-    load_chunk<Element>(x, source(params.v, params.v_new_strides) + col);
-    store_chunk<Element>(
-        params.v_cache, offset(params.v_strides), params.cache_dtype, x,
-        descale(params.v_descale, params.v_descale_batch_stride, params.v_descale_head_stride));
+    if (col < params.head_dim_v) {
+      load_chunk<Element>(x, source(params.v, params.v_new_strides) + col);
+      store_chunk<Element>(
+          params.v_cache, offset(params.v_strides, col), params.cache_dtype, x,
+          descale(params.v_descale, params.v_descale_batch_stride, params.v_descale_head_stride));
+    }
   }
 }
 

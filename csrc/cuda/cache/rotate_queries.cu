@@ -18,24 +18,26 @@ template <typename Element>
 __global__ void __launch_bounds__(32 * kWarps)
     rotate_queries_kernel(const __grid_constant__ DecodeParams params, Element* rotated) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int col = threadIdx.x % 32 * kChunk;
   const int64_t token_index = row / params.heads_q;
   const int head = static_cast<int>(row % params.heads_q);
   const int token = static_cast<int>(token_index % params.seqlen_q);
   const int64_t batch = token_index / params.seqlen_q;
-  if (batch >= params.batch || col >= params.head_dim) return;
+  if (batch >= params.batch) return;
   const Element* source = static_cast<const Element*>(params.q) + batch * params.q_strides.batch +
                           token * params.q_strides.row + head * params.q_strides.head;
-  float x[kChunk];
-  load_chunk<Element>(x, source + col);
-  if (col < params.rotary_dim) {
-    const int64_t position =
-        first_new_position(params, static_cast<int>(batch)) + (params.rotate_by_row ? token : 0);
-    rotate_chunk(x, source, col, position, params);
+#pragma unroll 1
+  for (int col = threadIdx.x % 32 * kChunk; col < params.head_dim; col += 32 * kChunk) {
+    float x[kChunk];
+    load_chunk<Element>(x, source + col);
+    if (col < params.rotary_dim) {
+      const int64_t position =
+          first_new_position(params, static_cast<int>(batch)) + (params.rotate_by_row ? token : 0);
+      rotate_chunk(x, source, col, position, params);
+    }
+    *reinterpret_cast<uint4*>(rotated + row * params.head_dim + col) = {
+        ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]),
+        ptx::pack<Element>(x[4], x[5]), ptx::pack<Element>(x[6], x[7])};
   }
-  *reinterpret_cast<uint4*>(rotated + row * params.head_dim + col) = {
-      ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]),
-      ptx::pack<Element>(x[4], x[5]), ptx::pack<Element>(x[6], x[7])};
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 #include "capability.h"
 
+#include <algorithm>
+
 #include "../capability.h"
+#include "kvcache_config.h"
 #include "plan.h"
 #include "workspace.h"
 
@@ -19,7 +22,12 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 
 void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op != Op::kDecode) return;
-  refuse_tensors(reasons, call);
+  refuse_dtype(reasons, call);
+  refuse_head_dims(reasons, call, kKvcacheHeadDim);
+  const bool large = std::max(call.head_dim, call.head_dim_v) > kKvcachePortableHeadDim;
+  reasons.refuse_if(
+      large && call.device != nullptr && call.device->smem_optin_bytes < kKvcacheLargeSmemBytes,
+      "a head_dim above 256 needs a GPU with 163 KB of shared memory a thread block");
   refuse_cache(reasons, call);
 }
 

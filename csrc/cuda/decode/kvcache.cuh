@@ -125,15 +125,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
   while (schedule.next(piece)) {
     load_queries<typename Traits::Element, Traits::k8Bit>(smem.q, smem.q_scale, params, piece);
     ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);
-    OperandA<1, Traits::kHeadDim> Q;
-    const SmemOperandA<1, 16, Layout::kKInner, typename Traits::QTile> q_view(smem.q, 0, lane);
-#pragma unroll
-    for (int k = 0; k < Traits::kHeadDim; k += 16) {
-      uint32_t block[1][4];
-      q_view.load(block, k);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) Q.data[0][k / 16][r] = block[0][r];
-    }
+    const KvcacheQueries<Traits> Q(smem.q, lane);
     const KvcacheRows rows(params, piece, smem.q_scale, lane);
     typename Traits::Output O;
     O.fill(0.f);

@@ -4,7 +4,7 @@
 //
 // Its blocks come while the split-KV kernel runs, find their sequence and its pieces from the
 // lengths, and wait. What is left then is one trip to memory, for o and lse together, and a store.
-// A warp has a row's columns side by side and 16 pieces under way; several warps deal more pieces
+// A warp has a row's columns side by side and 16 pieces (above 256 columns 8) under way; several warps deal more pieces
 // among them.
 #pragma once
 
@@ -17,7 +17,9 @@
 namespace flash_attn::cuda {
 
 inline constexpr int kCombineWarps = 8;  // at most
-inline constexpr int kPiecesAtOnce = 16;
+// Of a row of kVectors · 128 columns: what its registers hold.
+template <int kVectors>
+inline constexpr int kPiecesAtOnce = kVectors <= 2 ? 16 : 8;
 
 // The pieces of one sequence, for each head and row tile: KvcachePiece::number is `first`, then
 // base + step, base + 2 · step, …
@@ -95,7 +97,7 @@ struct PieceMerge {
   }
 };
 
-// 16 pieces of a row at a time, from `warp` · 16 on.
+// kPiecesAtOnce pieces of a row at a time, from `warp` times as many on.
 template <int kVectors>
 __device__ __forceinline__ PieceMerge<kVectors> merge_pieces(const DecodeParams& params,
                                                              const SequencePieces& pieces, int warp,
@@ -109,13 +111,14 @@ __device__ __forceinline__ PieceMerge<kVectors> merge_pieces(const DecodeParams&
   };
   PieceMerge<kVectors> state;
 #pragma unroll 1
-  for (int begin = warp * kPiecesAtOnce; begin < pieces.count; begin += warps * kPiecesAtOnce) {
+  for (int begin = warp * kPiecesAtOnce<kVectors>; begin < pieces.count;
+       begin += warps * kPiecesAtOnce<kVectors>) {
     const int own = begin + lane;
-    const bool has_own = lane < kPiecesAtOnce && own < pieces.count;
+    const bool has_own = lane < kPiecesAtOnce<kVectors> && own < pieces.count;
     const float lse = has_own ? params.partial.lse[row_of_piece(own)] : -INFINITY;
-    float4 o[kPiecesAtOnce][kVectors];
+    float4 o[kPiecesAtOnce<kVectors>][kVectors];
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
+    for (int i = 0; i < kPiecesAtOnce<kVectors>; ++i) {
       const float* row = params.partial.o + row_of_piece(begin + i) * params.head_dim_v;
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
@@ -140,7 +143,7 @@ __device__ __forceinline__ PieceMerge<kVectors> merge_pieces(const DecodeParams&
     }
     state.sum += sum;
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) state.add(__shfl_sync(~0u, weight, i), o[i]);
+    for (int i = 0; i < kPiecesAtOnce<kVectors>; ++i) state.add(__shfl_sync(~0u, weight, i), o[i]);
   }
   return state;
 }
@@ -219,7 +222,8 @@ void launch_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid,
   const int pieces = params.splits.count > 0 ? params.splits.count
                      : params.batch == 1     ? grid.parts
                                              : grid.parts / params.batch + 2;
-  const int warps = std::clamp((pieces + kPiecesAtOnce - 1) / kPiecesAtOnce, 1, kCombineWarps);
+  const int warps = std::clamp((pieces + kPiecesAtOnce<kVectors> - 1) / kPiecesAtOnce<kVectors>, 1,
+                               kCombineWarps);
   const int smem_bytes = (warps - 1) * 32 * static_cast<int>(sizeof(PieceMerge<kVectors>));
   const auto launch_sequences = [&](const DecodeParams& some, int count, bool overlap) {
     launch_overlapping<kvcache_combine_kernel<kKeys, kVectors>>(

@@ -12,6 +12,10 @@ namespace flash_attn::cuda {
 inline constexpr int kKvcacheWarps = 4;       // that compute
 inline constexpr int kKvcacheMaxStages = 16;  // tiles of K and V in shared memory
 
+// The widest class. Above 256 columns two tiles alone take 128 KB.
+inline constexpr int kKvcacheHeadDim = 512;
+inline constexpr int kKvcachePortableHeadDim = 256, kKvcacheLargeSmemBytes = 163 * 1024;
+
 constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
 
 // Keys of a tile: 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not to be
@@ -46,7 +50,8 @@ auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
   if (head_dim <= 128) return with_dtype.template operator()<128>();
   if (head_dim <= 192) return with_dtype.template operator()<192>();
   if (head_dim <= 256) return with_dtype.template operator()<256>();
-  throw std::invalid_argument("flash_attn: head_dim: expected at most 256");
+  if (head_dim <= kKvcacheHeadDim) return with_dtype.template operator()<kKvcacheHeadDim>();
+  throw std::invalid_argument("flash_attn: head_dim: expected at most 512");
 }
 
 // Rows of one kv head in one sequence, and the tiles that they fill.

@@ -1,6 +1,8 @@
 // The two matrix products of kvcache.cuh, and 8-bit caches on their way into them.
 #pragma once
 
+#include <type_traits>
+
 #include "../ptx/widen.cuh"
 #include "../tile/gemm.cuh"
 #include "kvcache_traits.cuh"
@@ -17,11 +19,47 @@ __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& h
   }
 }
 
+// The rows of Q as a warp multiplies them: in registers, or where these do not hold them, read again with
+// every tile of keys.
+template <typename Traits>
+class KvcacheQueries {
+  using View = SmemOperandA<1, 16, Layout::kKInner, typename Traits::QTile>;
+
+ public:
+  __device__ __forceinline__ KvcacheQueries(const typename Traits::QTile& tile, int lane)
+      : operand_(make(View(tile, 0, lane))) {}
+
+  // Columns k … k + 15.
+  __device__ __forceinline__ void load(uint32_t (&block)[1][4], int k) const {
+    operand_.load(block, k);
+  }
+
+ private:
+  __device__ __forceinline__ static auto make(const View& view) {
+    if constexpr (!Traits::kQueriesInRegisters) {
+      return view;
+    } else {
+      OperandA<1, Traits::kHeadDim> Q;
+#pragma unroll
+      for (int k = 0; k < Traits::kHeadDim; k += 16) {
+        uint32_t block[1][4];
+        view.load(block, k);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) Q.data[0][k / 16][r] = block[0][r];
+      }
+      return Q;
+    }
+  }
+
+  std::conditional_t<Traits::kQueriesInRegisters, OperandA<1, Traits::kHeadDim>, View> operand_;
+};
+
 // A warp's quarter of the keys: S = Q Kᵀ. With 16 keys in two sums, which halves the chain of
 // dependent products; 32 keys are two chains more.
 template <typename Traits>
-__device__ __forceinline__ typename Traits::Scores multiply_keys(
-    const OperandA<1, Traits::kHeadDim>& Q, const typename Traits::KvTile& K, int warp, int lane) {
+__device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQueries<Traits>& Q,
+                                                                 const typename Traits::KvTile& K,
+                                                                 int warp, int lane) {
   using Element = typename Traits::Element;
   using View = SmemOperandB<typename Traits::KvTile, Layout::kKInner>;
   const View view(K, warp * Traits::kWarpKeys, lane);
@@ -38,13 +76,14 @@ __device__ __forceinline__ typename Traits::Scores multiply_keys(
       if constexpr (Traits::k8Bit) {  // 32 columns of K: two steps
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          const uint32_t (&q)[4] = Q.data[0][unit / 8 + step];
+          uint32_t q[1][4];
+          Q.load(q, unit * 2 + step * 16);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t low, high;
             widen<Traits::kCacheDType>(b[2 * half + step], low, high);
             float (&c)[4] = S[step % kSums].data[0][n / 8 + half];
-            ptx::mma_m16n8k16<Element>(c, q, low, high, c);
+            ptx::mma_m16n8k16<Element>(c, q[0], low, high, c);
           }
         }
       } else {

@@ -27,6 +27,7 @@ struct KvcacheTraits {
   // than that leaves, where one block has the SM.
   static constexpr int kMostBlocks = kHeadDim <= 128 ? 2 : 1;
   static constexpr int kLeastBlocks = k8Bit ? 1 : kMostBlocks;
+  static constexpr bool kQueriesInRegisters = kHeadDim <= kKvcachePortableHeadDim;
   using KvTile = SmemTile<Element, kKeys, kUnits>;
   using QTile = SmemTile<Element, kDecodeRows, kHeadDim>;
   using PTile = SmemTile<Element, kDecodeRows, kKeys>;

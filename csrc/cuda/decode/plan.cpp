@@ -146,7 +146,8 @@ KvcacheGrid kvcache_grid(const CallShape& call) {
 bool is_plain(const CallShape& call) {
   return !call.appends && !call.softcap && !call.alibi && !call.sink &&
          !(call.batch_invariant && call.num_splits > 0) && call.cache_dtype == call.dtype &&
-         call.head_dim == call.head_dim_v && (!call.paged || call.head_dim <= kDecodePagedHeadDim);
+         call.head_dim == call.head_dim_v && call.head_dim <= kKvcachePortableHeadDim &&
+         (!call.paged || call.head_dim <= kDecodePagedHeadDim);
 }
 
 bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }

@@ -1,0 +1,10 @@
+#include "../kvcache.cuh"
+
+namespace flash_attn::cuda {
+
+template void launch_kvcache<DType::kFp16, 512>(const DecodeParams&, const KvcacheGrid&, Stream);
+template void launch_kvcache<DType::kBf16, 512>(const DecodeParams&, const KvcacheGrid&, Stream);
+template void launch_kvcache<DType::kFp8E4M3, 512>(const DecodeParams&, const KvcacheGrid&, Stream);
+template void launch_kvcache<DType::kInt8, 512>(const DecodeParams&, const KvcacheGrid&, Stream);
+
+}  // namespace flash_attn::cuda

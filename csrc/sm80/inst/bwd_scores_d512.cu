@@ -1,0 +1,8 @@
+#include "../bwd_large_head.cuh"
+
+namespace flash_attn::sm80 {
+
+template void launch_bwd_large_head<DType::kFp16, true>(const BwdParams&, Stream);
+template void launch_bwd_large_head<DType::kBf16, true>(const BwdParams&, Stream);
+
+}  // namespace flash_attn::sm80
