@@ -176,10 +176,9 @@ class Case:
 
     def gradients_served_by(self, backend: str) -> bool:
         """The same of the backward."""
-        bias_gradient = self.bias and self.bias not in BOOL_BIASES
         if backend != SM90.backend:
-            wide = self.dtype == "fp32" and backend == SM80.backend
-            return self.served_by(backend) and not (wide and bias_gradient)
+            return self.served_by(backend)
+        bias_gradient = self.bias and self.bias not in BOOL_BIASES
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
         fp16_slopes = self.alibi and self.dtype == "fp16"

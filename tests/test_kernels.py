@@ -84,6 +84,9 @@ def kernel_cases() -> list[Case]:
     for d in (64, 128, 256):
         for shape in ("causal", "varlen"):
             cases.append(Case(d=d, dtype="fp32", **SHAPES[shape]))
+    for d in (64, 128):
+        for bias in ("full", "head", "key", "row"):
+            cases.append(Case(d=d, dtype="fp32", bias=bias, seqlen_q=72, seqlen_k=136))
     # Long enough for the other tile of d = 64 on Hopper.
     for dtype in ("fp16", "bf16"):
         cases.append(

@@ -74,10 +74,7 @@ def test_opcheck_bwd(case: Case, target: Target, seed: int) -> None:
     out, lse, _ = torch.ops.flash_attn.fwd(**call)
     del call["return_probs"]
     call = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
-    # Kernels have no gradient of a bias in fp32.
-    of_bias = case.dtype != "fp32" or target.backend == "aten"
-    of_bias = of_bias and call["attn_bias"] is not None
-    mask = [True, True, False, of_bias, call["learnable_sink"] is not None]
+    mask = [True, True, False, *(call[x] is not None for x in ("attn_bias", "learnable_sink"))]
     call |= dict(dout=torch.ones_like(out), dlse=torch.ones_like(lse), out=out.detach())
     call |= dict(softmax_lse=lse.detach(), grad_mask=mask)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
