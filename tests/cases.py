@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
-from numerics import UNIT_ROUNDOFF, assert_close, assert_lse_close
+from numerics import UNIT_ROUNDOFF, assert_close, assert_lse_close, underflow_of
 from poison import Guarded, dirty_allocator
 
 import flash_attn
@@ -450,15 +450,16 @@ def compare(problem: Problem, results: dict[str, torch.Tensor], expected: Expect
     assert_lse_close(results["lse"], expected.values["lse"], largest)
     for name in ("out", *GRADIENTS):
         if name in results:
+            dtype = coarser(DTYPES[c.dtype], results[name].dtype)
             assert_close(
                 name,
                 results[name],
                 expected.values[name],
                 expected.conditions[name],
-                coarser(DTYPES[c.dtype], results[name].dtype),
+                dtype,
                 spread,
                 largest,
-                expected.conditions["dbias_per_p"] if name == "dbias" else None,
+                underflow_of(name, expected.conditions, dtype),
             )
 
 

@@ -19,7 +19,6 @@ from cases import (
     param,
     use,
 )
-
 from numerics import assert_close, assert_lse_close, rms_error
 
 import flash_attn

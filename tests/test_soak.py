@@ -47,7 +47,9 @@ def multiply_on_another_stream(draw: random.Random, device: str, kept: list) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind, grows", [(keep_a_tensor, True), (multiply_on_another_stream, False)])
+@pytest.mark.parametrize(
+    "kind, grows", [(keep_a_tensor, True), (multiply_on_another_stream, False)]
+)
 def test_what_is_kept_is_a_complaint(kind, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """About one call an epoch, to the end."""
     kept: list[torch.Tensor] = []
