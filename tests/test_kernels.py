@@ -166,7 +166,7 @@ def cache_kernel_cases() -> list[CacheCase]:
         )
         for d in HEAD_DIM_CLASSES
         for dtype in ("fp16", "bf16")
-        for page_size in ((0, 16) if d <= 192 else (0,))
+        for page_size in (0, 16)
     ]
 
 
