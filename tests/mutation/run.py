@@ -42,7 +42,7 @@ PYTHON = {
     "flash_attn/flash_attn_interface.py": ["test_api.py", "test_wrong_arguments.py"],
     "flash_attn/kvcache.py": [
         "test_kvcache.py --part=0/4",
-        "test_errors.py",
+        "test_errors.py test_kvcache.py -k test_errors",
         "test_cache_forms.py --part=0/4",
     ],
     "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
