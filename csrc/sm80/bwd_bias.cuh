@@ -145,11 +145,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     }
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * Traits::kWarpRows;
     const int64_t offset = batch_begin * gradient.batch_stride + head_begin * gradient.head_stride;
-    with_bias_gradient_type<BiasElement<Element>>(gradient.dtype, [&]<typename Number>(const Number*) {
-      store_bias_gradient(dbias, gradient, static_cast<Number*>(gradient.data) + offset,
-                          GeneralScores::output_scale(params.dropout), first_row + warp_row,
-                          n * Traits::kBlockN, threadIdx.x % 32);
-    });
+    with_bias_gradient_type<BiasElement<Element>>(
+        gradient.dtype, [&]<typename Number>(const Number*) {
+          store_bias_gradient(dbias, gradient, static_cast<Number*>(gradient.data) + offset,
+                              GeneralScores::output_scale(params.dropout), first_row + warp_row,
+                              n * Traits::kBlockN, threadIdx.x % 32);
+        });
   }
 }
 
