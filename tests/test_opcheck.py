@@ -57,6 +57,13 @@ def test_opcheck_fwd(case: Case, target: Target, seed: int) -> None:
     )
 
 
+@each_case(OP_CASES[2:], [ATEN_CPU, ATEN_CUDA])
+def test_opcheck_of_returned_probabilities(case: Case, target: Target, seed: int) -> None:
+    call = op_call(case, target, seed, return_probs=True)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.flash_attn.fwd, (), call, test_utils=utils)
+
+
 @each_case(OP_CASES[:1], ATTENTION_TARGETS)
 def test_opcheck_with_strides(case: Case, target: Target, seed: int) -> None:
     """The meta kernel's strides are the real ones for views too."""
