@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
-from numerics import UNIT_ROUNDOFF, assert_close, assert_lse_close
+from numerics import UNIT_ROUNDOFF, assert_close, assert_lse_close, underflow_of
 from poison import Guarded, dirty_allocator
 
 import flash_attn
@@ -177,10 +177,9 @@ class Case:
 
     def gradients_served_by(self, backend: str) -> bool:
         """The same of the backward."""
-        bias_gradient = self.bias and self.bias not in BOOL_BIASES
         if backend != SM90.backend:
-            wide = self.dtype == "fp32" and backend == SM80.backend
-            return self.served_by(backend) and not (wide and bias_gradient)
+            return self.served_by(backend)
+        bias_gradient = self.bias and self.bias not in BOOL_BIASES
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
         fp16_slopes = self.alibi and self.dtype == "fp16"
@@ -452,15 +451,16 @@ def compare(problem: Problem, results: dict[str, torch.Tensor], expected: Expect
     assert_lse_close(results["lse"], expected.values["lse"], largest)
     for name in ("out", *GRADIENTS):
         if name in results:
+            dtype = coarser(DTYPES[c.dtype], results[name].dtype)
             assert_close(
                 name,
                 results[name],
                 expected.values[name],
                 expected.conditions[name],
-                coarser(DTYPES[c.dtype], results[name].dtype),
+                dtype,
                 spread,
                 largest,
-                expected.conditions["dbias_per_p"] if name == "dbias" else None,
+                underflow_of(name, expected.conditions, dtype),
             )
 
 

@@ -13,8 +13,9 @@ sum: with u the unit roundoff of the dtype, the condition tensors B say how larg
     bias  |mean(error)| <= 6 rms(error) / sqrt(n): rounding is fair, truncation is not
 
 eta is what an underflow of P or dS can cost; in dbias, which is dS, a P below the accumulator's
-normal range costs as much of |dP - delta| besides. Positions of NaN and infinities, and zeros where
-nothing was added up, are compared exactly.
+normal range costs as much of |dP - delta| besides, and in dV what chance makes of the rounding of
+fp16's subnormal P, in a key that no query sees more of. Positions of NaN and infinities, and zeros
+where nothing was added up, are compared exactly.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ COMP_PER_SCORE = 16.0
 RMS_WIDE_TYPES = {torch.float32: 1e-5, torch.float64: 1e-5 * 2.0**-29}
 LSE_LIMITS = {torch.float32: (1e-5, 1e-6), torch.float64: (1e-5 * 2.0**-29, 1e-6 * 2.0**-29)}
 
+# What chance adds up to of roundings whose squares, at their largest, sum to 1: their deviation is
+# 3^-0.5, and a limit of 1.5 allows five of it.
+CHANCE = 2.0
+
 # Fewer numbers than this are too few for a statement about their distribution.
 MIN_SAMPLES = 1024
 MIN_ROW = 32
@@ -80,13 +85,13 @@ def comp_error(
     condition: torch.Tensor,
     unit: float,
     underflow: float,
-    flushed: torch.Tensor | float = 0.0,
+    besides: torch.Tensor | float = 0.0,
 ) -> float:
     """The largest error in units of what rounding may cost; `expected` and `condition` are
     float64."""
     if not actual.numel():
         return 0.0
-    allowed = unit * (expected.abs() + condition) + underflow * (4 + rms(condition)) + flushed
+    allowed = unit * (expected.abs() + condition) + underflow * (4 + rms(condition)) + besides
     error = (actual.double() - expected).abs()
     return torch.where(error == 0, 0.0, error / allowed).max().item()
 
@@ -140,14 +145,14 @@ def assert_close(
     dtype: torch.dtype,
     spread: str | None = None,
     largest_score: float = 0.0,
-    per_p: torch.Tensor | None = None,
+    besides: torch.Tensor | float = 0.0,
 ) -> None:
     """The standard above for one tensor.
 
     name: "out", "dq", "dk", "dv", "dbias" or "dsink". dtype: of the attention inputs. spread:
     "normal" or "wide" for N(0, 1) and N(0, 9) inputs, else only `comp` and the exact checks apply.
     largest_score: max |score|, whose rounding in the fp32 accumulator bounds what the exponential
-    can give. per_p: of dbias, what it loses for each unit of P (Conditions.dbias_per_p).
+    can give. besides: what more each element may be off by (underflow_of).
     """
     actual, expected, condition = actual.detach().cpu(), expected.cpu(), condition.cpu()
     assert actual.shape == expected.shape, (
@@ -177,7 +182,7 @@ def assert_close(
         condition,
         unit + score_unit * largest_score,
         UNDERFLOW[dtype],
-        0.0 if per_p is None else LEAST_NORMAL[dtype] * per_p,
+        besides,
     )
     assert comp <= comp_limit, f"{name}: comp error {comp:.3f}, limit {comp_limit}"
     if spread is None or not expected.count_nonzero():
@@ -201,6 +206,17 @@ def assert_close(
         )
     if not wide_type and actual.numel() >= MIN_SAMPLES:
         assert_fair_rounding(name, actual, expected)
+
+
+def underflow_of(
+    name: str, conditions: dict[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor | float:
+    """What the underflow of single P costs each element of a result, for assert_close."""
+    if name == "dbias":
+        return LEAST_NORMAL[dtype] * conditions["dbias_per_p"]
+    if name == "dv" and dtype == torch.float16:
+        return CHANCE * conditions["dv_of_subnormals"]
+    return 0.0
 
 
 def assert_lse_close(actual: torch.Tensor, expected: torch.Tensor, largest_score: float) -> None:

@@ -176,6 +176,15 @@ KINDS: dict[str, list[Callable[[random.Random, str, int], int]]] = {
 }
 
 
+def allocated() -> int:
+    """Bytes of the device that this process holds, between calls, in torch's allocator, whence the
+    library has all its memory. Without cuBLAS's workspaces, 32 MiB on Hopper for each thread and
+    stream that ever had a product of torch's: which threads and streams had one is chance."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -222,9 +231,7 @@ def soak(
                 until = time.monotonic() + seconds / EPOCHS
                 list(pool.map(work, range(threads), [until] * threads))
                 gc.collect()
-                if on_gpu:
-                    torch.cuda.synchronize()
-                report.device_bytes.append(torch.cuda.memory_allocated() if on_gpu else 0)
+                report.device_bytes.append(allocated() if on_gpu else 0)
                 report.host_bytes.append(resident())
     finally:
         torch.use_deterministic_algorithms(flags)

@@ -16,6 +16,7 @@ from cases import (
     Problem,
     Target,
     check,
+    compare,
     each_case,
     each_target,
     expect,
@@ -239,6 +240,16 @@ def test_nothing_kept_gives_zeros(target: Target, seed: int) -> None:
     for name in ("out", "dq", "dk", "dv"):
         assert not results[name].count_nonzero(), name
     assert results["lse"].isfinite().all()
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+def test_one_number_kept(target: Target, seed: int) -> None:
+    """The least probability of keeping: what is kept of 2^18 weights counts 2^15 times."""
+    case = Case(seqlen_q=256, seqlen_k=256, dropout_p=1 - STEP, batch=1, d=16)
+    problem = Problem(case, seed, target.device)
+    results, expected = run(problem, target.backend), expect(problem)
+    assert expected.values["out"].count_nonzero() and expected.values["dq"].count_nonzero()
+    compare(problem, results, expected)
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor, p: float) -> float:

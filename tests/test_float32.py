@@ -22,6 +22,9 @@ CASES = [
     Case(seqlen_q=333, d=128, window=(100, 20), deterministic=True),
     Case(seqlen_q=257, seqlen_k=300, d=256, d_v=200, causal=True),
     Case(lengths_q=(200, 70, 130), lengths_k=(190, 140, 130), d=72, heads_kv=1, causal=True),
+    Case(seqlen_q=200, seqlen_k=260, d=64, bias="head", causal=True),
+    Case(seqlen_q=200, seqlen_k=260, d=128, bias="batch"),
+    Case(seqlen_q=130, seqlen_k=150, d=128, bias="full"),
 ]
 
 
@@ -38,7 +41,8 @@ def matmul_precision(precision: str) -> Iterator[None]:
 def errors(problem: Problem, target: Target) -> dict[str, float]:
     expected = expect(problem).values
     results = run(problem, target.backend)
-    return {name: rms_error(results[name].cpu(), expected[name]) for name in NAMES}
+    names = NAMES if problem.attn_bias is None else (*NAMES, "dbias")
+    return {name: rms_error(results[name].cpu(), expected[name]) for name in names}
 
 
 @each_case(CASES, [ATEN_CPU, SM80])

@@ -92,6 +92,9 @@ def kernel_cases() -> list[Case]:
     for d in (64, 128, 256):
         for shape in ("causal", "varlen"):
             cases.append(Case(d=d, dtype="fp32", **SHAPES[shape]))
+    for d in (64, 128):
+        for bias in ("full", "head", "key", "row"):
+            cases.append(Case(d=d, dtype="fp32", bias=bias, seqlen_q=72, seqlen_k=136))
     # Long enough for the other tile of d = 64 on Hopper.
     for dtype in ("fp16", "bf16"):
         cases.append(
@@ -171,7 +174,7 @@ def cache_kernel_cases() -> list[CacheCase]:
         )
         for d in HEAD_DIM_CLASSES
         for dtype in ("fp16", "bf16")
-        for page_size in ((0, 16) if d <= 192 else (0,))
+        for page_size in (0, 16)
     ]
 
 

@@ -57,6 +57,13 @@ def test_opcheck_fwd(case: Case, target: Target, seed: int) -> None:
     )
 
 
+@each_case(OP_CASES[2:], [ATEN_CPU, ATEN_CUDA])
+def test_opcheck_of_returned_probabilities(case: Case, target: Target, seed: int) -> None:
+    call = op_call(case, target, seed, return_probs=True)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.flash_attn.fwd, (), call, test_utils=utils)
+
+
 @each_case(OP_CASES[:1], ATTENTION_TARGETS)
 def test_opcheck_with_strides(case: Case, target: Target, seed: int) -> None:
     """The meta kernel's strides are the real ones for views too."""
@@ -74,10 +81,7 @@ def test_opcheck_bwd(case: Case, target: Target, seed: int) -> None:
     out, lse, _ = torch.ops.flash_attn.fwd(**call)
     del call["return_probs"]
     call = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
-    # Kernels have no gradient of a bias in fp32.
-    of_bias = case.dtype != "fp32" or target.backend == "aten"
-    of_bias = of_bias and call["attn_bias"] is not None
-    mask = [True, True, False, of_bias, call["learnable_sink"] is not None]
+    mask = [True, True, False, *(call[x] is not None for x in ("attn_bias", "learnable_sink"))]
     call |= dict(dout=torch.ones_like(out), dlse=torch.ones_like(lse), out=out.detach())
     call |= dict(softmax_lse=lse.detach(), grad_mask=mask)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")

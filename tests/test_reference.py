@@ -161,3 +161,22 @@ def test_a_flushed_probability_is_within_the_standard(seed: int) -> None:
     compare(problem, flushed(2.0**-126), expected)
     with pytest.raises(AssertionError, match="dbias: comp error"):
         compare(problem, flushed(2.0**-120), expected)
+
+
+def test_the_rounding_of_subnormals_is_within_the_standard() -> None:
+    """fp16 holds a P below 2^-14 in multiples of 2^-24. Of some key here no query sees more; four
+    times as coarse is an error."""
+    options = dict(seqlen_q=440, seqlen_k=520, d=128, softcap=10.0, alibi="batch")
+    problem = Problem(Case(dtype="fp16", **options), 2298484859, "cpu")
+    expected = expect(problem)
+    P = expected.probs.unflatten(1, (2, 2))  # of kv heads
+    dout = problem.dout.double().unflatten(2, (2, 2))
+
+    def rounded(multiple: float) -> dict:
+        operand = torch.where(P < 2.0**-14, (P / multiple).round() * multiple, P.half().double())
+        dv = torch.einsum("bhgij,bihgd->bjhd", operand, dout)
+        return {"lse": expected.values["lse"].float(), "dv": dv.half()}
+
+    compare(problem, rounded(2.0**-24), expected)
+    with pytest.raises(AssertionError, match="dv: comp error"):
+        compare(problem, rounded(2.0**-22), expected)

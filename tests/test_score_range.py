@@ -19,9 +19,10 @@ from cases import (
     param,
     use,
 )
+from numerics import assert_close, assert_lse_close, rms_error
 
 import flash_attn
-from flash_attn.reference import attention_ref, attention_ref_grads
+from flash_attn.reference import attention_ref, attention_ref_grads, condition_tensors
 
 TARGETS = each_target(ATEN_CPU, ATEN_CUDA)
 KERNELS = each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
@@ -220,7 +221,8 @@ def test_many_keys_of_which_few_are_left(
     target: Target, dtype: str, value: float, scale: float
 ) -> None:
     """Whole tiles of such keys, before and behind those that count: nothing of them is left,
-    whatever their sum was. With one above all others, that is all that is left."""
+    whatever their sum was, and the error is that of a call without them. With one above all others,
+    that is all that is left."""
     torch.manual_seed(0)
     shapes = (1, 150, HEADS, 64), (1, 700, HEADS, 64), (1, 700, HEADS, 64)
     q, k, v = (torch.randn(*x).to(target.device, DTYPES[dtype]).requires_grad_() for x in shapes)
@@ -239,10 +241,31 @@ def test_many_keys_of_which_few_are_left(
         torch.testing.assert_close(found[0], out, atol=slack, rtol=slack)
         assert not any(x.any() for x in found[2:])
         return
-    whole = [torch.zeros_like(found[n]) for n in (3, 4)]
-    whole[0][:, left], whole[1][:, left] = dk, dv
-    for a, e in zip(found, [out, lse, dq, *whole], strict=True):
-        torch.testing.assert_close(a, e, atol=slack, rtol=slack)
+    for i in (3, 4):
+        hidden = found[i].clone()
+        hidden[:, left] = 0
+        assert not hidden.any()
+        found[i] = found[i][:, left]
+    if dtype == "fp32":
+        for a, e in zip(found, [out, lse, dq, dk, dv], strict=True):
+            torch.testing.assert_close(a, e, atol=slack, rtol=slack)
+        return
+    # The keys lie elsewhere in their tiles, so P rounds otherwise, and so do the sums of dS, which
+    # at the larger scale are small beside what is added. Neither call is the better one.
+    torch.manual_seed(2)
+    dout = torch.randn(out.shape).to(out.dtype)
+    cpu = [x.detach().cpu() for x in (q, *part)]
+    expected, expected_lse, _ = attention_ref(*cpu, softmax_scale=scale)
+    gradients = attention_ref_grads(dout, *cpu, softmax_scale=scale)
+    conditions = condition_tensors(dout, *cpu, softmax_scale=scale)
+    assert_lse_close(found[1], expected_lse, conditions.largest_score)
+    wanted = {"out": expected, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    for (name, e), a, alone in zip(
+        wanted.items(), (found[0], *found[2:]), (out, dq, dk, dv), strict=True
+    ):
+        size = dict(largest_score=conditions.largest_score)
+        assert_close(name, a, e, getattr(conditions, name), DTYPES[dtype], **size)
+        assert rms_error(a.cpu(), e) <= 1.1 * rms_error(alone.cpu(), e), name
 
 
 @pytest.mark.parametrize(

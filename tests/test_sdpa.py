@@ -213,15 +213,17 @@ def by_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 @each_target(ATEN_CPU, ATEN_CUDA)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_nested_jagged(is_causal: bool, target: Target) -> None:
+@pytest.mark.parametrize(
+    "is_causal, scale", [(False, None), (True, None), (True, 0.5), (False, -2)]
+)
+def test_nested_jagged(is_causal: bool, scale: float | None, target: Target) -> None:
     """Each sequence by itself, with other lengths of the queries than of the keys."""
     query, key, value = ragged(target, 5, 3, 8), ragged(target, 4, 7, 8), None
     value = torch.nested.nested_tensor_from_jagged(torch.randn_like(key.values()), key.offsets())
     value = value.detach().requires_grad_()
     with use(target):
         out = flash_attn.scaled_dot_product_attention(
-            *map(by_heads, (query, key, value)), is_causal=is_causal
+            *map(by_heads, (query, key, value)), is_causal=is_causal, scale=scale
         )
     assert out.shape == by_heads(query).shape and out.layout == torch.jagged
     gradients = torch.autograd.grad(out.values().square().sum(), (query, key, value))
@@ -229,7 +231,7 @@ def test_nested_jagged(is_causal: bool, target: Target) -> None:
         leaves = [x.detach().requires_grad_() for x in tensors]
         turned = [x.unflatten(-1, [4, 16]).transpose(0, 1) for x in leaves]
         with sdpa_kernel(SDPBackend.MATH):
-            expected = torch_sdpa(*turned, is_causal=is_causal)
+            expected = torch_sdpa(*turned, is_causal=is_causal, scale=scale)
         torch.testing.assert_close(out.unbind()[i], expected, rtol=1e-9, atol=1e-11)
         parts = torch.autograd.grad(expected.square().sum(), leaves)
         for gradient, part in zip(gradients, parts, strict=True):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 import soak
+import torch
 
 SECONDS = 4
 
@@ -27,6 +31,38 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(soak.KINDS, "cpu", [soak.attention])
     [failure, *_] = soak.soak("cpu", SECONDS, threads=1).complaints()
     assert failure.startswith("attention, number ") and "out" in failure
+
+
+def keep_a_tensor(draw: random.Random, device: str, kept: list) -> int:
+    kept.append(torch.ones(1 << 20, device=device))
+    return 1
+
+
+def multiply_on_another_stream(draw: random.Random, device: str, kept: list) -> int:
+    """Each of torch's 32 streams has a workspace of cuBLAS from its first product on."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.ones(64, 64, device=device)
+        x @ x
+    return 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind, grows", [(keep_a_tensor, True), (multiply_on_another_stream, False)]
+)
+def test_what_is_kept_is_a_complaint(kind, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About one call an epoch, to the end."""
+    kept: list[torch.Tensor] = []
+
+    def call(draw: random.Random, device: str, seed: int) -> int:
+        time.sleep(0.1)
+        return kind(draw, device, kept)
+
+    monkeypatch.setitem(soak.KINDS, "cuda", [call])
+    device, _ = soak.soak("cuda", 1, threads=1, streams=1).growth()
+    assert (device > soak.DEVICE_GROWTH) == grows, device
+    if grows:
+        assert device % kept[0].nbytes == 0
 
 
 def test_growth_is_a_complaint() -> None:

@@ -102,6 +102,18 @@ def test_score_terms(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
+@each_case(
+    [
+        Case(lengths_q=(1, 2, 2), lengths_k=(2, 1, 2), bias=bias, dtype=dtype, d=16)
+        for bias in ("full", "key", "row", "bool")
+        for dtype in ("bf16", "fp32")
+    ]
+)
+def test_a_bias_of_two_by_two(case: Case, target: Target, seed: int) -> None:
+    """A sequence of one row or key takes its part of it."""
+    check(case, target, seed)
+
+
 USED = [
     Case(lengths_q=(40, 33, 70), lengths_k=(65, 33, 130), seqused_k=(64, 0, 100), dtype="bf16"),
     Case(lengths_q=(40, 33, 70), lengths_k=(65, 33, 130), seqused_q=(0, 20, 70), dtype="fp16"),

@@ -8,10 +8,9 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 512 that are multiples of 8; above 256 with the
-// shared memory of sm_90. fp16 and bf16; kFp32 and kTf32 up to 256 with no
-// dropout and no gradient of a bias; above 128 with no score terms, not deterministic, and with the
-// shared memory of sm_90.
+// Any head_dim and head_dim_v up to 512 that are multiples of 8; above 256 with the shared memory of
+// sm_90. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout; above 128 with no score terms, not
+// deterministic, and with the shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const BwdParams& params);

@@ -28,7 +28,8 @@ template <DType kDType, int kHeadDimClass>
 struct BwdBiasTraits {
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
-  static constexpr BwdDqTile kTile = kBwdBiasTile<kHeadDim>;
+  static constexpr BwdDqTile kTile =
+      kIsWide<Element> ? kBwdBiasWideTile<kHeadDim> : kBwdBiasTile<kHeadDim>;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
   static constexpr int kWarpRows = kBlockM / kTile.num_warps;
@@ -146,11 +147,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     }
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * Traits::kWarpRows;
     const int64_t offset = batch_begin * gradient.batch_stride + head_begin * gradient.head_stride;
-    with_bias_gradient_type<Element>(gradient.dtype, [&]<typename Number>(const Number*) {
-      store_bias_gradient(dbias, gradient, static_cast<Number*>(gradient.data) + offset,
-                          GeneralScores::output_scale(params.dropout), first_row + warp_row,
-                          n * Traits::kBlockN, threadIdx.x % 32);
-    });
+    with_bias_gradient_type<BiasElement<Element>>(
+        gradient.dtype, [&]<typename Number>(const Number*) {
+          store_bias_gradient(dbias, gradient, static_cast<Number*>(gradient.data) + offset,
+                              GeneralScores::output_scale(params.dropout), first_row + warp_row,
+                              n * Traits::kBlockN, threadIdx.x % 32);
+        });
   }
 }
 

@@ -239,5 +239,9 @@ template <int kHeadDim>
 inline constexpr BwdDqTile kBwdBiasTile = {.block_m = 64, .block_n = 64, .num_warps = 4};
 template <>
 inline constexpr BwdDqTile kBwdBiasTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
+template <int kHeadDim>
+inline constexpr BwdDqTile kBwdBiasWideTile = kBwdBiasTile<kHeadDim>;
+template <>
+inline constexpr BwdDqTile kBwdBiasWideTile<128> = {.block_m = 64, .block_n = 32, .num_warps = 4};
 
 }  // namespace flash_attn::sm80

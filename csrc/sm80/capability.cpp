@@ -21,7 +21,6 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
   cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
   reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
-  reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias in float32 is not supported");
   const auto refuse_above = [&](int head_dim, bool refused, const std::string& what,
                                 const std::string& why) {
     reasons.refuse_if(refused && std::max(call.head_dim, call.head_dim_v) > head_dim,

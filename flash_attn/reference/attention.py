@@ -45,7 +45,8 @@ class Conditions:
     dq: Tensor  # B_dQ, like q
     dk: Tensor  # B_dK, like k
     dbias: Tensor | None  # B_dbias, like attn_bias
-    dbias_per_p: Tensor | None  # F_dbias, likewise: what an underflow of P costs
+    dv_of_subnormals: Tensor  # F_dV, like v: what fp16's subnormals cost, by chance
+    dbias_per_p: Tensor | None  # F_dbias, like attn_bias: what an underflow of P costs
     dsink: Tensor | None
     largest_score: float  # max |S| of any score, before and after softcap and bias: the LSE's unit
 
@@ -354,6 +355,7 @@ def condition_tensors(
     """For each result, the sum of the magnitudes of its terms. With D = rowsum(dO ∘ O), L = dlse:
 
         B_O = P |V|      B_dV = Pᵀ |dO|      (P after dropout)
+        F_dV = sqrt(Σ (min(P, 2⁻²⁵) |dO|)²) over P < 2⁻¹⁴
         E = P ∘ (|dP - D + L| + rowsum|dO ∘ O|)
         B_dbias = Σ E over the dimensions that the bias broadcasts in
         F_dbias = Σ |dP - D + L| over the same
@@ -362,7 +364,9 @@ def condition_tensors(
 
     rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded.
     A P below the smallest number of fp32 counts as 0, and dbias = P ∘ (dP - D + L) loses that much
-    of F_dbias, where the sums of other results hide it.
+    of F_dbias, where the sums of other results hide it. A P below 2⁻¹⁴ is rounded to a multiple of
+    2⁻²⁴ in fp16, which is more of it than of others: a key that all queries see so little of has no
+    larger terms in dV that hide it.
 
     Arguments: as attention_ref_grads.
     """
@@ -370,6 +374,7 @@ def condition_tensors(
     dout = dout.double() if call.is_varlen else dout.double().flatten(0, 1)
     B_out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
     B_dq, B_dk, B_dv = (torch.zeros_like(x) for x in (call.flat_q, call.flat_k, call.flat_v))
+    F_dv = torch.zeros_like(B_dv)
     has_dbias = call.bias is not None and call.bias.dtype != torch.bool
     B_dbias, F_dbias = (torch.zeros_like(call.bias) if has_dbias else None for _ in range(2))
     B_dsink = None if call.sink is None else torch.zeros_like(call.sink)
@@ -395,6 +400,10 @@ def condition_tensors(
 
         B_out[rows.q] = (y.weights @ x.v.abs()).transpose(0, 1)
         B_dv[rows.k] = to_kv_heads(y.weights.mT @ dO.abs())
+        lost = torch.where(y.P < 2.0**-14, y.P.clamp(max=2.0**-25), 0.0)
+        if x.kept is not None:
+            lost = _drop(lost, x.kept, call.dropout_p)
+        F_dv[rows.k] = to_kv_heads(lost.square().mT @ dO.square()).sqrt()
         B_dq[rows.q] = (E_raw @ x.k.abs()).transpose(0, 1)
         B_dk[rows.k] = to_kv_heads(E_raw.mT @ x.q.abs())
         if B_dbias is not None:
@@ -411,6 +420,7 @@ def condition_tensors(
         call.like_q(B_dq),
         call.like_k(B_dk),
         B_dbias,
+        call.like_k(F_dv),
         F_dbias,
         B_dsink,
         largest,

@@ -35,14 +35,14 @@ from workplace import ROOT, Workplace
 
 # The tests of a file: pytest's arguments, one run after the other until one fails.
 PYTHON = {
-    "flash_attn/_call.py": ["test_wrong_arguments.py", "test_varlen.py -k pages", "test_api.py"],
+    "flash_attn/_call.py": ["test_wrong_arguments.py", "test_varlen.py -k page", "test_api.py"],
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
     "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
     "flash_attn/flash_attn_interface.py": ["test_api.py", "test_wrong_arguments.py"],
     "flash_attn/kvcache.py": [
         "test_kvcache.py --part=0/4",
-        "test_errors.py",
+        "test_errors.py test_kvcache.py -k test_errors",
         "test_cache_forms.py --part=0/4",
     ],
     "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
@@ -70,7 +70,12 @@ CPP = {
     "csrc/aten/cache.cpp": CACHE,
     "csrc/aten/append.cpp": ["test_kvcache.py --part=0/4", "test_cache_forms.py --part=0/4"],
     "csrc/bindings/checks.cpp": ["test_errors.py", "test_wrong_arguments.py"],
-    "csrc/bindings/autograd.cpp": ["test_torch.py", "test_api.py", "test_opcheck.py"],
+    "csrc/bindings/autograd.cpp": [
+        "test_torch.py",
+        "test_api.py",
+        "test_opcheck.py",
+        "test_kvcache.py -k view",
+    ],
     "csrc/bindings/meta.cpp": ["test_opcheck.py", "test_errors.py -k tracing"],
     "csrc/bindings/overlap.cpp": ["test_kvcache.py", "test_errors.py"],
     "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],

@@ -117,9 +117,9 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   KvcachePiece piece;
   RingVisit at;
+  // All lanes arrive: racecheck does not follow an order that one lane passes on for its warp.
   const auto release = [&] {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem.empty[at.stage]);
+    ptx::mbarrier_arrive(smem.empty[at.stage]);
     at.advance(ring.stages);
   };
   while (schedule.next(piece)) {

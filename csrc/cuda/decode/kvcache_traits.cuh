@@ -78,7 +78,7 @@ class KvcacheTiles {
 #pragma unroll 1
       for (unsigned stage = threadIdx.x / 32; stage < stages; stage += blockDim.x / 32) {
         ptx::mbarrier_init(smem.full[stage], full_arrivals);
-        ptx::mbarrier_init(smem.empty[stage], kKvcacheWarps);
+        ptx::mbarrier_init(smem.empty[stage], 32 * kKvcacheWarps);
       }
     }
     if (min(head_dim, head_dim_v) <= Traits::kHeadDim - kSlabColumns) {
