@@ -70,7 +70,11 @@ void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::T
           at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, lse.options().dtype(at::kInt));
       params.dq_turns = dq_turns.data_ptr<int32_t>();
     }
-    return sm90::run_bwd(params, device_info_of(q), stream_of(q));
+    sm90::run_bwd(params, device_info_of(q), stream_of(q));
+    using Form = BiasGradientParams::Form;
+    const bool of_places = params.dbias.form == Form::kWhole || params.dbias.form == Form::kShared;
+    if (of_places && !sm90::stores_bias_gradient(params)) sm80::run_bwd_bias(params, stream_of(q));
+    return;
   }
   sm80::run_bwd(params, device_info_of(q), stream_of(q));
 }
