@@ -77,7 +77,7 @@ def flash_attn_func(
         k: (batch, seqlen_k, heads_kv, d). Same dtype and device as q. heads_kv divides heads_q:
             query head h reads key head h // (heads_q // heads_kv) (GQA, MQA).
         v: (batch, seqlen_k, heads_kv, d_v). d_v may differ from d.
-        dropout_p: probability in [0, 1) that a weight is dropped, rounded to a multiple of 2⁻¹⁵;
+        dropout_p: probability in [0, 1) that a weight is dropped, rounded to a multiple of 2⁻⁸;
             the others are scaled by 1 / (1 - that). Pass 0.0 in evaluation.
         softmax_scale: factor of Q Kᵀ. Default: d ** -0.5.
         causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q. Aligned

@@ -1,11 +1,13 @@
 """The dropout mask from the definition, in NumPy, independent of the library: Philox (Salmon et
 al., SC 2011), element by element.
 
-Of each head: K, X, Y = three words of Philox4x32-10, key = (seed_lo, seed_hi), counter =
+Of each head: K, X, Y, Z = the words of Philox4x32-10, key = (seed_lo, seed_hi), counter =
 (head_lo, head_hi, offset_lo, offset_hi), head = batch * heads_q + head.
-Of an element: word (i / 8) % 2 of Philox2x32-7, key = K, counter = ((i / 16 * 8 + i % 8) ^ X,
-(j / 16 * 8 + j % 8) ^ Y); of it the 15 bits from 16 * ((j / 8) % 2) on are its number. It is kept
-iff number >= T, or where T > 2^14 iff number < 2^15 - T, with T = dropout_p * 2^15 rounded.
+Of a query: R = the first word of Philox2x32-7, key = K, counter = (i / 16 * 8 + i % 8, X); of a
+key: C, counter = (j / 32 * 8 + j % 8, Y). Of an element: p = M * (R ^ C), q = M * (high(p) ^ C),
+the word high(q) ^ low(p) ^ Z, or for odd (i / 8) low(q); of its byte (j / 8) % 4 the low seven
+bits, then the highest bit of byte (j / 8) % 4 ^ 1, are its number. It is kept iff number >= T, or
+where T > 2^7 iff number < 2^8 - T, with T = dropout_p * 2^8 rounded.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ def philox2x32(counter: tuple, key: object) -> tuple[np.ndarray, np.ndarray]:
 
 
 def threshold(dropout_p: float) -> int:
-    return int(dropout_p * 2**15 + 0.5)
+    return int(dropout_p * 2**8 + 0.5)
 
 
 def keep_probability(dropout_p: float) -> float:
-    return (2**15 - threshold(dropout_p)) / 2**15
+    return (2**8 - threshold(dropout_p)) / 2**8
 
 
 def draw(
@@ -65,15 +67,18 @@ def draw(
     seed, offset = (int(word) & 0xFFFFFFFFFFFFFFFF for word in rng_state)
     batches = np.arange(batch, batch + 1) if isinstance(batch, int) else np.asarray(batch)
     number = (batches[:, None] * heads + np.arange(heads))[:, :, None, None]
-    key, x, y, _ = philox4x32((*words_of(number), *words_of(offset)), words_of(seed))
+    key, x, y, z = philox4x32((*words_of(number), *words_of(offset)), words_of(seed))
     i = np.arange(seqlen_q, dtype=np.uint64)[:, None]
     j = np.arange(seqlen_k, dtype=np.uint64)
-    eight, sixteen = np.uint64(8), np.uint64(16)
-    words = philox2x32(
-        ((i // sixteen * eight + i % eight) ^ x, (j // sixteen * eight + j % eight) ^ y), key
-    )
-    word = np.where(i // eight % np.uint64(2) == 0, *words)
-    numbers = (word >> (j // eight % np.uint64(2) * sixteen)) & np.uint64(2**15 - 1)
+    one, eight = np.uint64(1), np.uint64(8)
+    of_query = philox2x32((i // np.uint64(16) * eight + i % eight, x), key)[0]
+    of_key = philox2x32((j // np.uint64(32) * eight + j % eight, y), key)[0]
+    low_p, high_p = words_of(MULTIPLIER * (of_query ^ of_key))
+    low_q, high_q = words_of(MULTIPLIER * (high_p ^ of_key))
+    word = np.where(i // eight % np.uint64(2) == 0, high_q ^ low_p ^ z, low_q)
+    byte = j // eight % np.uint64(4)
+    upper = (word >> byte * eight) & np.uint64(127)
+    numbers = upper << one | (word >> (byte ^ one) * eight + np.uint64(7)) & one
     return numbers[0] if isinstance(batch, int) else numbers
 
 
@@ -87,4 +92,4 @@ def keep_mask(
 ) -> torch.Tensor:
     """True where dropout keeps; shaped as draw."""
     numbers, t = draw(rng_state, batch, heads, seqlen_q, seqlen_k), threshold(dropout_p)
-    return torch.from_numpy(numbers >= t if t <= 2**14 else numbers < 2**15 - t)
+    return torch.from_numpy(numbers >= t if t <= 2**7 else numbers < 2**8 - t)

@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kWord = 0xFFFFFFFF;
 constexpr int64_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
 
-constexpr int64_t kNumbers = 1 << 15;  // that an element may draw
+constexpr int64_t kNumbers = 1 << 8;  // that an element may draw
 
 Tensor low(const Tensor& x) { return x.bitwise_and(kWord); }
 Tensor high(const Tensor& x) { return x.bitwise_right_shift(32).bitwise_and_(kWord); }
@@ -37,30 +37,34 @@ std::array<Tensor, 4> philox4x32(std::array<Tensor, 4> word, const Tensor& key_l
   return word;
 }
 
-std::array<Tensor, 2> philox2x32(std::array<Tensor, 2> word, const Tensor& key) {
-  constexpr int64_t kMul = 0xD256D193;
+constexpr int64_t kMul2 = 0xD256D193;
+
+// The first word.
+Tensor philox2x32(Tensor first, Tensor second, const Tensor& key) {
   for (int64_t round = 0; round < 7; ++round) {
-    const Tensor product = word[0] * kMul;
-    const Tensor mixed = word[1].bitwise_xor(low(key + round * kWeyl0));
-    word = {high(product).bitwise_xor(mixed), low(product)};
+    const Tensor product = first * kMul2;
+    const Tensor mixed = second.bitwise_xor(low(key + round * kWeyl0));
+    first = high(product).bitwise_xor(mixed);
+    second = low(product);
   }
-  return word;
+  return first;
 }
 
-// A range of positions, widened to blocks of 16.
-struct Blocks16 {
-  explicit Blocks16(Block range) : first(range.first / 16), last((range.last + 15) / 16) {}
+// A range of positions, widened to blocks.
+struct WholeBlocks {
+  WholeBlocks(Block range, int64_t block)
+      : block(block), first(range.first / block), last((range.last + block - 1) / block) {}
   int64_t size() const { return last - first; }
-  // The position of each group of two, {i, i + 8}: 8a + u.
-  Tensor pairs(at::TensorOptions int64) const { return at::arange(8 * first, 8 * last, int64); }
+  // The numbers of the groups that share a word, eight to a block.
+  Tensor groups(at::TensorOptions int64) const { return at::arange(8 * first, 8 * last, int64); }
 
-  int64_t first, last;
+  int64_t block, first, last;
 };
 
 }  // namespace
 
 Dropout::Dropout(double probability, const Tensor& rng_state, int64_t batch, int64_t heads)
-    : threshold_(std::llround(std::ldexp(probability, 15))) {
+    : threshold_(std::llround(std::ldexp(probability, 8))) {
   const Tensor seed = rng_state.select(0, 0), offset = rng_state.select(0, 1);
   const Tensor number = at::arange(batch * heads, rng_state.options()).view({batch, heads, 1, 1});
   const auto words =
@@ -68,11 +72,12 @@ Dropout::Dropout(double probability, const Tensor& rng_state, int64_t batch, int
   key_ = words[0];
   row_ = words[1];
   col_ = words[2];
+  last_ = words[3];
 }
 
 Dropout Dropout::part(Block batches, Block heads) const {
   Dropout part = *this;
-  for (Tensor* words : {&part.key_, &part.row_, &part.col_}) {
+  for (Tensor* words : {&part.key_, &part.row_, &part.col_, &part.last_}) {
     *words = words->narrow(0, batches.first, batches.size()).narrow(1, heads.first, heads.size());
   }
   return part;
@@ -80,30 +85,32 @@ Dropout Dropout::part(Block batches, Block heads) const {
 
 Tensor Dropout::keep(Block rows, Block keys) const {
   const at::TensorOptions int64 = key_.options();
-  const Blocks16 row_blocks(rows), key_blocks(keys);
-  // Small tensors that broadcast to (batch, heads, rows / 2, keys / 2).
-  const auto word = philox2x32({row_blocks.pairs(int64).unsqueeze(-1).bitwise_xor(row_),
-                                key_blocks.pairs(int64).bitwise_xor(col_)},
-                               key_);
+  const WholeBlocks row_blocks(rows, 16), key_blocks(keys, 32);
+  // (batch, heads, groups of rows, 1) and (batch, heads, 1, groups of keys)
+  const Tensor of_rows = philox2x32(row_blocks.groups(int64).unsqueeze(-1), row_, key_);
+  const Tensor of_keys = philox2x32(key_blocks.groups(int64), col_, key_);
+  const Tensor first = of_rows.bitwise_xor(of_keys).mul_(kMul2);
+  const Tensor second = high(first).bitwise_xor_(of_keys).mul_(kMul2);
+  const Tensor word[2] = {high(second).bitwise_xor_(low(first)).bitwise_xor_(last_), low(second)};
 
   const int64_t batch = key_.size(0), heads = key_.size(1);
-  const Tensor kept = at::empty({batch, heads, row_blocks.size(), 2, 8, key_blocks.size(), 2, 8},
+  const Tensor kept = at::empty({batch, heads, row_blocks.size(), 2, 8, key_blocks.size(), 4, 8},
                                 int64.dtype(at::kBool));
   const bool mirrored = threshold_ > kNumbers / 2;
   for (int64_t r = 0; r < 2; ++r) {
-    for (int64_t s = 0; s < 2; ++s) {
-      const int64_t unit = int64_t{1} << 16 * s;
-      const Tensor number = word[r]
-                                .bitwise_and((kNumbers - 1) * unit)
-                                .view({batch, heads, row_blocks.size(), 8, key_blocks.size(), 8});
+    for (int64_t s = 0; s < 4; ++s) {
+      const Tensor upper = word[r].bitwise_right_shift(8 * s).bitwise_and_(127).mul_(2);
+      const Tensor lowest = word[r].bitwise_right_shift(8 * (s ^ 1) + 7).bitwise_and_(1);
+      const Tensor number =
+          upper.add_(lowest).view({batch, heads, row_blocks.size(), 8, key_blocks.size(), 8});
       Tensor place = kept.select(6, s).select(3, r);
-      mirrored ? at::lt_out(place, number, (kNumbers - threshold_) * unit)
-               : at::ge_out(place, number, threshold_ * unit);
+      mirrored ? at::lt_out(place, number, kNumbers - threshold_)
+               : at::ge_out(place, number, threshold_);
     }
   }
-  return kept.view({batch, heads, 16 * row_blocks.size(), 16 * key_blocks.size()})
+  return kept.view({batch, heads, 16 * row_blocks.size(), 32 * key_blocks.size()})
       .narrow(2, rows.first - 16 * row_blocks.first, rows.size())
-      .narrow(3, keys.first - 16 * key_blocks.first, keys.size());
+      .narrow(3, keys.first - 32 * key_blocks.first, keys.size());
 }
 
 Tensor Dropout::factors(Block rows, Block keys, at::ScalarType dtype) const {

@@ -1,16 +1,21 @@
 // Dropout's keep-mask as a pure function of (seed, offset, batch, head, query, key), so that each
 // backend and each tiling draws the same. Once for each head, with number = batch · heads_q + head,
 //
-//   (K, X, Y, ·) = Philox4x32-10(counter (number, offset), key seed)      64 bits are two words
+//   (K, X, Y, Z) = Philox4x32-10(counter (number, offset), key seed)      64 bits are two words
 //
-// and for the four elements that query i = 16a + 8r + u and key j = 16b + 8s + v take with r and s
-// in {0, 1}, where u and v are below 8,
+// Query i = 16a + 8r + u and key j = 32b + 8s + v, where u and v are below 8, r in {0, 1} and s in
+// {0, 1, 2, 3}, draw a word each, the first one of
 //
-//   (w₀, w₁) = Philox2x32-7(counter ((8a + u) xor X, (8b + v) xor Y), key K)
-//   number(i, j) = the 15 bits of w_r from bit 16s on
-//   kept iff number ≥ T, where T = round(probability · 2^15) ≤ 2^14; else iff number < 2^15 − T
+//   R = Philox2x32-7(counter (8a + u, X), key K)      C = Philox2x32-7(counter (8b + v, Y), key K)
 //
-// The keep probability is 1 − T / 2^15: kept weights are scaled by the inverse of that.
+// and for the eight elements of all r and s, with M the multiplier of Philox2x32 and h and l the high
+// and the low word of a product,
+//
+//   p = M · (R xor C)      q = M · (h(p) xor C)      w₀ = h(q) xor l(p) xor Z      w₁ = l(q)
+//   number(i, j) = 8 bits: the low seven of byte s of w_r, then the highest one of byte s xor 1
+//   kept iff number ≥ T, where T = round(probability · 2^8) ≤ 2^7; else iff number < 2^8 − T
+//
+// The keep probability is 1 − T / 2^8: kept weights are scaled by the inverse of that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +39,8 @@ class Dropout {
   at::Tensor factors(Block rows, Block keys, at::ScalarType dtype) const;
 
  private:
-  int64_t threshold_ = 0;       // T
-  at::Tensor key_, row_, col_;  // K, X and Y: int64 (batch, heads, 1, 1)
+  int64_t threshold_ = 0;              // T
+  at::Tensor key_, row_, col_, last_;  // K, X, Y and Z: int64 (batch, heads, 1, 1)
 };
 
 }  // namespace flash_attn::aten

@@ -83,6 +83,9 @@ void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) 
     params.dq_turns = progress.data_ptr<int32_t>();
   }
   sm90::run_bwd(params, device, stream_of(q));
+  using Form = BiasGradientParams::Form;
+  const bool of_places = params.dbias.form == Form::kWhole || params.dbias.form == Form::kShared;
+  if (of_places && !sm90::stores_bias_gradient(params)) sm80::run_bwd_bias(params, stream_of(q));
 }
 
 void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {

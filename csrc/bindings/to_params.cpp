@@ -35,6 +35,10 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   call.bias = args.attn_bias.has_value();
   call.dense_bias = call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
                     args.attn_bias->scalar_type() == args.q.scalar_type();
+  if (call.bias && args.attn_bias->dim() > 0) {
+    const at::Tensor& bias = *args.attn_bias;
+    call.bias_of_keys = bias.sym_size(-1) != 1 && (bias.dim() == 1 || bias.sym_size(-2) == 1);
+  }
   call.ragged =
       args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k;
   call.alibi = args.alibi_slopes.has_value();

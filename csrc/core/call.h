@@ -25,6 +25,7 @@ struct CallShape {
   bool ragged = false;      // varlen, or seqused or leftpad
   bool return_probs = false;
   bool deterministic = false, bias_gradient = false;  // backward only
+  bool bias_of_keys = false;  // one number for all queries, and not for all keys
 
   // Decode only.
   DType cache_dtype = DType::kFp16;

@@ -30,8 +30,9 @@ struct Strides {
 };
 
 // Which elements of P count: a pure function of the state and of an element's place, as
-// aten/dropout.h defines it. What kernels compare an element's number of 15 bits with stands here
-// twice, in both halves of a word: as those of two fp16 numbers, whose order is the same.
+// aten/dropout.h defines it. What kernels compare an element's number of 8 bits with stands here
+// twice, behind the sign in both halves of a word: as those of two fp16 numbers, whose order is the
+// same, whatever bits follow.
 struct DropoutParams {
   const int64_t* rng_state = nullptr;  // (2) seed, offset, on the device; null: no dropout
   uint32_t bound = 0;                  // at most 2^14 a half, so no NaN
@@ -41,7 +42,7 @@ struct DropoutParams {
 
   // probability: in [0, 1], of being dropped.
   static constexpr DropoutParams make(double probability, const int64_t* rng_state) {
-    constexpr uint32_t kNumbers = 1 << 15, kTwice = 0x00010001;
+    constexpr uint32_t kNumbers = 1 << 8, kTwice = 0x00800080;
     const auto threshold = static_cast<uint32_t>(probability * kNumbers + 0.5);
     const uint32_t keeping = kNumbers - threshold;
     if (threshold == 0) return {};

@@ -44,4 +44,11 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
   });
 }
 
+void run_bwd_bias(const BwdParams& params, Stream stream) {
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_scores_class(params.head_dim, params.head_dim_v,
+                      [&]<int kHeadDim> { launch_bwd_bias<kDType, kHeadDim>(params, stream); });
+  });
+}
+
 }  // namespace flash_attn::sm80

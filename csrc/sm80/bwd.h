@@ -12,6 +12,8 @@ namespace flash_attn::sm80 {
 // sm_90. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout; above 128 with no score terms, not
 // deterministic, and with the shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// dbias of the forms kWhole and kShared alone, from delta. fp16 and bf16.
+void run_bwd_bias(const BwdParams& params, Stream stream);
 // BwdParams::dq_accum_cols.
 int bwd_dq_accum_cols(const BwdParams& params);
 
@@ -21,6 +23,8 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 // fp32, as it is or by TF32; with score terms up to a head dim of 128.
 template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_bias(const BwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream);
 // Head dims above 256.

@@ -127,7 +127,7 @@ struct FwdSharedStorage {
 };
 
 // P = exp(S - m) as the left operand of P V, computed a step's columns at a time when gemm() asks for
-// them. place: of the warp's S.
+// them. place: of the warp's S. of_query: dropout's words of the lane's rows.
 template <typename Traits>
 struct Probabilities {
   typename Traits::Softmax& softmax;
@@ -136,6 +136,14 @@ struct Probabilities {
   const DropoutParams& dropout;
   ScorePlace place;
   int lane;
+  uint32_t of_query[Traits::kMBlocks];
+
+  __device__ __forceinline__ void draw() {
+#pragma unroll
+    for (int m = 0; m < Traits::kMBlocks; ++m) {
+      of_query[m] = score.draw_query_word(dropout, place.query + 16 * m, lane);
+    }
+  }
 
   __device__ __forceinline__ void load(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
     using Element = typename Traits::Element;
@@ -153,7 +161,7 @@ struct Probabilities {
       set_operand_row<Element>(blocks, row, p);
     }
     if constexpr (!kIsWide<Element>) {  // fp32 has no dropout
-      score.drop(blocks, dropout, {place.query, place.key + k}, lane);
+      score.drop(blocks, dropout, of_query, place.key + k, lane);
     }
   }
 };
@@ -225,8 +233,9 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     if (softmax.update_max(S, correction)) scale_rows(O, correction);  // O = O · exp(m_old - m)
     const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
     // O += exp(S - m) V(n)
-    gemm<Element, kBlockN, Into::kSum>(
-        O, Probabilities<Traits>{softmax, S, work.score, params.dropout, place, lane}, V);
+    Probabilities<Traits> P{softmax, S, work.score, params.dropout, place, lane};
+    if constexpr (!kIsWide<Element>) P.draw();
+    gemm<Element, kBlockN, Into::kSum>(O, P, V);
   }
 }
 

@@ -21,7 +21,13 @@ bool has_some_terms(const BwdParams& params) {
 
 }  // namespace
 
-int bwd_dq_accum_cols(const AttnParams& params) {
+bool stores_bias_gradient(const BwdParams& params) {
+  return std::max(params.head_dim, params.head_dim_v) <= kBwdMaxSingleHeadDim &&
+         has_some_terms(params) && can_stage_bias_gradient(params);
+}
+
+int bwd_dq_accum_cols(const BwdParams& params) {
+  if (cuda::has_score_terms(params) && !has_some_terms(params)) return kBwdScoresClass;
   return with_bwd_class(params.head_dim, params.head_dim_v,
                         [&]<int kHeadDim, int kHeadDimV> { return kHeadDim; });
 }
@@ -52,7 +58,7 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
         } else if (has_some_terms(params)) {
           launch_bwd_with_some_terms<kDType, kHeadDim>(params, device, stream);
         } else if (cuda::has_score_terms(params)) {
-          launch_bwd_with_scores<kDType, kHeadDim>(params, device, stream);
+          launch_bwd_with_scores<kDType, kBwdScoresClass>(params, device, stream);
         } else {
           launch_bwd<kDType, kHeadDim>(params, device, stream);
         }

@@ -103,6 +103,7 @@ class QueryWalk {
     if constexpr (kFirst) self.await_start();
     if constexpr (!kFirst) start_dk();
     self.q_ring.wait_full();
+    if constexpr (Traits::kAdditive) self.await_copies();
     self.start_scores(S);  // Sᵀ = K Qᵀ
     if constexpr (!kGeneral) {
       lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.lane);
@@ -120,9 +121,14 @@ class QueryWalk {
     typename Traits::ScoresOperand P;
     if constexpr (kWeighted) {
       const auto& score = self.smem.score(work, block.head);
+      const uint32_t* query_words = nullptr;
+      if constexpr (Traits::kSharesWords) {
+        query_words = self.smem.dropout.query_words[self.term_ring.stage()];
+        if (drops()) self.term_ring.wait_full();
+      }
       const auto with = [&](const auto& terms) {
         exponentiate<Element>(P, dS, S, terms, self.params, self.scale_log2, row_values.lse_log2,
-                              masked, work, place(), self.lane);
+                              query_words, masked, work, place(), self.lane);
         if constexpr (Traits::kStashes) stash(self.smem.stash, self.thread(), dS);
       };
       if constexpr (!Traits::kStashes) {
@@ -131,6 +137,13 @@ class QueryWalk {
         with(TermScores<ScoreTerms{.softcap = true}>(score));
       } else {
         with(TermScores<ScoreTerms{.dropout = true}>(score));
+      }
+      if constexpr (Traits::kSharesWords) {
+        if (drops()) {
+          __syncwarp();
+          self.release(self.term_ring);
+          self.term_ring.advance();
+        }
       }
     } else {
       if constexpr (kGeneral) {
@@ -153,7 +166,12 @@ class QueryWalk {
       differentiate<Element>(dS, dP, P, row_values.delta, self.lane);
     }
     if constexpr (!kFirst && kLateDq) self.ds_ring.before().wait_full();
-    store_operand(self.smem.ds[self.ds_ring.stage()], dS, self.warp_row, self.lane);
+    auto& ds_tile = self.smem.ds[self.ds_ring.stage()];
+    if constexpr (Traits::kAdditive) {
+      store_transposed(ds_tile, dS, self.warp_row, self.opaque_lane());
+    } else {
+      store_operand(ds_tile, dS, self.warp_row, self.lane);
+    }
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
     if (self.lane == 0) self.ds_ring.arrive_full();
@@ -178,15 +196,17 @@ class QueryWalk {
     const auto& score = self.smem.score(work, block.head);
     score.template finish<true>(S, place(), self.lane);
     if (self.params.score.bias.data == nullptr) return;
-    self.bias_ring.wait_full();
-    add_bias(S, self.smem.bias[self.bias_ring.stage()], score.inverse_scale(), self.warp_row,
+    self.term_ring.wait_full();
+    add_bias(S, self.smem.bias[self.term_ring.stage()], score.inverse_scale(), self.warp_row,
              self.opaque_lane());
     // Reads that are still under way would meet what TMA writes next.
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
-    self.release(self.bias_ring);
-    self.bias_ring.advance();
+    self.release(self.term_ring);
+    self.term_ring.advance();
   }
+
+  __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
 
   // The blocks that need no mask. With score terms registers are too short for them.
   __device__ __forceinline__ int first_full() const {
@@ -256,7 +276,7 @@ class QueryWalk {
 };
 
 // dK or dV of this warp's keys, some columns at a time, through an empty place of dS: nobody else
-// touches this warp's rows there before it stores its next dS.
+// touches this warp's rows there before all consumers have come to the next tile (await_start).
 template <typename Traits>
 __device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& self,
                                                    const BwdWork& work,
@@ -264,6 +284,7 @@ __device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& se
                                                    void* tensor, const Strides& strides,
                                                    int num_cols) {
   using Tile = typename Traits::GradientTile;
+  if constexpr (Traits::kAdditive) self.await_copies();
   auto& tile = reinterpret_cast<Tile&>(self.smem.ds[self.ds_ring.stage()]);
   const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
 #pragma unroll
@@ -310,7 +331,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool in_order = Traits::kCanOrder && params.dq_turns != nullptr;
   const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
   const bool pools = Traits::kCanPool && params.dq_pool.places > 0;
-  if (threadIdx.x == 0) smem.init_barriers(2 * in_order + loads_bias + pools, pools);
+  const bool drops = Traits::kSharesWords && params.dropout.rng_state != nullptr;
+  const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
+  if (threadIdx.x == 0) {
+    smem.init_barriers(2 * in_order + pools + loads_bias + stores_dbias + drops, pools);
+  }
   smem.zero_absent_slabs(params);
   __syncthreads();
   flash_attn::ptx::wait_for_prerequisites();
@@ -335,6 +360,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     } else if (loads_bias && warp == 2 && ptx::elect_one()) {
       if constexpr (Traits::kAdditive) load_bias_loop<Traits>(params, maps.bias, smem);
+    } else if (stores_dbias && warp == 3 && ptx::elect_one()) {
+      if constexpr (Traits::kAdditive) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
+    } else if (drops && warp == 2) {
+      if constexpr (Traits::kSharesWords) draw_query_words_loop<Traits>(params, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -354,6 +383,12 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
   if constexpr (Traits::kAdditive) {
     if (params.score.bias.data != nullptr) {
       maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+    }
+    if (can_stage_bias_gradient(params)) {
+      maps.dbias =
+          make_bias_gradient_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+    } else {
+      params.dbias.form = BiasGradientParams::Form::kNone;  // computed elsewhere
     }
   }
   if constexpr (Traits::kCanPool) {

@@ -8,11 +8,12 @@
 namespace flash_attn::sm90 {
 
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and
-// bf16. Up to kBwdMaxSingleHeadDim: score terms, without the gradient of a bias; or, where dq_turns is
-// given, deterministic.
+// bf16. Up to kBwdMaxSingleHeadDim: score terms; or, where dq_turns is given, deterministic. Of the
+// gradient of a bias those forms that stores_bias_gradient(), and kRows.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+bool stores_bias_gradient(const BwdParams& params);
 // BwdParams::dq_accum_cols.
-int bwd_dq_accum_cols(const AttnParams& params);
+int bwd_dq_accum_cols(const BwdParams& params);
 // DqPool::places for this call; 0: dq_accum has room for all sums. A pool wants dq_accum_rows of
 // bwd_dq_pool_rows().
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device);

@@ -55,6 +55,9 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
                                                   .dq_registers = 72,
                                                   .key_registers = 208};
 
+// The class of calls with several score terms, of head dims up to kBwdMaxSingleHeadDim.
+inline constexpr int kBwdScoresClass = 128;
+
 // Calls f.template operator()<class of q and k, class of v>().
 template <typename F>
 auto with_bwd_class(int head_dim, int head_dim_v, F&& f) {

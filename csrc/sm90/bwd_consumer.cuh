@@ -14,22 +14,22 @@ enum BwdBarrier : int {  // 0 is __syncthreads
   kHeadStart
 };
 
-// A consumer's place among the blocks of a bias.
-template <typename Traits, bool kAdditive = Traits::kAdditive>
-struct BwdBiasPlace {
-  __device__ __forceinline__ explicit BwdBiasPlace(BwdSharedStorage<Traits>&) {}
+// A consumer's place among the blocks of a bias, or of dropout's words.
+template <typename Traits, bool kHasOne = Traits::kAdditive || Traits::kSharesWords>
+struct BwdTermPlace {
+  __device__ __forceinline__ explicit BwdTermPlace(BwdSharedStorage<Traits>&) {}
 };
 template <typename Traits>
-struct BwdBiasPlace<Traits, true> {
-  Ring<Traits::kBiasStages> bias_ring;
+struct BwdTermPlace<Traits, true> {
+  Ring<Traits::kTermStages> term_ring;
 
-  __device__ __forceinline__ explicit BwdBiasPlace(BwdSharedStorage<Traits>& smem)
-      : bias_ring(smem.bias_ring) {}
+  __device__ __forceinline__ explicit BwdTermPlace(BwdSharedStorage<Traits>& smem)
+      : term_ring(smem.term_ring) {}
 };
 
 // What a consumer keeps from tile to tile.
 template <typename Traits>
-struct BwdConsumer : BwdBiasPlace<Traits> {
+struct BwdConsumer : BwdTermPlace<Traits> {
   using Element = typename Traits::Element;
   using Scores = typename Traits::Scores;
   using ScoresOperand = typename Traits::ScoresOperand;
@@ -48,7 +48,7 @@ struct BwdConsumer : BwdBiasPlace<Traits> {
 
   __device__ __forceinline__ BwdConsumer(const BwdParams& params, BwdSharedStorage<Traits>& smem,
                                          int consumer)
-      : BwdBiasPlace<Traits>(smem),
+      : BwdTermPlace<Traits>(smem),
         params(params),
         smem(smem),
         warpgroup(consumer),
@@ -128,10 +128,16 @@ struct BwdConsumer : BwdBiasPlace<Traits> {
     ptx::wgmma_commit();
   }
 
+  // The place where the next dS comes has been copied to the gradient of the bias.
+  __device__ __forceinline__ void await_copies() const {
+    if (params.dbias.form != BiasGradientParams::Form::kNone) ds_ring.wait_empty();
+  }
+
   // Starts this consumer's share of dQ = dS K, over all keys of the block.
   __device__ __forceinline__ void start_query_gradient(QueryGradient& dQ,
                                                        const typename Traits::ScoreTile& ds) const {
-    using DS = WgmmaOperand<Layout::kKOuter, typename Traits::ScoreTile>;
+    constexpr Layout kLayout = Traits::kAdditive ? Layout::kKInner : Layout::kKOuter;
+    using DS = WgmmaOperand<kLayout, typename Traits::ScoreTile>;
     using K = WgmmaOperand<Layout::kKOuter, typename Traits::KTile>;
     gemm_ss<Element, Traits::kBlockN, Into::kZero>(dQ, DS(ds, dq_first_row()),
                                                    K(smem.k, dq_first_col()));

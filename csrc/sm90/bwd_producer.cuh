@@ -79,4 +79,20 @@ __device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensor
             ptx::CacheHint::kEvictFirst, work.first_key);
 }
 
+// Starts the copy of a block of dS to where the gradient of the bias lies. One thread.
+template <typename Tile>
+__device__ __forceinline__ void store_bias_gradient(const Tile& tile, const CUtensorMap& map,
+                                                    const BwdWork& work, const QueryBlocks& block,
+                                                    const BiasGradientParams& gradient) {
+  const SequenceBox rows(gradient.rows, 0, gradient.rows);
+#pragma unroll
+  for (int col = 0; col < Tile::kCols; col += Tile::kSlabCols) {
+    if (work.first_key + col >= gradient.keys) break;
+    const int32_t at[5] = {work.first_key + col, rows.first + block.m * Tile::kRows, rows.last,
+                           block.head, work.batch_idx};
+    ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map,
+                                      at, &tile.data[col * Tile::kRows]);
+  }
+}
+
 }  // namespace flash_attn::sm90

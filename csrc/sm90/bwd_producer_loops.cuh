@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTens
 template <typename Traits>
 __device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CUtensorMap& map,
                                                BwdSharedStorage<Traits>& smem) {
-  Ring<Traits::kBiasStages> ring(smem.bias_ring);
+  Ring<Traits::kTermStages> ring(smem.term_ring);
   WorkReader queue(smem.queue);
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
@@ -101,6 +101,58 @@ __device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CU
       load_bias(smem.bias, map, *work, block, params.score.bias, ring);
     }
     queue.release(true);
+  }
+}
+
+// The gradient of a bias that broadcasts nothing, from dS as it lies there for dQ. One thread.
+template <typename Traits>
+__device__ __forceinline__ void store_bias_gradient_loop(const BwdParams& params,
+                                                         const CUtensorMap& map,
+                                                         BwdSharedStorage<Traits>& smem) {
+  Ring<Traits::kScoreStages> ring(smem.ds_ring);
+  WorkReader queue(smem.queue);
+#pragma unroll 1
+  while (const BwdWork* const work = queue.read()) {
+#pragma unroll 1
+    for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
+      ring.wait_full();
+      store_bias_gradient(smem.ds[ring.stage()], map, *work, block, params.dbias);
+      ::cuda::ptx::cp_async_bulk_commit_group();
+      ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+      ring.arrive_empty();
+    }
+    queue.release(true);
+  }
+}
+
+// Dropout's words of each block of queries. A whole warp.
+template <typename Traits>
+__device__ __forceinline__ void draw_query_words_loop(const BwdParams& params,
+                                                      BwdSharedStorage<Traits>& smem) {
+  constexpr int kWords = Traits::kBlockM / 2;  // of a block
+  const int lane = threadIdx.x % 32;
+  Ring<Traits::kTermStages> ring(smem.term_ring);
+  WorkReader queue(smem.queue);
+#pragma unroll 1
+  while (const BwdWork* const work = queue.read()) {
+    DropoutHead head;
+    bool new_head = true;
+#pragma unroll 1
+    for (QueryBlocks block(*work); block.more(); new_head = block.advance(), ring.advance()) {
+      if (new_head) {
+        head =
+            DropoutHead::of(params.dropout, int64_t{work->batch_idx} * params.heads_q + block.head);
+      }
+      ring.wait_empty();
+#pragma unroll
+      for (int i = lane; i < kWords; i += 32) {
+        smem.dropout.query_words[ring.stage()][i] = head.query_word(block.m * kWords + i);
+      }
+      __syncwarp();
+      if (lane == 0) ring.arrive_full();
+    }
+    __syncwarp();
+    queue.release(lane == 0);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/tile/fragment.cuh"
 #include "bwd_work.cuh"
+#include "ptx/stmatrix.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -70,13 +71,16 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
 
 // The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
 // dX consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. 16
-// queries at a time, so that neither S nor that slope is kept. place: of the warp's S.
+// queries at a time, so that neither S nor that slope is kept. place: of the warp's S. query_words:
+// dropout's of the block of queries; null: they are drawn here.
 template <typename Element, int kBlockM, typename Policy>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S, const Policy& score,
                                              const BwdParams& params, float scale_log2,
-                                             const float (&lse_log2)[kBlockM], bool masked,
+                                             const float (&lse_log2)[kBlockM],
+                                             const uint32_t* query_words, bool masked,
                                              const BwdWork& work, ScorePlace place, int lane) {
+  const uint32_t key_word = score.draw_key_word(params.dropout, place.key, lane);
 #pragma unroll
   for (int k = 0; k < kBlockM / 16; ++k) {
     const ScorePlace at = {place.query + 16 * k, place.key};
@@ -110,7 +114,8 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
       P.data[0][k][r] = rounded.data[0][0][r];
       weights.data[0][k][r] = weight.data[0][0][r];
     }
-    score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, lane);
+    score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, key_word,
+                        query_words == nullptr ? nullptr : query_words + 8 * k, lane);
   }
 }
 
@@ -130,6 +135,17 @@ __device__ __forceinline__ void add_bias(Accumulator<1, kBlockM>& S, const Tile&
       scores[0] = fmaf(pair.x, factor, scores[0]);
       scores[1] = fmaf(pair.y, factor, scores[1]);
     }
+  }
+}
+
+// dSᵀ to a tile of queries as rows and keys as columns. key: the warp's first.
+template <typename Tile, int kBlockM>
+__device__ __forceinline__ void store_transposed(Tile& tile, const OperandA<1, kBlockM>& dS,
+                                                 int key, int lane) {
+  const uint32_t address = tile.address(lane % 8 + lane / 16 * 8, key + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int query = 0; query < kBlockM; query += 16) {
+    ptx::stmatrix_x4_trans(Tile::advance(address, query, 0), dS.data[0][query / 16]);
   }
 }
 

@@ -33,6 +33,7 @@ struct BwdTraits {
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
   // What dS consists of beside dP and delta waits for them in shared memory, not in registers.
   static constexpr bool kStashes = kForm == BwdForm::kWeighted;
+  static constexpr bool kSharesWords = kForm == BwdForm::kWeighted;  // dropout's, of queries
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -42,12 +43,14 @@ struct BwdTraits {
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
-  using QTile = SmemTile<Element, kBlockM, kHeadDim>;     // dO too
-  using KTile = SmemTile<Element, kBlockN, kHeadDim>;     // V too
-  using ScoreTile = SmemTile<Element, kBlockN, kBlockM>;  // dSᵀ: keys are rows
-  using Scores = Accumulator<1, kBlockM>;                 // Sᵀ, dPᵀ of a consumer's 64 keys
-  using ScoresOperand = OperandA<1, kBlockM>;             // the same, rounded: Pᵀ, dSᵀ
-  using KeyGradient = Accumulator<1, kHeadDim>;           // dK, dV of a consumer's 64 keys
+  using QTile = SmemTile<Element, kBlockM, kHeadDim>;  // dO too
+  using KTile = SmemTile<Element, kBlockN, kHeadDim>;  // V too
+  // dSᵀ, keys as rows; or dS, queries as rows, as it leaves for the gradient of a bias.
+  using ScoreTile = std::conditional_t<kAdditive, SmemTile<Element, kBlockM, kBlockN>,
+                                       SmemTile<Element, kBlockN, kBlockM>>;
+  using Scores = Accumulator<1, kBlockM>;        // Sᵀ, dPᵀ of a consumer's 64 keys
+  using ScoresOperand = OperandA<1, kBlockM>;    // the same, rounded: Pᵀ, dSᵀ
+  using KeyGradient = Accumulator<1, kHeadDim>;  // dK, dV of a consumer's 64 keys
 
   static constexpr DqShare kDqShare = kBlockM == 64 * kConsumers ? DqShare::kRows : DqShare::kCols;
   static constexpr int kDqCols = kDqShare == DqShare::kCols ? kHeadDim / kConsumers : kHeadDim;
@@ -63,7 +66,7 @@ struct BwdTraits {
   static constexpr int kPieces = 4;  // that a warp takes on at a time
   using PieceSlab = SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
-  static constexpr int kBiasStages = kHeadDim <= 64 ? 1 : 2;
+  static constexpr int kTermStages = kHeadDim <= 64 ? 1 : 2;
 
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
@@ -79,7 +82,7 @@ template <typename Traits, bool kAdditive = Traits::kAdditive, bool kStashes = T
 struct BwdTermStorage {};
 template <typename Traits>
 struct BwdTermStorage<Traits, true, false> {
-  alignas(1024) typename Traits::BiasTile bias[Traits::kBiasStages];
+  alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
 };
 template <typename Traits>
 struct BwdTermStorage<Traits, false, true> {
@@ -100,7 +103,15 @@ struct BwdTermMaps : BwdTensorMaps {
 };
 template <>
 struct BwdTermMaps<true> : BwdTensorMaps {
-  CUtensorMap bias;  // if there is one
+  CUtensorMap bias, dbias;  // if there is one, and its gradient is to be stored
+};
+
+// Dropout's words (DropoutHead::query_word) of each block of queries.
+template <typename Traits, bool kSharesWords = Traits::kSharesWords>
+struct BwdDropoutStorage {};
+template <typename Traits>
+struct BwdDropoutStorage<Traits, true> {
+  alignas(8) uint32_t query_words[Traits::kTermStages][Traits::kBlockM / 2];
 };
 
 template <typename Traits>
@@ -113,6 +124,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   alignas(1024) typename Traits::QTile dout[Traits::kStages];
   alignas(1024) typename Traits::ScoreTile ds[Traits::kScoreStages];
   alignas(16) RowValues<Traits::kBlockM> row_values[Traits::kStages];
+  [[no_unique_address]] BwdDropoutStorage<Traits> dropout;
   RingBarriers<Traits::kStages> q_ring;  // with row_values
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
@@ -122,7 +134,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   WorkQueue<BwdWork, 2> queue;
   // Of a head and the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
-  RingBarriers<Traits::kBiasStages> bias_ring;
+  RingBarriers<Traits::kTermStages> term_ring;  // of a bias, or of query_words
   // Of a pool of sums. full: pieces have come; the consumers have issued all reductions of a tile.
   RingBarriers<Traits::kPieceStages> piece_ring;
   RingBarriers<2> summed_ring;  // in step with the queue
@@ -154,13 +166,14 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     q_ring.init(2, kConsumerWarps);  // Q's bytes, and the warp that brings row_values
     dout_ring.init(1, kConsumerWarps);
-    ds_ring.init(kConsumerWarps, 1);  // who waits for all to be full knows what is empty
+    // Who waits for all to be full knows what is empty, but for copies of it that leave (dbias).
+    ds_ring.init(kConsumerWarps, 1);
     k_ring.init(1 + pools, kConsumerWarps);  // with a pool also who says that there is a place in it
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
     queue.init(1 + helpers + kConsumerWarps);
-    if constexpr (Traits::kAdditive) bias_ring.init(1, kConsumerWarps);
+    if constexpr (Traits::kAdditive || Traits::kSharesWords) term_ring.init(1, kConsumerWarps);
     piece_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);

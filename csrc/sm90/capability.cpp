@@ -27,7 +27,10 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_backward(Reasons& reasons, const CallShape& call) {
-  reasons.refuse_if(call.bias_gradient, "the gradient of attn_bias is not supported");
+  reasons.refuse_if(call.bias_gradient && call.bias_of_keys,
+                    "the gradient of an attn_bias that broadcasts the queries is not supported");
+  // What dQ's kernel does not store itself, one of sm80 computes beside it.
+  if (call.bias_gradient) cuda::refuse_without_code(reasons, call);
   const bool has_terms = call.alibi || call.softcap || call.bias || call.dropout;
   reasons.refuse_if(call.deterministic && (has_terms || call.ragged),
                     "deterministic with score terms, dropout, varlen, seqused or leftpad is not "

@@ -129,23 +129,26 @@ template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {
     .consumers = 2, .block_n = 64, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// With score terms: as many keys as leave room for the terms in registers.
+// With several score terms: as many keys as leave room for the terms in registers, and for dropout a
+// multiple of 32.
 using cuda::has_score_terms;
-using cuda::with_scores_class;
+template <typename F>
+auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
+  if (head_dim <= 128 && head_dim_v <= 128) return f.template operator()<128>();
+  return f.template operator()<256>();
+}
 template <int kHeadDim>
 inline constexpr FwdTile kScoresTile = {};
 template <>
-inline constexpr FwdTile kScoresTile<64> = {
-    .consumers = 3, .block_n = 80, .stages = 3, .q_stages = 2, .output_slabs = 1, .ordered = true};
-template <>
 inline constexpr FwdTile kScoresTile<128> = {
-    .consumers = 2, .block_n = 112, .stages = 2, .q_stages = 2, .output_slabs = 2, .ordered = true};
+    .consumers = 2, .block_n = 96, .stages = 2, .q_stages = 2, .output_slabs = 2, .ordered = true};
 template <>
 inline constexpr FwdTile kScoresTile<256> = {
     .consumers = 2, .block_n = 32, .stages = 3, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
 // A staged bias takes the place of a tile of Q at d = 128; at d = 64, three consumers' 160 registers are
-// too few for it. A softcap or ALiBi alone runs in the tiles of plain calls. Head dims up to 128.
+// too few for it. A softcap, ALiBi or dropout alone runs in the tiles of plain calls. Head dims up to
+// 128.
 template <int kHeadDim>
 inline constexpr FwdTile kStagedBiasTile = {.consumers = 2,
                                             .block_n = 128,

@@ -1,16 +1,18 @@
 #include "fwd.h"
 
 #include "config.h"
+#include "tile/tensor_map.h"
 
 namespace flash_attn::sm90 {
 namespace {
 
-// One term that kernels of their own serve: softcap or ALiBi. Not a bias: FwdForm::kStagedBias has not
-// been seen right on a GPU since a race in it was fixed.
+// One term that kernels of their own serve: softcap, ALiBi, dropout, or a bias that TMA can read.
 bool has_one_term(const FwdParams& params) {
   const ScoreParams& score = params.score;
-  return (score.softcap != 0) + (score.alibi_slopes != nullptr) == 1 &&
-         score.bias.data == nullptr && params.dropout.rng_state == nullptr;
+  const bool has_bias = score.bias.data != nullptr;
+  const bool has_dropout = params.dropout.rng_state != nullptr;
+  return (score.softcap != 0) + (score.alibi_slopes != nullptr) + has_bias + has_dropout == 1 &&
+         (!has_bias || can_stage_bias(params));
 }
 
 }  // namespace

@@ -94,8 +94,12 @@ class KeyWalk {
     finish_scores(P);
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
-    drop(P);
     if constexpr (Traits::kTile.blocks == 1) self.send_staged();
+    if constexpr (Traits::kDropout) {
+      query_word =
+          score.draw_query_word(self.params.dropout, work.first_row + self.warp_row, self.lane);
+    }
+    drop(P);
     wait_values();
   }
 
@@ -112,11 +116,11 @@ class KeyWalk {
     pin(S);
     self.release(self.k_ring);
     const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
+    const auto v_in_use = self.v_ring;
+    self.v_ring.advance();
     drop(P_next);
     // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
     // the next wait, where nothing runs beside them.
-    const auto v_in_use = self.v_ring;
-    self.v_ring.advance();
     wait_values();
 
     ptx::wgmma_wait<0>();
@@ -259,7 +263,13 @@ class KeyWalk {
   }
 
   __device__ __forceinline__ void drop(Probabilities& P) const {
-    score.drop(P, self.params.dropout, place(), self.lane);
+    if constexpr (Traits::kDropout) {
+      self.v_ring.wait_full();  // the words of the keys come with V
+      score.drop(P, self.params.dropout, query_word,
+                 self.smem.dropout.key_words[self.v_ring.stage()], self.lane);
+    } else {
+      score.drop(P, self.params.dropout, place(), self.lane);
+    }
   }
 
   // Of this warp's scores.
@@ -288,6 +298,7 @@ class KeyWalk {
   int n;  // block of keys
   float correction[2];
   bool far_from_cap = true;  // all scores so far
+  uint32_t query_word;       // dropout's, of the lane's rows
 };
 
 template <typename Traits>
@@ -343,6 +354,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0) {
       schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
+    } else if (Traits::kDropout && warp == 3) {
+      if constexpr (Traits::kDropout) draw_key_words_loop<Traits>(params, smem);
     } else if (warp < (Traits::kStagedBias ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
       if (warp == 2) load_v_loop<Traits>(maps.v, params.head_dim_v, smem);
@@ -410,6 +423,8 @@ void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& d
   };
   if (params.score.bias.data != nullptr) {
     launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
+  } else if (params.dropout.rng_state != nullptr) {
+    launch.template operator()<FwdForm::kDropout, kFwdTile<kHeadDim, kHeadDim>>();
   } else if (params.score.alibi_slopes != nullptr) {
     launch.template operator()<FwdForm::kAlibi, kFwdTile<kHeadDim, kHeadDim>>();
   } else {

@@ -15,7 +15,7 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// Head dims up to 128. Softcap, ALiBi, or a bias for which can_stage_bias(), and no other term.
+// Head dims up to 128. Softcap, ALiBi, dropout, or a bias for which can_stage_bias(), and no other term.
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& device,
                               Stream stream);

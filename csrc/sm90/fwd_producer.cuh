@@ -124,6 +124,36 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUt
   });
 }
 
+// Dropout's words of the keys of each block of V. A whole warp.
+template <typename Traits>
+__device__ __forceinline__ void draw_key_words_loop(const FwdParams& params,
+                                                    FwdSharedStorage<Traits>& smem) {
+  constexpr int kWords = Traits::kBlockN / 4;  // of a block, one for each lane
+  static_assert(kWords <= 32);
+  const int lane = threadIdx.x % 32;
+  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<Traits::kStages> ring(smem.v_ring);
+#pragma unroll 1
+  for (;; slots.advance()) {
+    slots.wait_full();
+    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    if (slot.end) break;
+    const FwdWork& work = slot.work();
+    const DropoutHead head =
+        DropoutHead::of(params.dropout, int64_t{work.batch_idx} * params.heads_q + work.q.head);
+#pragma unroll 1
+    for (int n = work.range.end - 1; n >= work.range.begin; --n, ring.advance()) {
+      const uint32_t word = head.key_word((work.first_key + n * Traits::kBlockN) / 4 + lane);
+      ring.wait_empty();
+      if (lane < kWords) smem.dropout.key_words[ring.stage()][lane] = word;
+      __syncwarp();
+      if (lane == 0) ring.arrive_full();
+    }
+    __syncwarp();
+    if (lane == 0) slots.arrive_empty();
+  }
+}
+
 template <typename Traits>
 __device__ __forceinline__ void load_v_loop(const CUtensorMap& map, int num_cols,
                                             FwdSharedStorage<Traits>& smem) {

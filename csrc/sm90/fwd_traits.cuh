@@ -21,13 +21,14 @@ constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 // The loop's instances. kScores: with score terms, each decided by a branch that all threads take
 // alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
 // result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
-// read, through shared memory).
-enum class FwdForm { kPlain, kScores, kPieces, kSoftcap, kAlibi, kStagedBias };
+// read, through shared memory), kDropout.
+enum class FwdForm { kPlain, kScores, kPieces, kSoftcap, kAlibi, kStagedBias, kDropout };
 
 constexpr ScoreTerms terms_of(FwdForm form) {
   if (form == FwdForm::kSoftcap) return {.softcap = true};
   if (form == FwdForm::kAlibi) return {.alibi = true};
   if (form == FwdForm::kStagedBias) return {.bias = true};
+  if (form == FwdForm::kDropout) return {.dropout = true};
   return kAllTerms;
 }
 
@@ -43,6 +44,7 @@ struct FwdTraits {
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
+  static constexpr bool kDropout = kForm == FwdForm::kDropout;
   static constexpr int kBiasStages = kHeadDim <= 64 ? 2 : 1;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
@@ -101,10 +103,10 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   const int first_row = tile.block * Traits::kBlockM;
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
   // nobody sees is not read. Its P is 0, but 0 · NaN would reach O. Dropout's mask wants them to count
-  // from a multiple of 16 (KeyWalk::wait_values).
+  // from a multiple of 32 (KeyWalk::wait_values).
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
   const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
-  constexpr int kKeyAlignment = Traits::ScorePolicy::kGeneral ? 16 : 1;
+  constexpr int kKeyAlignment = Traits::ScorePolicy::kGeneral ? 32 : 1;
   const int first_key = all.first_key(first_row) / kKeyAlignment * kKeyAlignment;
   const int num_keys = first_row < end_row ? max(all.end_key(end_row - 1) - first_key, 0) : 0;
   const int64_t diagonal = seqlen.diagonal(params);
@@ -154,6 +156,14 @@ struct FwdBiasStorage<Traits, true> {
   RingBarriers<Traits::kBiasStages> bias_rings[Traits::kConsumers];
 };
 
+// Dropout's words of the keys (DropoutHead::key_word) of each block of V.
+template <typename Traits, bool kDropout = Traits::kDropout>
+struct FwdDropoutStorage {};
+template <typename Traits>
+struct FwdDropoutStorage<Traits, true> {
+  alignas(16) uint32_t key_words[Traits::kStages][Traits::kBlockN / 4];
+};
+
 template <typename Traits>
 struct FwdSharedStorage : FwdBiasStorage<Traits> {
   static constexpr int kWorkSlots = 3;
@@ -163,6 +173,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   alignas(1024) typename Traits::KTile k[Traits::kStages];
   alignas(1024) typename Traits::VTile v[Traits::kStages];
   alignas(1024) typename Traits::OutputSlab out[Traits::kOutputSlabs];
+  [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
   FwdWorkSlot work[kWorkSlots];
   alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<kWorkSlots> work_ring;
@@ -189,11 +200,12 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    constexpr int kLoaders = Traits::kStagedBias ? 3 : 2;  // of Q, V and a bias
+    constexpr int kLoaders =
+        Traits::kStagedBias || Traits::kDropout ? 3 : 2;  // Q, V; bias or words
     work_ring.init(1, kLoaders + kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
-    v_ring.init(1, kConsumerWarps);
+    v_ring.init(Traits::kDropout ? 2 : 1, kConsumerWarps);
     if constexpr (Traits::kStagedBias) {
       for (auto& ring : this->bias_rings) ring.init(1, 4);
     }

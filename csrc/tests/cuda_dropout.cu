@@ -17,13 +17,24 @@ __global__ void __launch_bounds__(32)
     dropout_kernel(const __grid_constant__ DropoutParams params, int64_t head_number, int first_row,
                    int first_col, float* operand, float* accumulator) {
   const int lane = threadIdx.x;
-  const DropoutMask<kTransposed> mask(params, DropoutHead::of(params, head_number), lane);
+  const DropoutHead head = DropoutHead::of(params, head_number);
+  const auto word = [&](bool of_key, int first, int within) {
+    return of_key ? head.key_word(dropout_four(first, within))
+                  : head.query_word(dropout_pair(first, within));
+  };
   for (int row = 0; row < kRows; row += 16) {
     for (int col = 0; col < kCols; col += 16) {
+      const int first_key = kTransposed ? first_row + row : first_col + col;
+      const DropoutMask<kTransposed> mask(params, head.last, first_key % 32 != 0);
+      const uint32_t row_word = word(kTransposed, first_row + row, lane / 4);
+      uint32_t col_words[2];
+      for (int i = 0; i < 2; ++i) {
+        col_words[i] = word(!kTransposed, first_col + col, lane % 4 * 2 + i);
+      }
       uint32_t block[4] = {~0u, ~0u, ~0u, ~0u};
       bool kept[2][4];
-      mask.drop(block, first_row + row, first_col + col);
-      mask.find_kept(kept, first_row + row, first_col + col);
+      mask.drop(block, row_word, col_words);
+      mask.find_kept(kept, row_word, col_words);
       for (int half = 0; half < 2; ++half) {
         for (int i = 0; i < 4; ++i) {
           const uint32_t bits = block[i / 2 * 2 + half] >> i % 2 * 16 & 0xffff;
@@ -63,15 +74,21 @@ Words2 host_philox2x32(Words2 word, uint32_t key) {
 }
 
 bool host_keeps(const Words4& head, int threshold, int query, int key) {
-  const auto pair = [](int i) { return static_cast<uint32_t>(i / 16 * 8 + i % 8); };
-  const auto words = host_philox2x32({pair(query) ^ head[1], pair(key) ^ head[2]}, head[0]);
-  const int number = words[query / 8 % 2] >> key / 8 % 2 * 16 & 0x7fff;
-  return threshold <= 1 << 14 ? number >= threshold : number < (1 << 15) - threshold;
+  constexpr uint64_t kMul = 0xD256D193;
+  const auto group = [](int i, int block) { return static_cast<uint32_t>(i / block * 8 + i % 8); };
+  const uint32_t of_query = host_philox2x32({group(query, 16), head[1]}, head[0])[0];
+  const uint32_t of_key = host_philox2x32({group(key, 32), head[2]}, head[0])[0];
+  const uint64_t p = kMul * (of_query ^ of_key), q = kMul * (high(p) ^ of_key);
+  const uint32_t word = query / 8 % 2 == 0 ? high(q) ^ low(p) ^ head[3] : low(q);
+  const auto byte = [&](int i) { return static_cast<int>(word >> 8 * i & 0xff); };
+  const int at = key / 8 % 4;
+  const int number = (byte(at) & 0x7f) * 2 + byte(at ^ 1) / 128;
+  return threshold <= 128 ? number >= threshold : number < 256 - threshold;
 }
 
 template <bool kTransposed>
 void test_dropout(Random& random) {
-  constexpr int kThresholds[] = {1, 2, 1023, 3277, 16383, 16384, 16385, 29491, 32767, 32768};
+  constexpr int kThresholds[] = {1, 2, 15, 26, 127, 128, 129, 230, 255, 256};
   const auto word = [&] { return static_cast<int64_t>(random.integer(0, 1 << 30)) * 0x9E3779B97; };
   for (const int threshold : kThresholds) {
     const std::vector<int64_t> state = {word(), -word()};
@@ -90,7 +107,7 @@ void test_dropout(Random& random) {
 
     DeviceArray<int64_t> device_state(state);
     DeviceArray<float> operand(expected.size()), accumulator(expected.size());
-    const auto params = DropoutParams::make(threshold / 32768., device_state.data());
+    const auto params = DropoutParams::make(threshold / 256., device_state.data());
     cuda::launch<dropout_kernel<kTransposed>>(1, 32, 0, nullptr, params, head_number, first_row,
                                               first_col, operand.data(), accumulator.data());
     expect_equal("the operand", operand.read(), expected);

@@ -6,20 +6,24 @@ matrix, so any backend finds the same bits for any element in any order.
 
 Once for each head, with number = batch * heads_q + head:
 
-    K, X, Y, _ = Philox4x32-10(counter = (number's low and high word, offset's low and high word),
+    K, X, Y, Z = Philox4x32-10(counter = (number's low and high word, offset's low and high word),
                                key = (seed's low word, seed's high word))
 
-A call gives 15 bits to each of four elements, {i, i + 8} x {j, j + 8} of a 16 x 16 block. One
-thread holds these four in the register layout of the tensor cores, with queries as rows and with
-keys as rows. With query i = 16 a + 8 r + u and key j = 16 b + 8 s + v (u, v < 8; r, s < 2):
+Queries and keys draw a word each, which rows and columns share, and two more multiplications mix
+them into the two words of eight elements. One thread holds four of these in the register layout of
+the tensor cores, with queries as rows and with keys as rows. With query i = 16 a + 8 r + u and key
+j = 32 b + 8 s + v (u, v < 8; r < 2; s < 4), h and l the high and the low word of a product, and M
+the multiplier of Philox2x32:
 
-    w = Philox2x32-7(counter = ((8 a + u) xor X, (8 b + v) xor Y), key = K)
-    number(i, j) = bits 16 s to 16 s + 14 of w[r]
-    T = dropout_p · 2¹⁵, rounded half up
-    kept iff number >= T              where T <= 2¹⁴
-         iff number < 2¹⁵ - T         else
+    R = Philox2x32-7(counter = (8 a + u, X), key = K), the first word
+    C = Philox2x32-7(counter = (8 b + v, Y), key = K), the first word
+    p = M (R xor C);  q = M (h(p) xor C);  w = h(q) xor l(p) xor Z, l(q)
+    number(i, j) = 8 bits: the low seven of byte s of w[r], then the highest of byte s xor 1
+    T = dropout_p · 2⁸, rounded half up
+    kept iff number >= T              where T <= 2⁷
+         iff number < 2⁸ - T          else
 
-An element is thus kept with the probability 1 - T / 2¹⁵, and weights are scaled by its inverse.
+An element is thus kept with the probability 1 - T / 2⁸, and weights are scaled by its inverse.
 """
 
 import math
@@ -31,7 +35,7 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 MULTIPLIER_2 = 0xD256D193
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # the golden ratio and √3 - 1, in 32 bits
-NUMBERS = 1 << 15  # that a place may draw
+NUMBERS = 1 << 8  # that a place may draw
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
@@ -68,13 +72,13 @@ def philox2x32(
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """T: of the 2¹⁵ numbers that a place may draw, how many drop it."""
+    """T: of the 2⁸ numbers that a place may draw, how many drop it."""
     return math.floor(dropout_p * NUMBERS + 0.5)
 
 
 def keep_probability(dropout_p: float) -> float:
     """The probability with which an element is kept: 1 - dropout_p, rounded to a multiple of
-    2⁻¹⁵."""
+    2⁻⁸."""
     return 1 - dropout_threshold(dropout_p) / NUMBERS
 
 
@@ -90,21 +94,24 @@ def philox_keep_mask(
 
     Arguments:
         rng_state: (seed, offset): the int64 (2) tensor that the forward used.
-        dropout_p: probability in [0, 1] of False, rounded to a multiple of 2⁻¹⁵.
+        dropout_p: probability in [0, 1] of False, rounded to a multiple of 2⁻⁸.
         batch: how many, from 0 on, or a range of them.
     """
     seed, offset = (int(word) for word in rng_state)
     index = torch.tensor(range(batch) if isinstance(batch, int) else batch, dtype=torch.int64)
     head = (index[:, None] * heads + torch.arange(heads))[..., None, None]
-    K, X, Y, _ = philox4x32(
+    K, X, Y, Z = philox4x32(
         (head & MASK, head >> 32, torch.tensor(offset & MASK), torch.tensor(offset >> 32 & MASK)),
         (seed & MASK, seed >> 32 & MASK),
     )
     i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    row, r = 8 * (i // 16) + i % 8, i // 8 % 2
-    column, s = 8 * (j // 16) + j % 8, j // 8 % 2
-    w = philox2x32((row ^ X, column ^ Y), K)
-    number = (torch.where(r == 0, w[0], w[1]) >> 16 * s) & (NUMBERS - 1)
+    r, s = i // 8 % 2, j // 8 % 4
+    R, _ = philox2x32((8 * (i // 16) + i % 8, X), K)
+    C, _ = philox2x32((8 * (j // 32) + j % 8, Y), K)
+    high_p, low_p = _multiply(R ^ C, MULTIPLIER_2)
+    high_q, low_q = _multiply(high_p ^ C, MULTIPLIER_2)
+    w = torch.where(r == 0, high_q ^ low_p ^ Z, low_q)
+    number = 2 * ((w >> 8 * s) & 127) + ((w >> 8 * (s ^ 1) + 7) & 1)
 
     T = dropout_threshold(dropout_p)
     return number >= T if T <= NUMBERS // 2 else number < NUMBERS - T

@@ -1,12 +1,11 @@
 // Dropout's keep-mask in the registers of a matrix product. aten/dropout.h defines it: of each head
-// (K, X, Y, ·) = Philox4x32-10, and of the four elements {i, i + 8} × {j, j + 8} of a block of
-// 16 × 16, with i = 16a + 8r + u and j = 16b + 8s + v, the two words
+// (K, X, Y, Z) = Philox4x32-10; a word of each pair of queries {i, i + 8}, and one of each four keys
+// {j, j + 8, j + 16, j + 24}, by Philox2x32-7 with key K; and of these eight elements two words, by two
+// more multiplications. So what costs most is done once for a row or a column.
 //
-//   (w₀, w₁) = Philox2x32-7(counter ((8a + u) xor X, (8b + v) xor Y), key K)
-//
-// whose 15 bits from 16s on in w_r decide. A lane holds these four elements whether the rows are
-// queries or keys; of two neighbouring columns it has two calls for the eight elements of a block.
-// Blocks begin at multiples of 16 in their sequence.
+// A lane holds elements of one pair of queries and one four of keys whether the rows are queries or
+// keys: four of them in a block of 16 × 16, and the others in the next block of keys. Blocks of
+// queries begin at multiples of 16 in their sequence.
 #pragma once
 
 #include <cstdint>
@@ -33,19 +32,31 @@ __device__ __forceinline__ void philox4x32(uint32_t (&word)[4], uint32_t key0, u
   }
 }
 
-__device__ __forceinline__ void philox2x32(uint32_t (&word)[2], uint32_t key) {
+// The first word of Philox2x32-7.
+__device__ __forceinline__ uint32_t philox2x32(uint32_t first, uint32_t second, uint32_t key) {
   constexpr uint32_t kMul = 0xD256D193;
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const uint64_t product = uint64_t{word[0]} * kMul;
-    word[0] = static_cast<uint32_t>(product >> 32) ^ word[1] ^ (key + round * kPhiloxWeyl0);
-    word[1] = static_cast<uint32_t>(product);
+    const uint64_t product = uint64_t{first} * kMul;
+    first = static_cast<uint32_t>(product >> 32) ^ second ^ (key + round * kPhiloxWeyl0);
+    second = static_cast<uint32_t>(product);
   }
+  return first;
+}
+
+// Of eight elements: word r is that of query i + 8r, and its byte k that of key j + 8k.
+__device__ __forceinline__ void mix_dropout_words(uint32_t (&word)[2], uint32_t of_query,
+                                                  uint32_t of_key, uint32_t of_head) {
+  constexpr uint32_t kMul = 0xD256D193;
+  const uint64_t first = uint64_t{of_query ^ of_key} * kMul;
+  const uint64_t second = uint64_t{static_cast<uint32_t>(first >> 32) ^ of_key} * kMul;
+  word[0] = static_cast<uint32_t>(second >> 32) ^ static_cast<uint32_t>(first) ^ of_head;
+  word[1] = static_cast<uint32_t>(second);
 }
 
 // What the numbers of one head depend on.
 struct DropoutHead {
-  uint32_t philox_key, of_queries, of_keys;  // K, X, Y
+  uint32_t philox_key, of_queries, of_keys, last;  // K, X, Y, Z
 
   // number: batch · heads_q + head.
   static __device__ __forceinline__ DropoutHead of(const DropoutParams& params, int64_t number) {
@@ -53,32 +64,39 @@ struct DropoutHead {
     uint32_t word[4] = {static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32),
                         static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)};
     philox4x32(word, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-    return {word[0], word[1], word[2]};
+    return {word[0], word[1], word[2], word[3]};
+  }
+
+  // pair: i / 16 · 8 + i % 8 of queries i and i + 8.
+  __device__ __forceinline__ uint32_t query_word(int pair) const {
+    return philox2x32(pair, of_queries, philox_key);
+  }
+  // four: j / 32 · 8 + j % 8 of keys j, j + 8, j + 16, j + 24.
+  __device__ __forceinline__ uint32_t key_word(int four) const {
+    return philox2x32(four, of_keys, philox_key);
   }
 };
 
-// A lane's part of the mask of a head. Transposed: rows are keys and columns queries, as in Sᵀ.
+// A lane's part of the mask of a head, a block of 16 × 16 at a time. Transposed: rows are keys and
+// columns queries, as in Sᵀ. row_word: of the lane's row; col_words: of its column and the next one.
+// Rounded into an operand, what is dropped becomes 0.
 template <bool kTransposed>
 class DropoutMask {
  public:
-  __device__ __forceinline__ DropoutMask(const DropoutParams& params, const DropoutHead& head,
-                                         int lane)
-      : params_(params),
-        philox_key_(head.philox_key),
-        of_rows_(kTransposed ? head.of_keys : head.of_queries),
-        of_cols_(kTransposed ? head.of_queries : head.of_keys),
-        lane_(lane) {}
+  // odd: whether the block's keys begin at an odd multiple of 16.
+  __device__ __forceinline__ DropoutMask(const DropoutParams& params, uint32_t last, bool odd)
+      : params_(params), last_(last), odd_(odd) {}
 
-  // Of the block of 16 × 16 whose first row and column are these, rounded into an operand, what is
-  // dropped becomes 0.
-  __device__ __forceinline__ void drop(uint32_t (&block)[4], int first_row, int first_col) const {
-    for_each_pair(first_row, first_col, [&](int index, uint32_t kept) { block[index] &= kept; });
+  __device__ __forceinline__ void drop(uint32_t (&block)[4], uint32_t row_word,
+                                       const uint32_t (&col_words)[2]) const {
+    for_each_pair(row_word, col_words, [&](int index, uint32_t kept) { block[index] &= kept; });
   }
 
   // The same; in a second operand of the same place, without negative numbers, it becomes negative.
   __device__ __forceinline__ void drop_and_mark(uint32_t (&block)[4], uint32_t (&marked)[4],
-                                                int first_row, int first_col) const {
-    for_each_pair(first_row, first_col, [&](int index, uint32_t kept) {
+                                                uint32_t row_word,
+                                                const uint32_t (&col_words)[2]) const {
+    for_each_pair(row_word, col_words, [&](int index, uint32_t kept) {
       block[index] &= kept;
       marked[index] |= ~kept & 0x80008000;
     });
@@ -86,59 +104,53 @@ class DropoutMask {
 
   // The same of its elements in an accumulator: kept[row][i] of the lane's rows (0: g, 1: g + 8) and
   // the four elements that it has of each, as Accumulator::at counts them.
-  __device__ __forceinline__ void find_kept(bool (&kept)[2][4], int first_row,
-                                            int first_col) const {
-    uint32_t words[2][2];
-    draw(words, first_row, first_col);
-#pragma unroll
-    for (int neighbour = 0; neighbour < 2; ++neighbour) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        bool& low = kTransposed ? kept[0][2 * r + neighbour] : kept[r][neighbour];
-        bool& high = kTransposed ? kept[1][2 * r + neighbour] : kept[r][2 + neighbour];
-        ptx::greater_equal_or_nan2(ptx::absolute2(words[neighbour][r]), params_.bound,
-                                   params_.mirror != 0, low, high);
-      }
-    }
+  __device__ __forceinline__ void find_kept(bool (&kept)[2][4], uint32_t row_word,
+                                            const uint32_t (&col_words)[2]) const {
+    for_each_pair(row_word, col_words, [&](int index, uint32_t pair) {
+      kept[index % 2][index / 2 * 2] = (pair & 0xffff) != 0;
+      kept[index % 2][index / 2 * 2 + 1] = pair >> 16 != 0;
+    });
   }
 
  private:
   // step(index, kept) for each register of an operand's block: all bits of a half where its element is
   // kept.
   template <typename Step>
-  __device__ __forceinline__ void for_each_pair(int first_row, int first_col,
+  __device__ __forceinline__ void for_each_pair(uint32_t row_word, const uint32_t (&col_words)[2],
                                                 const Step& step) const {
     uint32_t words[2][2];
-    draw(words, first_row, first_col);
+#pragma unroll
+    for (int neighbour = 0; neighbour < 2; ++neighbour) {
+      const uint32_t col_word = col_words[neighbour];
+      mix_dropout_words(words[neighbour], kTransposed ? col_word : row_word,
+                        kTransposed ? row_word : col_word, last_);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        // The halves s of both neighbours.
-        const uint32_t numbers =
-            ptx::permute_bytes(words[0][r], words[1][r], s == 0 ? 0x5410 : 0x7632);
+        // Of both neighbours byte s, or s + 2, above its partner: a number whose upper eight bits, but
+        // for the sign, are the element's own.
+        const uint32_t bytes = s == 0 ? (odd_ ? 0x6723 : 0x4501) : (odd_ ? 0x7632 : 0x5410);
+        const uint32_t numbers = ptx::permute_bytes(words[0][r], words[1][r], bytes);
         step(kTransposed ? s + 2 * r : r + 2 * s,
              ptx::greater_equal_or_nan2(ptx::absolute2(numbers), params_.bound) ^ params_.mirror);
       }
     }
   }
 
-  // words[neighbour][r]: of the columns 2t + neighbour and 2t + neighbour + 8.
-  __device__ __forceinline__ void draw(uint32_t (&words)[2][2], int first_row,
-                                       int first_col) const {
-    const uint32_t row = (first_row / 2 + lane_ / 4) ^ of_rows_;
-    const uint32_t col = (first_col / 2 + lane_ % 4 * 2) ^ of_cols_;
-#pragma unroll
-    for (uint32_t neighbour = 0; neighbour < 2; ++neighbour) {
-      words[neighbour][kTransposed ? 1 : 0] = row;
-      words[neighbour][kTransposed ? 0 : 1] = col ^ neighbour;
-      philox2x32(words[neighbour], philox_key_);
-    }
-  }
-
   const DropoutParams& params_;
-  uint32_t philox_key_, of_rows_, of_cols_;
-  int lane_;
+  uint32_t last_;
+  bool odd_;
 };
+
+// Where a lane's rows and columns lie among the pairs of queries and the fours of keys, from the first
+// of a block of 16.
+__device__ __forceinline__ int dropout_pair(int first_query, int within) {
+  return first_query / 2 + within;
+}
+__device__ __forceinline__ int dropout_four(int first_key, int within) {
+  return first_key / 32 * 8 + within;
+}
 
 }  // namespace flash_attn

@@ -56,8 +56,13 @@ struct PlainScores {
   __device__ __forceinline__ void add_bias(Scores&, const BiasParams&, ScorePlace,
                                            int /*lane*/) const {}
   template <int kMBlocks>
-  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&, ScorePlace,
+  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
+                                       const uint32_t (&)[kMBlocks], int /*first_key*/,
                                        int /*lane*/) const {}
+  __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams&, int /*first_query*/,
+                                                      int /*lane*/) const {
+    return 0;
+  }
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
                                        int /*lane*/) const {}
@@ -195,39 +200,87 @@ class TermScores {
     }
   }
 
-  // What is dropped of P, rounded into an operand of 16 columns from place.key on, becomes 0.
+  // What is dropped of P, rounded into an operand of 16 columns from first_key on, becomes 0. of_query:
+  // draw_query_word() of each 16 rows.
   template <int kMBlocks>
   __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
-                                       ScorePlace place, int lane) const {
+                                       const uint32_t (&of_query)[kMBlocks], int first_key,
+                                       int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
-    const DropoutMask<false> mask(params, dropout_, local(lane));
+    const DropoutMask<false> mask(params, dropout_.last, first_key % 32 != 0);
+    uint32_t of_keys[2];
+    draw_key_words(of_keys, first_key, local(lane));
 #pragma unroll
-    for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], place.query + 16 * m, place.key);
+    for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], of_query[m], of_keys);
   }
 
-  // The same of a whole operand.
+  // The same of a whole operand, from a multiple of 32 on.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
                                        ScorePlace place, int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
-    const DropoutMask<false> mask(params, dropout_, local(lane));
+    lane = local(lane);
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
+      const uint32_t of_query = draw_query_word(params, place.query + 16 * m, lane);
 #pragma unroll
-      for (int k = 0; k < kN / 16; ++k) {
-        mask.drop(P.data[m][k], place.query + 16 * m, place.key + 16 * k);
+      for (int k = 0; k < kN / 16; k += 2) {
+        uint32_t of_keys[2];
+        draw_key_words(of_keys, place.key + 16 * k, lane);
+        drop_two(P, m, k, params, of_query, of_keys);
       }
     }
   }
 
+  // The same with the words in memory: draw_query_word() of the warp's first query, and key_word() of
+  // the operand's keys, from a multiple of 32 on.
+  template <int kN>
+  __device__ __forceinline__ void drop(OperandA<1, kN>& P, const DropoutParams& params,
+                                       uint32_t of_query, const uint32_t (&key_words)[kN / 4],
+                                       int lane) const {
+    if (!kTerms.dropout || params.rng_state == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kN / 16; k += 2) {
+      const uint2 pair = *reinterpret_cast<const uint2*>(key_words + k * 4 + lane % 4 * 2);
+      drop_two(P, 0, k, params, of_query, {pair.x, pair.y});
+    }
+  }
+
   // Of 16 queries as columns and 16 keys as rows: what is dropped of P, rounded, becomes 0, and
-  // negative in a second operand of the same place.
+  // negative in a second operand of the same place. of_key: draw_key_word(). query_words: query_word() of
+  // these queries, or null.
   __device__ __forceinline__ void drop_and_mark(uint32_t (&P)[4], uint32_t (&marked)[4],
                                                 const DropoutParams& params, ScorePlace place,
+                                                uint32_t of_key, const uint32_t* query_words,
                                                 int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
-    DropoutMask<true>(params, dropout_, local(lane))
-        .drop_and_mark(P, marked, place.key, place.query);
+    uint32_t of_queries[2];
+    if (query_words != nullptr) {
+      const uint2 pair = *reinterpret_cast<const uint2*>(query_words + lane % 4 * 2);
+      of_queries[0] = pair.x, of_queries[1] = pair.y;
+    } else {
+      lane = local(lane);
+#pragma unroll
+      for (int neighbour = 0; neighbour < 2; ++neighbour) {
+        of_queries[neighbour] =
+            dropout_.query_word(dropout_pair(place.query, lane % 4 * 2 + neighbour));
+      }
+    }
+    DropoutMask<true>(params, dropout_.last, place.key % 32 != 0)
+        .drop_and_mark(P, marked, of_key, of_queries);
+  }
+
+  // What the mask of a lane's elements begins with: of its row, where queries are rows or keys are. The
+  // warp's rows begin there.
+  __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams& params, int first_query,
+                                                      int lane) const {
+    if (!kTerms.dropout || params.rng_state == nullptr) return 0;
+    return dropout_.query_word(dropout_pair(first_query, lane / 4));
+  }
+  __device__ __forceinline__ uint32_t draw_key_word(const DropoutParams& params, int first_key,
+                                                    int lane) const {
+    if (!kTerms.dropout || params.rng_state == nullptr) return 0;
+    return dropout_.key_word(dropout_four(first_key, lane / 4));
   }
 
   // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
@@ -239,13 +292,21 @@ class TermScores {
                                            int lane) const {
     static_assert(!kTransposed, "delta belongs to rows");
     if (!kTerms.dropout || params.rng_state == nullptr) return softmax_gradient(dP, P, delta);
-    const DropoutMask<false> mask(params, dropout_, local(lane));
+    lane = local(lane);
+    uint32_t of_query[kMBlocks];
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
+      of_query[m] = draw_query_word(params, place.query + 16 * m, lane);
+    }
 #pragma unroll
-      for (int k = 0; k < kN; k += 16) {
+    for (int k = 0; k < kN; k += 16) {
+      const DropoutMask<false> mask(params, dropout_.last, (place.key + k) % 32 != 0);
+      uint32_t of_keys[2];
+      draw_key_words(of_keys, place.key + k, lane);
+#pragma unroll
+      for (int m = 0; m < kMBlocks; ++m) {
         bool kept[2][4];
-        mask.find_kept(kept, place.query + 16 * m, place.key + k);
+        mask.find_kept(kept, of_query[m], of_keys);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const float row_delta = delta[2 * m + row] * params.keep;
@@ -355,6 +416,25 @@ class TermScores {
   // take registers throughout.
   __device__ __forceinline__ static int local(int lane) {
     return static_cast<int>(ptx::opaque(lane));
+  }
+
+  // Of the lane's columns, where keys are columns.
+  __device__ __forceinline__ void draw_key_words(uint32_t (&words)[2], int first_key,
+                                                 int lane) const {
+#pragma unroll
+    for (int neighbour = 0; neighbour < 2; ++neighbour) {
+      words[neighbour] = dropout_.key_word(dropout_four(first_key, lane % 4 * 2 + neighbour));
+    }
+  }
+
+  // Two blocks of keys, k and k + 1.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void drop_two(OperandA<kMBlocks, kN>& P, int m, int k,
+                                           const DropoutParams& params, uint32_t of_query,
+                                           const uint32_t (&of_keys)[2]) const {
+    static_assert(kN % 32 == 0);
+    DropoutMask<false>(params, dropout_.last, false).drop(P.data[m][k], of_query, of_keys);
+    DropoutMask<false>(params, dropout_.last, true).drop(P.data[m][k + 1], of_query, of_keys);
   }
 
   // S -= slope · |key - diagonal(query)|

@@ -105,6 +105,25 @@ bool can_stage_bias(const Params& params) {
          bias.keys >= params.seqlen_k;
 }
 
+// Whether TMA can also write the gradient of such a bias, block by block: it broadcasts nothing.
+inline bool can_stage_bias_gradient(const BwdParams& params) {
+  return params.dbias.form == BiasGradientParams::Form::kWhole && can_stage_bias(params) &&
+         params.dbias.dtype == params.dtype && params.dbias.keys % 8 == 0;
+}
+
+inline CUtensorMap make_bias_gradient_map(const BwdParams& params, int box_cols, int box_rows) {
+  const BiasGradientParams& gradient = params.dbias;
+  return make_tensor_map(
+      gradient.data,
+      {.batch = gradient.batch_stride, .row = gradient.keys, .head = gradient.head_stride},
+      {.dtype = gradient.dtype,
+       .cols = gradient.keys,
+       .rows = gradient.rows,
+       .heads = params.heads_q,
+       .batch = params.batch},
+      box_cols, box_rows);
+}
+
 // Queries as rows. A dimension that the bias broadcasts has the size 1.
 template <typename Params>
 CUtensorMap make_bias_map(const Params& params, int box_cols, int box_rows) {
