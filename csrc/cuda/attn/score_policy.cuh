@@ -214,7 +214,7 @@ class TermScores {
     for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], of_query[m], of_keys);
   }
 
-  // The same of a whole operand, from a multiple of 32 on.
+  // The same of a whole operand, from a multiple of 32 on; of 16, if it has 16 columns.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>& P, const DropoutParams& params,
                                        ScorePlace place, int lane) const {
@@ -223,11 +223,17 @@ class TermScores {
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) {
       const uint32_t of_query = draw_query_word(params, place.query + 16 * m, lane);
+      uint32_t of_keys[2];
+      if constexpr (kN == 16) {
+        draw_key_words(of_keys, place.key, lane);
+        DropoutMask<false>(params, dropout_.last, place.key % 32 != 0)
+            .drop(P.data[m][0], of_query, of_keys);
+      } else {
 #pragma unroll
-      for (int k = 0; k < kN / 16; k += 2) {
-        uint32_t of_keys[2];
-        draw_key_words(of_keys, place.key + 16 * k, lane);
-        drop_two(P, m, k, params, of_query, of_keys);
+        for (int k = 0; k < kN / 16; k += 2) {
+          draw_key_words(of_keys, place.key + 16 * k, lane);
+          drop_two(P, m, k, params, of_query, of_keys);
+        }
       }
     }
   }
