@@ -14,7 +14,9 @@
 //   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
 //   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV
 //                         warps 2, 3: the order of dQ's
-//                         sums, or their pool; or a bias
+//                         sums, or their pool; or a
+//                         bias and its gradient; or
+//                         dropout's words of queries
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
@@ -112,6 +114,8 @@ class QueryWalk {
       ptx::wgmma_wait<1>();
       end_dk();
     }
+    uint32_t key_word = 0;
+    if constexpr (Traits::kSharesWords) key_word = draw_key_word();
     ptx::wgmma_wait<0>();
     pin(S);
     self.dout_ring().wait_full();
@@ -124,11 +128,10 @@ class QueryWalk {
       const uint32_t* query_words = nullptr;
       if constexpr (Traits::kSharesWords) {
         query_words = self.smem.dropout.query_words[self.term_ring.stage()];
-        if (drops()) self.term_ring.wait_full();
       }
       const auto with = [&](const auto& terms) {
         exponentiate<Element>(P, dS, S, terms, self.params, self.scale_log2, row_values.lse_log2,
-                              query_words, masked, work, place(), self.lane);
+                              query_words, key_word, masked, work, place(), self.lane);
         if constexpr (Traits::kStashes) stash(self.smem.stash, self.thread(), dS);
       };
       if constexpr (!Traits::kStashes) {
@@ -206,6 +209,13 @@ class QueryWalk {
     self.term_ring.advance();
   }
 
+  // Dropout's, of the lane's keys, beside the product that is under way.
+  __device__ __forceinline__ uint32_t draw_key_word() const {
+    if (!drops()) return 0;
+    self.term_ring.wait_full();
+    return flash_attn::ptx::opaque(self.smem.score(work, block.head)
+                                       .draw_key_word(self.params.dropout, place().key, self.lane));
+  }
   __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
 
   // The blocks that need no mask. With score terms registers are too short for them.

@@ -72,15 +72,17 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
 // The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
 // dX consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. 16
 // queries at a time, so that neither S nor that slope is kept. place: of the warp's S. query_words:
-// dropout's of the block of queries; null: they are drawn here.
+// dropout's of the block of queries, and key_word of the lane's keys; null:
+// they are drawn here.
 template <typename Element, int kBlockM, typename Policy>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S, const Policy& score,
                                              const BwdParams& params, float scale_log2,
                                              const float (&lse_log2)[kBlockM],
-                                             const uint32_t* query_words, bool masked,
-                                             const BwdWork& work, ScorePlace place, int lane) {
-  const uint32_t key_word = score.draw_key_word(params.dropout, place.key, lane);
+                                             const uint32_t* query_words, uint32_t key_word,
+                                             bool masked, const BwdWork& work, ScorePlace place,
+                                             int lane) {
+  if (query_words == nullptr) key_word = score.draw_key_word(params.dropout, place.key, lane);
 #pragma unroll
   for (int k = 0; k < kBlockM / 16; ++k) {
     const ScorePlace at = {place.query + 16 * k, place.key};

@@ -30,6 +30,7 @@
 #include "bias.cuh"
 #include "dropout.cuh"
 #include "online_softmax.cuh"
+#include "softcap.cuh"
 #include "softmax_bwd.cuh"
 
 namespace flash_attn {
@@ -143,7 +144,7 @@ class TermScores {
   template <bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S, ScorePlace place,
                                          int lane) const {
-    if (kTerms.softcap && cap_ > 0.f) cap_scores(S);
+    if (kTerms.softcap && cap_ > 0.f) cap_scores(S, cap_, inverse_cap_);
     if (kTerms.alibi && alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 
@@ -153,7 +154,7 @@ class TermScores {
                                          Accumulator<kMBlocks, kN>& slope, ScorePlace place,
                                          int lane) const {
     if (kTerms.softcap && cap_ > 0.f) {
-      cap_scores(S);
+      cap_scores(S, cap_, inverse_cap_);
 #pragma unroll
       for (int row = 0; row < S.kRows; ++row) {
 #pragma unroll
@@ -358,51 +359,9 @@ class TermScores {
 
   // In the unit of Q Kᵀ; 0: no softcap.
   __device__ __forceinline__ float cap() const { return cap_; }
-  // X becomes cap · tanh(X / cap). By a polynomial where no score of the warp comes near the cap, as is usual;
-  // else by two operations of the special-function unit, good to 2⁻²³ of the cap.
-  template <int kMBlocks, int kN>
-  __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S) const {
-    // tanh(x) = x · p(x²) up to |x| = kLimit: p of degree 4, minimax, relative error 6e-7.
-    constexpr float kLimit = 0.75f;
-    constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f,
-                            0.0129296323f};
-    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    float largest[4] = {};              // as many chains
-#pragma unroll
-    for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) {
-        float& of_chain = largest[row % 2 * 2 + i % 2];
-        of_chain = fmaxf(of_chain, fabsf(S.at(row, i)));
-      }
-    }
-    const float of_all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if (cap_ >= kLeastCap && __all_sync(~0u, of_all * inverse_cap_ <= kLimit)) {
-      const float square = inverse_cap_ * inverse_cap_;  // coefficients of X² instead of x²
-      const float c1 = kP[1] * square, c2 = kP[2] * square * square;
-      const float c3 = kP[3] * square * square * square;
-      const float c4 = kP[4] * square * square * square * square;
-#pragma unroll
-      for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-        for (int i = 0; i < S.kRowElements; ++i) {
-          float& x = S.at(row, i);
-          const float x2 = x * x;
-          x *= fmaf(x2, fmaf(x2, fmaf(x2, fmaf(x2, c4, c3), c2), c1), kP[0]);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-        for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) = capped(S.at(row, i));
-      }
-    }
-  }
-  // The same of one score, by the special-function unit.
+  // One score of X, by the special-function unit.
   __device__ __forceinline__ float capped(float x) const {
-    const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
-    return fmaf(-2.f * cap_, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap_);
+    return flash_attn::capped(x, cap_, inverse_cap_);
   }
   // What a score loses a key away from the diagonal, in the unit of Q Kᵀ; 0: no ALiBi.
   __device__ __forceinline__ float alibi() const { return alibi_; }

@@ -1,0 +1,60 @@
+// Softcap of scores: X becomes cap · tanh(X / cap).
+#pragma once
+
+#include <cmath>
+
+#include "../ptx/math.cuh"
+#include "../tile/fragment.cuh"
+#include "online_softmax.cuh"
+
+namespace flash_attn {
+
+// By two operations of the special-function unit, good to 2⁻²³ of the cap.
+__device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
+  const float exponent = 2.f * kLog2E * inverse_cap;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+  return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
+}
+
+// By a polynomial where no score of the warp comes near the cap, as is usual; else by capped().
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float cap,
+                                           float inverse_cap) {
+  // tanh(x) = x · p(x²) up to |x| = kLimit: p of degree 4, minimax, relative error 6e-7.
+  constexpr float kLimit = 0.75f;
+  constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f, 0.0129296323f};
+  constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
+  float largest[4] = {};              // as many chains
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      float& of_chain = largest[row % 2 * 2 + i % 2];
+      of_chain = fmaxf(of_chain, fabsf(S.at(row, i)));
+    }
+  }
+  const float of_all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  if (cap >= kLeastCap && __all_sync(~0u, of_all * inverse_cap <= kLimit)) {
+    const float square = inverse_cap * inverse_cap;  // coefficients of X² instead of x²
+    const float c1 = kP[1] * square, c2 = kP[2] * square * square;
+    const float c3 = kP[3] * square * square * square;
+    const float c4 = kP[4] * square * square * square * square;
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        float& x = S.at(row, i);
+        const float x2 = x * x;
+        x *= fmaf(x2, fmaf(x2, fmaf(x2, fmaf(x2, c4, c3), c2), c1), kP[0]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i)
+        S.at(row, i) = capped(S.at(row, i), cap, inverse_cap);
+    }
+  }
+}
+
+}  // namespace flash_attn
