@@ -123,7 +123,9 @@ class DqConverter {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ static bool speaks() { return lane() == 0; }
   __device__ __forceinline__ int row_of(int piece) const { return first_row_ + piece * kRows; }
-  __device__ __forceinline__ bool exists(int piece) const { return row_of(piece) < params_.seqlen_q; }
+  __device__ __forceinline__ bool exists(int piece) const {
+    return row_of(piece) < params_.seqlen_q;
+  }
 
   __device__ __forceinline__ int take() const {
     int taken = 0;
@@ -159,7 +161,8 @@ class DqConverter {
 #pragma unroll 1
       for (int col = 0; col < kCols; col += 32) {
         const uint32_t of_slab = col / Slab::kCols * sizeof(Slab);
-        round_block(from + row * kCols + col / 8 * kDqAccumBlock, (to ^ col % Slab::kCols * 2) + of_slab);
+        round_block(from + row * kCols + col / 8 * kDqAccumBlock,
+                    (to ^ col % Slab::kCols * 2) + of_slab);
       }
     }
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);

@@ -395,9 +395,8 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
     const BwdWork& work = smem.work();
     if (warp == 2) {
       Ring<Traits::kSlots> ring(smem.row_ring);
-      load_row_values(
-          params, work, smem.row_values, ring, 1.f,
-          [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
+      load_row_values(params, work, smem.row_values, ring, 1.f,
+                      [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
     } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {
         const Ring<1> ring(smem.k_ring);

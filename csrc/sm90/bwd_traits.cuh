@@ -64,7 +64,8 @@ struct BwdTraits {
   static constexpr bool kCanPool = kForm == BwdForm::kPlain;
   static constexpr int kPieceRows = 4096 / kHeadDim, kPieceStages = 2;
   static constexpr int kPieces = 4;  // that a warp takes on at a time
-  using PieceSlab = SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
+  using PieceSlab =
+      SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
   static constexpr int kTermStages = kHeadDim <= 64 ? 1 : 2;
 
@@ -168,7 +169,8 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     dout_ring.init(1, kConsumerWarps);
     // Who waits for all to be full knows what is empty, but for copies of it that leave (dbias).
     ds_ring.init(kConsumerWarps, 1);
-    k_ring.init(1 + pools, kConsumerWarps);  // with a pool also who says that there is a place in it
+    k_ring.init(1 + pools,
+                kConsumerWarps);  // with a pool also who says that there is a place in it
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
