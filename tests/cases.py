@@ -185,8 +185,8 @@ class Case:
         fp16_slopes = self.alibi and self.dtype == "fp16"
         ragged = self.is_varlen or self.seqused_q or self.seqused_k or self.leftpad_k
         unordered = self.deterministic and (terms or ragged or not narrow)
-        longest_q = max(self.lengths_q) if self.is_varlen else self.seqlen_q
-        longest_k = max(self.segments_k) if self.is_varlen else self.keys
+        longest_q = max(self.lengths_q, default=0) if self.is_varlen else self.seqlen_q
+        longest_k = max(self.segments_k, default=0) if self.is_varlen else self.keys
         queries, keys = BIAS_SHAPES.get(self.bias, "1 1").split()[-2:]
         of_keys = (queries == "1" or longest_q == 1) and keys != "1" and longest_k > 1
         refused = unordered or (bias_gradient and of_keys) or fp16_slopes or (terms and not narrow)

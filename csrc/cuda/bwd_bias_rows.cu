@@ -5,6 +5,7 @@
 //   Σ P ∘ (dP - delta) = dLSE + P_sink · delta,    P_sink = exp(sink - LSE)
 #include <cmath>
 
+#include "attn/block_range.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax_bwd.cuh"
 #include "attn/tile_scheduler.cuh"
@@ -26,8 +27,10 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= seqlen.len_q || row >= params.dbias.rows) return;
   const int64_t i = tile.batch_idx * params.lse_batch_stride + tile.head * params.lse_head_stride +
                     seqlen.q_begin + row;
+  const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
   const float lse = params.lse[i];
-  if (!gives_gradient(lse)) return;
+  // Of a row without keys, whose LSE is the sink's, only rounding would be left.
+  if (!gives_gradient(lse) || window.first_key(row) >= window.end_key(row)) return;
   float sum = params.dlse == nullptr ? 0.f : params.dlse[i];
   if (params.score.learnable_sink != nullptr) {
     const float sink = params.score.learnable_sink[tile.head];

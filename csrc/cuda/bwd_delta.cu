@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanesPerRow = 8;  // 8 chunks of 16 bytes: a whole line of O and of dO at once
-constexpr int kHeads = 4;  // whose loads are under way together
+constexpr int kHeads = 4;        // whose loads are under way together
 static_assert(kHeads <= kLanesPerRow);
 constexpr int kRowsPerBlock = kThreads / kLanesPerRow;
 

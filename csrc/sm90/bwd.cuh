@@ -318,7 +318,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     dK.fill(0.f);
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
-    if constexpr (Traits::kCanPool) self.say_summed();
+    if constexpr (Traits::kPools) self.say_summed();
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
@@ -340,11 +340,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
   const bool in_order = Traits::kCanOrder && params.dq_turns != nullptr;
   const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
-  const bool pools = Traits::kCanPool && params.dq_pool.places > 0;
   const bool drops = Traits::kSharesWords && params.dropout.rng_state != nullptr;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
-    smem.init_barriers(2 * in_order + pools + loads_bias + stores_dbias + drops, pools);
+    smem.init_barriers(2 * in_order + Traits::kPools + loads_bias + stores_dbias + drops);
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
@@ -363,8 +362,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (warp == 2) await_turns_loop<Traits>(params, last_first, smem);
         if (warp == 3) pass_turns_loop<Traits>(params, last_first, smem);
       }
-    } else if (pools) {
-      if constexpr (Traits::kCanPool) {
+    } else if (Traits::kPools) {
+      if constexpr (Traits::kPools) {
         if (warp == 2) DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
         if (warp == 3 && ptx::elect_one()) pass_tiles_loop<Traits>(params, smem);
       }
@@ -401,13 +400,11 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
       params.dbias.form = BiasGradientParams::Form::kNone;  // computed elsewhere
     }
   }
-  if constexpr (Traits::kCanPool) {
-    if (params.dq_pool.places > 0) {
-      maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
-    }
+  if constexpr (Traits::kPools) {
+    maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
   }
   // Tiles of one length need no counter, unless they wait for each other.
-  const bool waits = params.dq_turns != nullptr || params.dq_pool.places > 0;
+  const bool waits = params.dq_turns != nullptr || Traits::kPools;
   if (sequences_are_alike(params) && !waits) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
                                                stream, params, scheduler, maps, num_tiles);
@@ -415,7 +412,11 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
 
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, device, stream);
+  if (params.dq_pool.places > 0) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device, stream);
+  } else {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, device, stream);
+  }
 }
 
 template <DType kDType, int kHeadDim>

@@ -27,7 +27,7 @@ inline constexpr BwdTile kBwdTile<128> = {.block_m = 64, .stages = 2};
 
 // The sums of dQ as a pool (bwd_dq_pool.cuh) spare memory traffic that counts where sequences are short.
 // Rows of a head in it: a multiple of every piece's.
-inline constexpr int kBwdMaxPooledQueries = 4096;
+inline constexpr int kBwdMaxPooledQueries = 1024;
 inline constexpr int kBwdPoolRows = 64;
 // How many times the tiles that run at a time have places for their sums: those that run, those that are
 // converted, and those whose thread blocks are late.

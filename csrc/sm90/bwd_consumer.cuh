@@ -85,7 +85,6 @@ struct BwdConsumer : BwdTermPlace<Traits> {
 
   // The reductions of the tile have been issued.
   __device__ __forceinline__ void say_summed() const {
-    if (params.dq_pool.places == 0) return;
     __syncwarp();
     if (lane == 0) queue.in(smem.summed_ring).arrive_full();
   }

@@ -21,9 +21,8 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   const float delta_scale = ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
-  const bool pools = Traits::kCanPool && params.dq_pool.places > 0;
   // Where tiles wait for those before them, only thread blocks that run may take them.
-  const bool takes_all = pools || params.dq_turns != nullptr;
+  const bool takes_all = Traits::kPools || params.dq_turns != nullptr;
   const auto take = [&] {
     int taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(params.tile_counter, 1);

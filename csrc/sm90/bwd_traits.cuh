@@ -14,10 +14,11 @@ namespace flash_attn::sm90 {
 // How the consumers share a block's part of dQ: each takes some of the queries, or of the columns.
 enum class DqShare { kRows, kCols };
 
-// The loop's instances. kScores: with score terms, each decided by a branch that all threads take
+// The loop's instances. kPooled: as kPlain, with the sums of dQ as a pool (bwd_dq_pool.cuh), for which
+// other forms have no room, and whose code would cost the plain loop. kScores: with score terms, each decided by a branch that all threads take
 // alike. For calls with no other terms: kAdditive (ALiBi, a bias that TMA can read, or both), which are
 // added to S and leave the rest as it is; kWeighted (softcap, dropout).
-enum class BwdForm { kPlain, kScores, kAdditive, kWeighted };
+enum class BwdForm { kPlain, kPooled, kScores, kAdditive, kWeighted };
 
 constexpr ScoreTerms terms_of(BwdForm form) {
   if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
@@ -28,8 +29,8 @@ constexpr ScoreTerms terms_of(BwdForm form) {
 template <DType kElementType, int kHeadDimClass, BwdForm kForm>
 struct BwdTraits {
   static constexpr DType kDType = kElementType;
-  using ScorePolicy =
-      std::conditional_t<kForm == BwdForm::kPlain, PlainScores, TermScores<terms_of(kForm)>>;
+  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kForm == BwdForm::kPooled;
+  using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
   // What dS consists of beside dP and delta waits for them in shared memory, not in registers.
   static constexpr bool kStashes = kForm == BwdForm::kWeighted;
@@ -60,8 +61,8 @@ struct BwdTraits {
   // Whether additions to dQ can take turns: with score terms registers are too short for it.
   static constexpr bool kCanOrder = kForm == BwdForm::kPlain;
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
-  // Whether dq_accum can be a pool (bwd_dq_pool.cuh): other forms have no room for it. A piece: 16 KiB.
-  static constexpr bool kCanPool = kForm == BwdForm::kPlain;
+  // dq_accum is a pool. A piece of it: 16 KiB.
+  static constexpr bool kPools = kForm == BwdForm::kPooled;
   static constexpr int kPieceRows = 4096 / kHeadDim, kPieceStages = 2;
   static constexpr int kPieces = 4;  // that a warp takes on at a time
   using PieceSlab =
@@ -91,7 +92,7 @@ struct BwdTermStorage<Traits, false, true> {
 };
 
 // Pieces of dQ's sums on their way to dq.
-template <typename Traits, bool kCanPool = Traits::kCanPool>
+template <typename Traits, bool kPools = Traits::kPools>
 struct BwdPoolStorage {};
 template <typename Traits>
 struct BwdPoolStorage<Traits, true> {
@@ -163,13 +164,13 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   }
 
   // helpers: warps beside the loader that read the queue.
-  __device__ __forceinline__ void init_barriers(int helpers, bool pools) {
+  __device__ __forceinline__ void init_barriers(int helpers) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     q_ring.init(2, kConsumerWarps);  // Q's bytes, and the warp that brings row_values
     dout_ring.init(1, kConsumerWarps);
     // Who waits for all to be full knows what is empty, but for copies of it that leave (dbias).
     ds_ring.init(kConsumerWarps, 1);
-    k_ring.init(1 + pools,
+    k_ring.init(1 + Traits::kPools,
                 kConsumerWarps);  // with a pool also who says that there is a place in it
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
