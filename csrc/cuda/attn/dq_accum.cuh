@@ -36,9 +36,8 @@ __host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams&
 
 // Heads that dq_accum has room for.
 __host__ __device__ __forceinline__ int dq_accum_heads(const BwdParams& params) {
-  return params.dq_pool.places > 0
-             ? params.dq_pool.places * (params.heads_q / params.heads_kv)
-             : params.heads_q;
+  return params.dq_pool.places > 0 ? params.dq_pool.places * (params.heads_q / params.heads_kv)
+                                   : params.heads_q;
 }
 
 // Numbers in DqPool::progress.

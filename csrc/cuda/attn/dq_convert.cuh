@@ -7,7 +7,8 @@
 
 namespace flash_attn {
 
-inline constexpr int kDqConvertBlocks = 4;  // of dq_accum, side by side, that a warp converts at a time
+inline constexpr int kDqConvertBlocks =
+    4;  // of dq_accum, side by side, that a warp converts at a time
 inline constexpr int kDqConvertCols = 8 * kDqConvertBlocks;
 
 // Lane t of each quad holds pairs[b] of block b; then it holds block t, pairs[s] that of lane s.
