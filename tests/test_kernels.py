@@ -79,8 +79,8 @@ def kernel_cases() -> list[Case]:
                 term, dtype = terms[(i + j) % 4], ("fp16", "bf16")[(i + j + deterministic) % 2]
                 more = dict(deterministic=deterministic, heads_q=4, heads_kv=2)
                 cases.append(Case(d=d, dtype=dtype, **more | shape | term))
-    # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other. And more
-    # heads than a pool has places for their sums of dq.
+    # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other.
+    # And more heads than a pool has places for their sums of dq.
     for d in (64, 128):
         forms = (dict(batch=4), dict(batch=2, causal=True), dict(batch=2, deterministic=True))
         for i, more in enumerate(forms):
