@@ -349,34 +349,38 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   flash_attn::ptx::wait_for_prerequisites();
 
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
-  if (warp < 4) {
+  // Known to be the same in all lanes. Computed where it is used: kept, it takes a register too many.
+  const auto this_warp = [] {
+    return __shfl_sync(~0u, flash_attn::ptx::opaque(threadIdx.x) / 32, 0);
+  };
+  if (this_warp() < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
-    if (warp == 0) {
+    if (this_warp() == 0) {
       if (ptx::elect_one()) load_loop<Traits>(params, maps, smem);
-    } else if (warp == 1) {
+    } else if (this_warp() == 1) {
       schedule_and_load_row_values_loop<Traits>(params, scheduler, num_tiles, smem);
     } else if (in_order) {
       const bool last_first = scheduler.last_blocks_first;
       if constexpr (Traits::kCanOrder) {
-        if (warp == 2) await_turns_loop<Traits>(params, last_first, smem);
-        if (warp == 3) pass_turns_loop<Traits>(params, last_first, smem);
+        if (this_warp() == 2) await_turns_loop<Traits>(params, last_first, smem);
+        if (this_warp() == 3) pass_turns_loop<Traits>(params, last_first, smem);
       }
     } else if (Traits::kPools) {
       if constexpr (Traits::kPools) {
-        if (warp == 2) DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
-        if (warp == 3 && ptx::elect_one()) pass_tiles_loop<Traits>(params, smem);
+        if (this_warp() == 2)
+          DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
+        if (this_warp() == 3 && ptx::elect_one()) pass_tiles_loop<Traits>(params, smem);
       }
-    } else if (loads_bias && warp == 2 && ptx::elect_one()) {
+    } else if (loads_bias && this_warp() == 2 && ptx::elect_one()) {
       if constexpr (Traits::kAdditive) load_bias_loop<Traits>(params, maps.bias, smem);
-    } else if (stores_dbias && warp == 3 && ptx::elect_one()) {
+    } else if (stores_dbias && this_warp() == 3 && ptx::elect_one()) {
       if constexpr (Traits::kAdditive) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
-    } else if (drops && warp == 2) {
+    } else if (drops && this_warp() == 2) {
       if constexpr (Traits::kSharesWords) draw_query_words_loop<Traits>(params, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
-    bwd_consumer_loop<Traits>(params, smem, warp / 4 - 1);
+    bwd_consumer_loop<Traits>(params, smem, static_cast<int>(this_warp() / 4) - 1);
   }
 }
 

@@ -39,7 +39,8 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
       next = params.tile_counter == nullptr ? tile_idx + gridDim.x : take();
     };
     if (tile.block * Traits::kBlockN < seqlen.segment_k) {
-      BwdWork described = BwdWork::make<Traits::kBlockM, Traits::kBlockN>(params, tile, seqlen);
+      BwdWork described =
+          BwdWork::make<Traits::kBlockM, Traits::kBlockN, Traits::kPools>(params, tile, seqlen);
       if constexpr (ScorePolicy::kGeneral) described.first_score = heads % 2;
       const BwdWork& work = queue.push(described);
       if (work.has_queries()) heads += work.end_head - work.q.head;

@@ -27,8 +27,8 @@ struct BwdWork {
     return (range.end - range.begin) * (end_head - q.head);
   }
 
-  // Of kBlockN keys, met by blocks of kBlockM queries.
-  template <int kBlockM, int kBlockN>
+  // Of kBlockN keys, met by blocks of kBlockM queries. kPools: dq_accum is a pool.
+  template <int kBlockM, int kBlockN, bool kPools = false>
   __device__ __forceinline__ static BwdWork make(const BwdParams& params,
                                                  const TileCoordinates& tile,
                                                  const SeqlenInfo& seqlen) {
@@ -49,7 +49,7 @@ struct BwdWork {
         .batch_idx = tile.batch_idx,
         .first_key = first_key,
         .first_score = 0,
-        .dq_row = dq_accum_group_row(params, seqlen.q_begin, tile.batch_idx, tile.head)};
+        .dq_row = dq_accum_group_row<kPools>(params, seqlen.q_begin, tile.batch_idx, tile.head)};
   }
 };
 

@@ -46,10 +46,12 @@ __host__ __device__ __forceinline__ int64_t dq_pool_numbers(const BwdParams& par
 }
 
 // Row of dq_accum, over all heads, where the sums of the first query head of this kv head start.
+// kPools: whether it is a pool.
+template <bool kPools>
 __device__ __forceinline__ int64_t dq_accum_group_row(const BwdParams& params, int64_t q_begin,
                                                       int batch_idx, int kv_head) {
   const int group = params.heads_q / params.heads_kv;
-  if (params.dq_pool.places == 0) {
+  if constexpr (!kPools) {
     return kv_head * group * params.dq_accum_rows + dq_accum_first_row(params, q_begin, batch_idx);
   }
   const int number = batch_idx * params.heads_kv + kv_head;
