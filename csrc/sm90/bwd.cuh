@@ -371,10 +371,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
         if (this_warp() == 3 && ptx::elect_one()) pass_tiles_loop<Traits>(params, smem);
       }
-    } else if (loads_bias && this_warp() == 2 && ptx::elect_one()) {
-      if constexpr (Traits::kAdditive) load_bias_loop<Traits>(params, maps.bias, smem);
-    } else if (stores_dbias && this_warp() == 3 && ptx::elect_one()) {
-      if constexpr (Traits::kAdditive) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
+    } else if (loads_bias && this_warp() == 2) {
+      if constexpr (Traits::kAdditive) {
+        if (ptx::elect_one()) load_bias_loop<Traits>(params, maps.bias, smem);
+      }
+    } else if (stores_dbias && this_warp() == 3) {
+      if constexpr (Traits::kAdditive) {
+        if (ptx::elect_one()) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
+      }
     } else if (drops && this_warp() == 2) {
       if constexpr (Traits::kSharesWords) draw_query_words_loop<Traits>(params, smem);
     }
