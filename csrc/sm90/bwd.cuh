@@ -29,19 +29,21 @@
 //                               barrier                                 // the other consumer's dS
 //                               dK += dSᵀ Q;  dQ += dS K                // reductions, from registers
 //
-// The loop here departs from it in two ways. dK and dQ of a block are issued beside the scores of the
-// next, so that nothing waits for its dS to reach shared memory; and consumers meet at no barrier:
-// each says when its dS lies there, and waits for the other's only before dQ, half an iteration
-// later. The first consumer has a head start of half an iteration. So one's exponentials hide behind the
-// other's products (i: the iteration):
+// The loop here departs from it in two ways. A consumer's products go on beside its arithmetic. And consumers
+// meet at no barrier: each says when its dS lies there, and dQ comes an iteration late, when the other's
+// dS has been there for a while. The first consumer has a head start of half an iteration, so that what
+// one waits for hides behind the other's products (i: the iteration; dV in two halves of the queries):
 //
-//   issue      │ dK (i-1), S (i) │ dP (i)    │ dV (i), dQ (i-1)       │                │
-//   meanwhile  │                 │ exp       │ dS, store              │ reduce dQ      │
-//   products   │ dK, S           │ dP        │ dV, dQ                 │ the other's    │
+//   issue      │ S (i) │ dP (i) │ dV (i), half │ dV (i), half │ dQ (i-1), dK (i) │
+//   meanwhile  │       │ exp    │ dS           │ dS, store    │ reduce dQ        │
+//
+// dS comes from P as fp32, dV from P as rounded, and there are no registers for both. So only half of P
+// is rounded beside the other, and dV begins with it; the rest is rounded in its place, when its dS is
+// done.
 //
 // Compiled for several forms (BwdForm): without score terms, with all of them (cuda/attn/score_policy.cuh),
-// and with some. With all, what dS consists of beside dP is rounded together with P (exponentiate),
-// and dQ(i-1) begins behind dS.
+// and with some. With softcap or dropout, what dS consists of beside dP is rounded together with P
+// (exponentiate).
 //
 // Shared memory   │ K │ V │ Q × kStages │ dO × kStages │ dS × 3, at the end of a tile dV and dK │
 //                 │ LSE, delta × kStages │ pieces of dQ × 2 │ work × 2, barriers │
@@ -67,8 +69,8 @@ class QueryWalk {
   using Consumer = BwdConsumer<Traits>;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
   static constexpr bool kWeighted = kGeneral && !Traits::kAdditive;  // dS is not P ∘ (dP - delta)
-  // With all score terms, dQ begins when dP has been used up: there are no registers for both.
-  static constexpr bool kLateDq = kWeighted && !Traits::kStashes;
+  // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
+  static constexpr int kEarly = Traits::kBlockM / 2;
 
  public:
   __device__ __forceinline__ QueryWalk(const BwdWork& work, Consumer& self,
@@ -99,21 +101,10 @@ class QueryWalk {
   template <bool kFirst>
   __device__ __forceinline__ void step() {
     typename Traits::Scores S, dP;
-    typename Traits::QueryGradient dQ;
-    QueryPairs<Traits::kBlockM> lse_log2;
     const auto& row_values = self.smem.row_values[self.q_ring.stage()];
     if constexpr (kFirst) self.await_start();
-    if constexpr (!kFirst) start_dk();
     self.q_ring.wait_full();
-    if constexpr (Traits::kAdditive) self.await_copies();
     self.start_scores(S);  // Sᵀ = K Qᵀ
-    if constexpr (!kGeneral) {
-      lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.lane);
-    }
-    if constexpr (!kFirst) {
-      ptx::wgmma_wait<1>();
-      end_dk();
-    }
     uint32_t key_word = 0;
     if constexpr (Traits::kSharesWords) key_word = draw_key_word();
     ptx::wgmma_wait<0>();
@@ -122,7 +113,9 @@ class QueryWalk {
     self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
     if constexpr (kFirst) self.give_head_start();
     const bool masked = block.m < first_full() || block.m >= end_full();
+    const auto& dout = self.smem.dout[self.q_ring.stage()];
     typename Traits::ScoresOperand P;
+    // dV += Pᵀ dO; dS = P ∘ (dP - delta)
     if constexpr (kWeighted) {
       const auto& score = self.smem.score(work, block.head);
       const uint32_t* query_words = nullptr;
@@ -134,7 +127,7 @@ class QueryWalk {
                               query_words, key_word, masked, work, place(), self.lane);
         if constexpr (Traits::kStashes) stash(self.smem.stash, self.thread(), dS);
       };
-      if constexpr (!Traits::kStashes) {
+      if constexpr (!Traits::kSharesWords) {
         with(score);
       } else if (score.cap() > 0.f) {
         with(TermScores<ScoreTerms{.softcap = true}>(score));
@@ -148,42 +141,48 @@ class QueryWalk {
           self.term_ring.advance();
         }
       }
-    } else {
-      if constexpr (kGeneral) {
-        finish_scores(S);
-        lse_log2 = QueryPairs<Traits::kBlockM>(row_values.lse_log2, self.opaque_lane());
-      }
-      exponentiate(S, self.scale_log2, lse_log2, masked, work, self.warp_row,
-                   block.m * Traits::kBlockM, self.lane);
-      P = to_operand_a<Element>(S);
-    }
-    self.start_key_gradient(dV, P, self.smem.dout[self.q_ring.stage()]);  // dV += Pᵀ dO
-    if constexpr (!kFirst && !kLateDq) start_dq(dQ);
-    ptx::wgmma_wait<kFirst || kLateDq ? 1 : 2>();
-    pin(dP);
-    // dS = P ∘ (dP - delta)
-    if constexpr (kWeighted) {
+      self.start_key_gradient(dV, P, dout);
+      ptx::wgmma_wait<1>();
+      pin(dP);
       if constexpr (Traits::kStashes) take_back(dS, self.smem.stash, self.thread());
       differentiate_weights<Element>(dS, dP, row_values.delta, self.opaque_lane());
     } else {
-      differentiate<Element>(dS, dP, P, row_values.delta, self.lane);
+      if constexpr (kGeneral) finish_scores(S);
+      exponentiate(S, self.scale_log2, row_values.lse_log2, masked, work, self.warp_row,
+                   block.m * Traits::kBlockM, self.lane);
+      round_scores<Element, 0, kEarly>(P, S);
+      self.template start_key_gradient<0, kEarly>(dV, P, dout);
+      ptx::wgmma_wait<1>();
+      pin(dP);
+      differentiate<Element, kEarly, Traits::kBlockM>(dS, S, dP, row_values.delta, self.lane);
+      round_scores<Element, kEarly, Traits::kBlockM>(P, S);
+      self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
+      differentiate<Element, 0, kEarly>(dS, S, dP, row_values.delta, self.lane);
     }
-    if constexpr (!kFirst && kLateDq) self.ds_ring.before().wait_full();
+    if constexpr (!kFirst) self.ds_ring.before().wait_full();
+    if constexpr (Traits::kAdditive) self.await_copies();
     auto& ds_tile = self.smem.ds[self.ds_ring.stage()];
     if constexpr (Traits::kAdditive) {
       store_transposed(ds_tile, dS, self.warp_row, self.opaque_lane());
     } else {
-      store_operand(ds_tile, dS, self.warp_row, self.lane);
+      store_operand(ds_tile, dS, self.warp_row, kGeneral ? self.opaque_lane() : self.lane);
     }
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     __syncwarp();
     if (self.lane == 0) self.ds_ring.arrive_full();
-    if constexpr (!kFirst && kLateDq) start_dq(dQ);
+    typename Traits::QueryGradient dQ;
+    if constexpr (!kFirst) start_dq(dQ);
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     pin(dV);
     pin(P);
     self.release(self.dout_ring());
-    if constexpr (!kFirst) end_dq(dQ);
+    start_dk();
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<1>();
+      end_dq(dQ);
+    }
+    ptx::wgmma_wait<0>();
+    end_dk();
     self.q_ring.advance();
     self.ds_ring.advance();
     block.advance();
@@ -226,34 +225,29 @@ class QueryWalk {
     return kGeneral ? work.range.full_end : full_end;
   }
 
-  // Of the block before: dK += dSᵀ Q, dQ = dS K, which wants the dS of all consumers.
+  // dK += dSᵀ Q
   __device__ __forceinline__ void start_dk() {
-    self.start_key_gradient(dK, dS, self.smem.q[self.q_ring.before().stage()]);
+    self.start_key_gradient(dK, dS, self.smem.q[self.q_ring.stage()]);
   }
   __device__ __forceinline__ void end_dk() {
     pin(dK);
     pin(dS);
-    self.release(self.q_ring.before());
+    self.q_ring.arrive_empty();
   }
+  // Of the block before: dQ = dS K, which wants the dS of all consumers.
   __device__ __forceinline__ void start_dq(typename Traits::QueryGradient& dQ) {
-    const auto ds_ring = self.ds_ring.before();
-    ds_ring.wait_full();
-    self.start_query_gradient(dQ, self.smem.ds[ds_ring.stage()]);
+    self.start_query_gradient(dQ, self.smem.ds[self.ds_ring.before().stage()]);
     reduction.advance();
   }
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
-    ptx::wgmma_wait<0>();
     pin(dQ);
-    if (in_order()) {
+    if constexpr (Traits::kOrders) {
       if (begun) say_added();
       begun = true;
       self.turn_ring.wait_full();
     }
     reduction.add(dQ);
-    if (in_order()) self.turn_ring.advance();
-  }
-  __device__ __forceinline__ bool in_order() const {
-    return Traits::kCanOrder && self.params.dq_turns != nullptr;
+    if constexpr (Traits::kOrders) self.turn_ring.advance();
   }
   // Of the block before: an iteration later, when its reductions are on their way.
   __device__ __forceinline__ void say_added() const {
@@ -264,14 +258,13 @@ class QueryWalk {
   __device__ __forceinline__ void finish() {
     typename Traits::QueryGradient dQ;
     self.release(self.v_ring());
-    start_dk();
+    self.ds_ring.before().wait_full();
     start_dq(dQ);
     ptx::wgmma_wait<0>();
     self.release(self.k_ring);
     self.k_ring.advance();
-    end_dk();
     end_dq(dQ);
-    if (in_order()) say_added();
+    if constexpr (Traits::kOrders) say_added();
   }
 
   bool begun = false;  // to add
@@ -338,12 +331,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                const __grid_constant__ BwdTermMaps<Traits::kAdditive> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
-  const bool in_order = Traits::kCanOrder && params.dq_turns != nullptr;
   const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
   const bool drops = Traits::kSharesWords && params.dropout.rng_state != nullptr;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
-    smem.init_barriers(2 * in_order + Traits::kPools + loads_bias + stores_dbias + drops);
+    smem.init_barriers(2 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias + drops);
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
@@ -359,9 +351,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (ptx::elect_one()) load_loop<Traits>(params, maps, smem);
     } else if (this_warp() == 1) {
       schedule_and_load_row_values_loop<Traits>(params, scheduler, num_tiles, smem);
-    } else if (in_order) {
-      const bool last_first = scheduler.last_blocks_first;
-      if constexpr (Traits::kCanOrder) {
+    } else if (Traits::kOrders) {
+      if constexpr (Traits::kOrders) {
+        const bool last_first = scheduler.last_blocks_first;
         if (this_warp() == 2) await_turns_loop<Traits>(params, last_first, smem);
         if (this_warp() == 3) pass_turns_loop<Traits>(params, last_first, smem);
       }
@@ -412,7 +404,7 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
     maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
   }
   // Tiles of one length need no counter, unless they wait for each other.
-  const bool waits = params.dq_turns != nullptr || Traits::kPools;
+  const bool waits = Traits::kOrders || Traits::kPools;
   if (sequences_are_alike(params) && !waits) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
                                                stream, params, scheduler, maps, num_tiles);
@@ -422,6 +414,8 @@ template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (params.dq_pool.places > 0) {
     launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device, stream);
+  } else if (params.dq_turns != nullptr) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kOrdered>>(params, device, stream);
   } else {
     launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, device, stream);
   }

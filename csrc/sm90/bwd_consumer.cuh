@@ -119,11 +119,14 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     ptx::wgmma_commit();
   }
 
-  // Starts dV += Pᵀ dO or dK += dSᵀ Q: the rounded scores are registers, queries their columns.
+  // Starts dV += Pᵀ dO or dK += dSᵀ Q: the rounded scores are registers, queries their columns, of
+  // which those from kFirst to kEnd are meant.
+  template <int kFirst = 0, int kEnd = Traits::kBlockM>
   __device__ __forceinline__ void start_key_gradient(typename Traits::KeyGradient& gradient,
                                                      ScoresOperand& scores,
                                                      const typename Traits::QTile& tile) const {
-    gemm_rs<Element>(gradient, scores, WgmmaOperand<Layout::kKOuter, typename Traits::QTile>(tile));
+    gemm_rs<Element, kFirst, kEnd>(gradient, scores,
+                                   WgmmaOperand<Layout::kKOuter, typename Traits::QTile>(tile));
     ptx::wgmma_commit();
   }
 

@@ -75,6 +75,10 @@ __device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kSlots], con
   }
 }
 
+// P is multiplied by this: it goes from one warpgroup to another as fp16, from which dS comes. P is at
+// most 1 but for rounding, so it keeps 11 bits down to 2^-27, and some to 2^-37.
+inline constexpr float kPairScale = 0x1p13f;
+
 enum BwdPairBarrier : int {  // 0 is __syncthreads
   kProductsDone = 1
 };
@@ -96,6 +100,11 @@ struct BwdPairConsumer {
         rank(rank),
         lane(threadIdx.x % 32),
         warp_row(threadIdx.x / 32 % 4 * 16) {}
+
+  // What follows from it alone is not computed before the loop, where it would take registers.
+  __device__ __forceinline__ int opaque_lane() const {
+    return static_cast<int>(flash_attn::ptx::opaque(lane));
+  }
 };
 
 // The gradient of this warp's keys, K's or V's, through the slabs that held them.
@@ -171,7 +180,6 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
   using Element = typename Traits::Element;
   auto& smem = self.smem;
   const BwdWork& work = self.work;
-  const int full_begin = work.range.full_begin, full_end = work.range.full_end;
   const float scale_log2 = self.params.softmax_scale * kLog2E;
   Ring<Traits::kQSlots> q_ring(smem.q_ring);
   Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
@@ -203,36 +211,39 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
     if constexpr (kLate) start_dv();
-    exponentiate(S, scale_log2,
-                 QueryPairs<Traits::kBlockM>(smem.row_values[row_ring.stage()].lse_log2, self.lane),
-                 m < full_begin || m >= full_end, work, self.warp_row, m * Traits::kBlockM,
-                 self.lane);
+    exponentiate(S, scale_log2, smem.row_values[row_ring.stage()].lse_log2,
+                 m < work.range.full_begin || m >= work.range.full_end, work, self.warp_row,
+                 m * Traits::kBlockM, self.lane);
     __syncwarp();
     if (self.lane == 0) row_ring.arrive_empty();
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
       end_dv();
     }
-    P = to_operand_a<Element>(S);
     const auto p_ring = row_ring.in(smem.p_ring);
     p_ring.wait_empty();
-    store_operand(smem.scores[p_ring.stage()], P, self.warp_row, self.lane);
+    store_rounded(smem.p(p_ring.stage()), S, 0, self.warp_row, self.opaque_lane());
+    P = to_operand_a<Element>(S);
     __syncwarp();
     if (self.lane == 0) p_ring.arrive_full();
     row_ring.advance();
   };
 
-  QueryBlocks block(work);
-  if (block.more()) {
+  int left = work.num_query_blocks();
+  if (left > 0) {
     Ring<1>(smem.k_ring).wait_full();
-    step(block.m, std::true_type{});
-    block.advance();
+    int m = work.range.begin;
+    step(m, std::true_type{});
 #pragma unroll 1
-    for (; block.more(); block.advance()) step(block.m, std::false_type{});
+    while (--left > 0) {
+      if (++m == work.range.end) m = work.range.begin;  // of the next head
+      step(m, std::false_type{});
+    }
     start_dv();
     ptx::wgmma_wait<0>();
     end_dv();
   }
+  scale_rows(dV, {1 / kPairScale, 1 / kPairScale});
   store_key_gradient(self, smem.v, dV, self.params.dv, self.params.dv_strides,
                      self.params.head_dim_v);
 }
@@ -276,7 +287,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
     if constexpr (kLate) start_dk();
     auto& scores = smem.scores[row_ring.stage()];
-    differentiate(dP, scores, self.warp_row, smem.row_values[row_ring.stage()].delta, self.lane);
+    differentiate(dP, smem.p(row_ring.stage()), self.warp_row,
+                  smem.row_values[row_ring.stage()].delta, kPairScale, self.lane);
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
       end_dk();
@@ -395,7 +407,8 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
     const BwdWork& work = smem.work();
     if (warp == 2) {
       Ring<Traits::kSlots> ring(smem.row_ring);
-      load_row_values(params, work, smem.row_values, ring, 1.f,
+      load_row_values(params, work, smem.row_values, ring,
+                      {.p = kPairScale, .delta = 1 / kPairScale},
                       [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
     } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {

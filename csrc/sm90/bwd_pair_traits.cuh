@@ -31,9 +31,10 @@ struct BwdPairTraits {
   // goes to either in turn; each block has the columns of the other's keys that it may need.
   static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
 
-  using Scores = Accumulator<1, kBlockM>;           // Sᵀ, dPᵀ
-  using ScoresOperand = OperandA<1, kBlockM>;       // the same, rounded: Pᵀ, dSᵀ
-  using QueryGradient = Accumulator<1, kSlabCols>;  // a slab of dQ
+  using ProbabilityTile = SmemTile<__half, kBlockN, kBlockM>;  // in the place of dS
+  using Scores = Accumulator<1, kBlockM>;                      // Sᵀ, dPᵀ
+  using ScoresOperand = OperandA<1, kBlockM>;                  // the same, rounded: Pᵀ, dSᵀ
+  using QueryGradient = Accumulator<1, kSlabCols>;             // a slab of dQ
 
   using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
 };
@@ -76,6 +77,9 @@ struct BwdPairSharedStorage {
   RingBarriers<1> k_ring, v_ring;
   alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
 
+  __device__ __forceinline__ auto& p(int slot) {
+    return reinterpret_cast<typename Traits::ProbabilityTile&>(scores[slot]);
+  }
   __device__ __forceinline__ BwdWork& work() { return *reinterpret_cast<BwdWork*>(work_storage); }
 
   // What no load ever writes. By all threads, before a barrier among them.

@@ -28,16 +28,22 @@ __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUten
             ptx::CacheHint::kEvictLast);
 }
 
-// LSE, and delta times delta_scale, of each block of queries of a piece of work; they start at any
-// address in varlen: no bulk copy. A whole warp. The loads are under way while the slot is waited for.
+// What a kernel multiplies P and delta by.
+struct RowScales {
+  float p = 1, delta = 1;
+};
+
+// LSE and delta, scaled, of each block of queries of a piece of work; they start at any address in
+// varlen: no bulk copy. A whole warp. The loads are under way while the slot is waited for.
 // before(block, new_head, ring): before each block.
 template <int kBlockM, int kStages, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 RowValues<kBlockM> (&row_values)[kStages],
-                                                Ring<kStages>& ring, float delta_scale,
+                                                Ring<kStages>& ring, const RowScales& scales,
                                                 const Before& before) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32;
+  const float log2_p = log2f(scales.p);
   bool new_head = true;
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); new_head = block.advance(), ring.advance()) {
@@ -56,8 +62,8 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
     RowValues<kBlockM>& values = row_values[ring.stage()];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]);
-      values.delta[i * 32 + lane] = delta[i] * delta_scale;
+      values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]) - log2_p;
+      values.delta[i * 32 + lane] = delta[i] * scales.delta;
     }
     __syncwarp();
     if (lane == 0) ring.arrive_full();

@@ -18,11 +18,11 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     BwdSharedStorage<Traits>& smem) {
   using ScorePolicy = typename Traits::ScorePolicy;
-  const float delta_scale = ScorePolicy::kGeneral ? params.dropout.keep : 1.f;
+  const RowScales scales = {.delta = ScorePolicy::kGeneral ? params.dropout.keep : 1.f};
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   // Where tiles wait for those before them, only thread blocks that run may take them.
-  const bool takes_all = Traits::kPools || params.dq_turns != nullptr;
+  constexpr bool takes_all = Traits::kPools || Traits::kOrders;
   const auto take = [&] {
     int taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(params.tile_counter, 1);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
           }
         }
       };
-      load_row_values(params, work, smem.row_values, ring, delta_scale, before);
+      load_row_values(params, work, smem.row_values, ring, scales, before);
     }
     if (next == 0) take_next();
     tile_idx = next;

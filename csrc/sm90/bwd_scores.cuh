@@ -12,34 +12,21 @@
 
 namespace flash_attn::sm90 {
 
-// One value for each of a lane's queries: kBlockM / 8 pairs of neighbours.
-template <int kBlockM>
-struct QueryPairs {
-  float2 pairs[kBlockM / 8];
-
-  QueryPairs() = default;
-  __device__ __forceinline__ explicit QueryPairs(const float (&values)[kBlockM], int lane) {
-#pragma unroll
-    for (int n = 0; n < kBlockM / 8; ++n) {
-      pairs[n] = *reinterpret_cast<const float2*>(values + n * 8 + lane % 4 * 2);
-    }
-  }
-};
-
 // P = exp(S - LSE), 0 where nothing is seen: after the exponential, which may overflow there.
-// row: the first of the warp's 16 keys, counted from work.first_key.
+// lse_log2: of the block's queries, in shared memory. row: the first of the warp's 16 keys, counted from
+// work.first_key.
 template <int kBlockM>
 __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
-                                             const QueryPairs<kBlockM>& lse_log2, bool masked,
+                                             const float (&lse_log2)[kBlockM], bool masked,
                                              const BwdWork& work, int row, int first_query,
                                              int lane) {
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
+    const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + n * 8 + lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& s = S.data[0][n][i];
-      s = flash_attn::ptx::exp2(
-          fmaf(s, scale_log2, -(i % 2 == 0 ? lse_log2.pairs[n].x : lse_log2.pairs[n].y)));
+      s = flash_attn::ptx::exp2(fmaf(s, scale_log2, -(i % 2 == 0 ? lse.x : lse.y)));
     }
   }
   if (masked) {
@@ -48,23 +35,34 @@ __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float s
   }
 }
 
-// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, from P as rounded: one set of registers
-// less. delta: of the block's queries, in shared memory.
-template <typename Element, int kBlockM>
+// P as dV wants it, of the queries from kFirst to kEnd of the block.
+template <typename Element, int kFirst, int kEnd, int kBlockM>
+__device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
+                                             const Accumulator<1, kBlockM>& S) {
+#pragma unroll
+  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
+    const float (&s)[4] = S.data[0][n];
+    P.data[0][n / 2][n % 2 * 2] = flash_attn::ptx::pack<Element>(s[0], s[1]);
+    P.data[0][n / 2][n % 2 * 2 + 1] = flash_attn::ptx::pack<Element>(s[2], s[3]);
+  }
+}
+
+// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, of the queries from kFirst to kEnd. delta: of
+// the block's queries, in shared memory.
+template <typename Element, int kFirst, int kEnd, int kBlockM>
 __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
+                                              const Accumulator<1, kBlockM>& P,
                                               const Accumulator<1, kBlockM>& dP,
-                                              const OperandA<1, kBlockM>& P,
                                               const float (&delta)[kBlockM], int lane) {
 #pragma unroll
-  for (int n = 0; n < kBlockM / 8; ++n) {
+  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int r = n % 2 * 2 + row;
-      const float2 p = flash_attn::ptx::unpack<Element>(P.data[0][n / 2][r]);
+      const float* const p = P.data[0][n] + 2 * row;
       const float* const dp = dP.data[0][n] + 2 * row;
-      dS.data[0][n / 2][r] =
-          flash_attn::ptx::pack<Element>(p.x * (dp[0] - pair.x), p.y * (dp[1] - pair.y));
+      dS.data[0][n / 2][n % 2 * 2 + row] =
+          flash_attn::ptx::pack<Element>(p[0] * (dp[0] - pair.x), p[1] * (dp[1] - pair.y));
     }
   }
 }
@@ -198,13 +196,14 @@ __device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
   }
 }
 
-// differentiate() in place of dP, from P in shared memory (store_operand): fewer registers. first_row:
-// of the warp's rows in the tile.
+// dS = P ∘ (dP - delta) in place of dP, from scale · P in shared memory (store_operand), and from
+// delta / scale. first_row: of the warp's rows in the tile.
 template <typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, const float (&delta)[kBlockM],
-                                              int lane) {
+                                              float scale, int lane) {
   const uint32_t address = P.address(first_row + lane % 16, lane / 16 * 8);
+  const float inverse_scale = 1 / scale;
 #pragma unroll
   for (int col = 0; col < kBlockM; col += 16) {
     uint32_t p_pairs[4];
@@ -216,8 +215,8 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const float2 p = flash_attn::ptx::unpack<typename Tile::Element>(p_pairs[2 * n + row]);
-        dp[2 * row] = p.x * (dp[2 * row] - pair.x);
-        dp[2 * row + 1] = p.y * (dp[2 * row + 1] - pair.y);
+        dp[2 * row] = p.x * fmaf(dp[2 * row], inverse_scale, -pair.x);
+        dp[2 * row + 1] = p.y * fmaf(dp[2 * row + 1], inverse_scale, -pair.y);
       }
     }
   }

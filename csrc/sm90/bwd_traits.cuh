@@ -14,11 +14,13 @@ namespace flash_attn::sm90 {
 // How the consumers share a block's part of dQ: each takes some of the queries, or of the columns.
 enum class DqShare { kRows, kCols };
 
-// The loop's instances. kPooled: as kPlain, with the sums of dQ as a pool (bwd_dq_pool.cuh), for which
-// other forms have no room, and whose code would cost the plain loop. kScores: with score terms, each decided by a branch that all threads take
-// alike. For calls with no other terms: kAdditive (ALiBi, a bias that TMA can read, or both), which are
-// added to S and leave the rest as it is; kWeighted (softcap, dropout).
-enum class BwdForm { kPlain, kPooled, kScores, kAdditive, kWeighted };
+// The loop's instances. Without score terms: kPlain; kPooled, with the sums of dQ as a pool
+// (bwd_dq_pool.cuh), for which other forms have no room; kOrdered, with these sums in the same order
+// every time (bwd_dq_order.cuh). The code of either would cost the plain loop. kScores: with score terms, each
+// decided by a branch that all threads take alike. For calls with no other terms: kAdditive (ALiBi, a
+// bias that TMA can read, or both), which are added to S and leave the rest as it is; kWeighted (softcap,
+// dropout).
+enum class BwdForm { kPlain, kPooled, kOrdered, kScores, kAdditive, kWeighted };
 
 constexpr ScoreTerms terms_of(BwdForm form) {
   if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
@@ -29,7 +31,8 @@ constexpr ScoreTerms terms_of(BwdForm form) {
 template <DType kElementType, int kHeadDimClass, BwdForm kForm>
 struct BwdTraits {
   static constexpr DType kDType = kElementType;
-  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kForm == BwdForm::kPooled;
+  static constexpr bool kPools = kForm == BwdForm::kPooled, kOrders = kForm == BwdForm::kOrdered;
+  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
   // What dS consists of beside dP and delta waits for them in shared memory, not in registers.
@@ -58,11 +61,8 @@ struct BwdTraits {
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
   static_assert(kDqShare == DqShare::kRows || (kBlockM == 64 && kDqCols % QTile::kSlabCols == 0));
 
-  // Whether additions to dQ can take turns: with score terms registers are too short for it.
-  static constexpr bool kCanOrder = kForm == BwdForm::kPlain;
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
-  // dq_accum is a pool. A piece of it: 16 KiB.
-  static constexpr bool kPools = kForm == BwdForm::kPooled;
+  // A piece of the pool of dQ's sums: 16 KiB.
   static constexpr int kPieceRows = 4096 / kHeadDim, kPieceStages = 2;
   static constexpr int kPieces = 4;  // that a warp takes on at a time
   using PieceSlab =
@@ -166,7 +166,8 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   // helpers: warps beside the loader that read the queue.
   __device__ __forceinline__ void init_barriers(int helpers) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    q_ring.init(2, kConsumerWarps);  // Q's bytes, and the warp that brings row_values
+    // Q's bytes, and the warp that brings row_values, of which each thread says that it has read them.
+    q_ring.init(2, 32 * kConsumerWarps);
     dout_ring.init(1, kConsumerWarps);
     // Who waits for all to be full knows what is empty, but for copies of it that leave (dbias).
     ds_ring.init(kConsumerWarps, 1);

@@ -96,18 +96,20 @@ __device__ __forceinline__ void gemm_ss(Accumulator<1, kN>& C,
 }
 
 // Starts C[first_col …] += A B, A in registers, B in shared memory with k in its rows: of the columns
-// of C that B's tile has.
-template <typename Element, int kN, int kK, typename TileB>
+// of C that B's tile has, over k from kFirstK to kEndK (-1: to the end).
+template <typename Element, int kFirstK = 0, int kEndK = -1, int kN, int kK, typename TileB>
 __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& A,
                                         const WgmmaOperand<Layout::kKOuter, TileB>& B,
                                         int first_col = 0) {
   constexpr int kCols = TileB::kCols < kN ? TileB::kCols : kN;
   using Columns = float[kCols / 8][4];
-  pin(C);
-  pin(A);
+  if constexpr (kFirstK == 0) {  // later, C may be under way
+    pin(C);
+    pin(A);
+  }
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kK; k += 16) {
+  for (int k = kFirstK; k < (kEndK < 0 ? kK : kEndK); k += 16) {
     ptx::Wgmma<Element, kCols>::template rs<B.kMajor>(
         reinterpret_cast<Columns&>(C.data[0][first_col / 8]), A.data[0][k / 16], B.descriptor(k),
         1);
