@@ -19,6 +19,12 @@ bool has_some_terms(const BwdParams& params) {
          (!has_bias || can_stage_bias(params));
 }
 
+// Whether it runs in the narrower class of kernels for some terms.
+bool is_narrow_with_terms(const BwdParams& params) {
+  return has_some_terms(params) &&
+         std::max(params.head_dim, params.head_dim_v) <= kBwdNarrowTermsClass;
+}
+
 }  // namespace
 
 bool stores_bias_gradient(const BwdParams& params) {
@@ -27,15 +33,20 @@ bool stores_bias_gradient(const BwdParams& params) {
 }
 
 int bwd_dq_accum_cols(const BwdParams& params) {
-  if (cuda::has_score_terms(params) && !has_some_terms(params)) return kBwdScoresClass;
+  const int widest = std::max(params.head_dim, params.head_dim_v);
+  if (cuda::has_score_terms(params) && widest <= kBwdMaxSingleHeadDim) {
+    return is_narrow_with_terms(params) ? kBwdNarrowTermsClass : kBwdScoresClass;
+  }
   return with_bwd_class(params.head_dim, params.head_dim_v,
-                        [&]<int kHeadDim, int kHeadDimV> { return kHeadDim; });
+                        []<int kHeadDim, int kHeadDimV> { return bwd_tile_cols(kHeadDim); });
 }
 
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
-  const bool is_narrow = bwd_dq_accum_cols(params) <= kBwdMaxSingleHeadDim;
-  if (!is_dense || !is_narrow || params.deterministic || cuda::has_score_terms(params) ||
+  const bool pools =
+      with_bwd_class(params.head_dim, params.head_dim_v,
+                     []<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pools; });
+  if (!is_dense || !pools || params.deterministic || cuda::has_score_terms(params) ||
       params.seqlen_q > kBwdMaxPooledQueries) {
     return 0;
   }
@@ -52,17 +63,21 @@ int64_t bwd_dq_pool_rows(const BwdParams& params) {
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   cuda::run_bwd_steps(params, DqAccumOrder::kByLane, stream, [&] {
     cuda::with_dtype(params.dtype, [&]<DType kDType> {
-      with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
-        if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {
-          launch_bwd_pair<kDType, kHeadDim, kHeadDimV>(params, stream);
-        } else if (has_some_terms(params)) {
-          launch_bwd_with_some_terms<kDType, kHeadDim>(params, device, stream);
-        } else if (cuda::has_score_terms(params)) {
-          launch_bwd_with_scores<kDType, kBwdScoresClass>(params, device, stream);
-        } else {
-          launch_bwd<kDType, kHeadDim>(params, device, stream);
-        }
-      });
+      if (is_narrow_with_terms(params)) {
+        launch_bwd_with_some_terms<kDType, kBwdNarrowTermsClass>(params, device, stream);
+      } else if (has_some_terms(params)) {
+        launch_bwd_with_some_terms<kDType, kBwdScoresClass>(params, device, stream);
+      } else if (cuda::has_score_terms(params)) {
+        launch_bwd_with_scores<kDType, kBwdScoresClass>(params, device, stream);
+      } else {
+        with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+          if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {
+            launch_bwd_pair<kDType, kHeadDim, kHeadDimV>(params, stream);
+          } else {
+            launch_bwd<kDType, kHeadDim>(params, device, stream);
+          }
+        });
+      }
     });
   });
 }

@@ -246,7 +246,7 @@ class QueryWalk {
       begun = true;
       self.turn_ring.wait_full();
     }
-    reduction.add(dQ);
+    reduction.template add<Traits::kDqAddedCols>(dQ, self.dq_first_added_col());
     if constexpr (Traits::kOrders) self.turn_ring.advance();
   }
   // Of the block before: an iteration later, when its reductions are on their way.
@@ -275,7 +275,7 @@ class QueryWalk {
       dS;  // of the block before; then this one's weights, if there are any
   QueryBlocks block;
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
-  DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction;
+  DqReduction<Traits::kBlockM, Traits::kTileCols> reduction;
 };
 
 // dK or dV of this warp's keys, some columns at a time, through an empty place of dS: nobody else
@@ -384,7 +384,7 @@ template <typename Traits>
 void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream stream) {
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim);
+  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kTileCols);
   const int num_tiles = scheduler.num_tiles(), blocks = std::min(num_tiles, device.num_sms);
   if (num_tiles == 0) return;
   BwdTermMaps<Traits::kAdditive> maps = {
@@ -412,9 +412,13 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
 
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  if (params.dq_pool.places > 0) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device, stream);
-  } else if (params.dq_turns != nullptr) {
+  if constexpr (kBwdTile<kHeadDim>.pools) {
+    if (params.dq_pool.places > 0) {
+      return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device,
+                                                                              stream);
+    }
+  }
+  if (params.dq_turns != nullptr) {
     launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kOrdered>>(params, device, stream);
   } else {
     launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, device, stream);

@@ -15,15 +15,25 @@ inline constexpr int kBwdMaxSingleHeadDim = 128;
 struct BwdTile {
   int block_m;  // queries of an iteration
   int stages;   // blocks of Q, and of dO, in shared memory
+  bool pools;   // where sequences are short, the sums of dQ may be a pool
 };
 
 // dK and dV take kHeadDim registers of a thread, S and dP block_m: together at most 192 of 240.
 template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
-inline constexpr BwdTile kBwdTile<64> = {.block_m = 128, .stages = 2};
+inline constexpr BwdTile kBwdTile<48> = {.block_m = 128, .stages = 2, .pools = false};
 template <>
-inline constexpr BwdTile kBwdTile<128> = {.block_m = 64, .stages = 2};
+inline constexpr BwdTile kBwdTile<64> = {.block_m = 128, .stages = 2, .pools = true};
+template <>
+inline constexpr BwdTile kBwdTile<80> = {.block_m = 64, .stages = 2, .pools = false};
+template <>
+inline constexpr BwdTile kBwdTile<96> = {.block_m = 64, .stages = 2, .pools = false};
+template <>
+inline constexpr BwdTile kBwdTile<128> = {.block_m = 64, .stages = 2, .pools = true};
+
+// Columns of a class's tiles in shared memory, and of its sums of dQ.
+constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
 
 // The sums of dQ as a pool (bwd_dq_pool.cuh) spare memory traffic that counts where sequences are short.
 // Rows of a head in it: a multiple of every piece's.
@@ -55,14 +65,18 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
                                                   .dq_registers = 72,
                                                   .key_registers = 208};
 
-// The class of calls with several score terms, of head dims up to kBwdMaxSingleHeadDim.
-inline constexpr int kBwdScoresClass = 128;
+// The class of calls with several score terms, of head dims up to kBwdMaxSingleHeadDim. With terms that have
+// kernels of their own there are two classes, this one and:
+inline constexpr int kBwdScoresClass = 128, kBwdNarrowTermsClass = 64;
 
-// Calls f.template operator()<class of q and k, class of v>().
+// Calls f.template operator()<class of q and k, class of v>(). Without score terms.
 template <typename F>
 auto with_bwd_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest > 32 && widest <= 48) return f.template operator()<48, 48>();
   if (widest <= 64) return f.template operator()<64, 64>();
+  if (widest <= 80) return f.template operator()<80, 80>();
+  if (widest <= 96) return f.template operator()<96, 96>();
   if (widest <= 128) return f.template operator()<128, 128>();
   if (widest <= 192 && head_dim_v <= 128) return f.template operator()<192, 128>();
   if (widest <= 192) return f.template operator()<192, 192>();

@@ -150,8 +150,10 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   __device__ __forceinline__ int dq_first_row() const {
     return Traits::kDqShare == DqShare::kRows ? warpgroup * 64 : 0;
   }
-  __device__ __forceinline__ int dq_first_col() const {
-    return Traits::kDqShare == DqShare::kCols ? warpgroup * Traits::kDqCols : 0;
+  __device__ __forceinline__ int dq_first_col() const { return warpgroup * Traits::kDqFirstCol; }
+  // Which of its columns this consumer adds first.
+  __device__ __forceinline__ int dq_first_added_col() const {
+    return warpgroup * (Traits::kDqCols - Traits::kDqAddedCols);
   }
 
  private:

@@ -44,12 +44,25 @@ __device__ __forceinline__ void for_each_turn(const BwdParams& params, bool last
   }
 }
 
-// A tile waits only for tiles that were taken before it.
+// Whether the sequences lie one behind the other. A whole warp.
+__device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
+  if (cu_seqlens == nullptr) return true;
+  bool ascending = true;
+  for (int b = threadIdx.x % 32; b < batch; b += 32) {
+    ascending &= cu_seqlens[b] <= cu_seqlens[b + 1];
+  }
+  return __all_sync(~0u, ascending);
+}
+
+// A tile waits only for tiles that were taken before it. Where sequences overlap, which is an error of
+// the caller, some tiles do not exist, and nobody may wait for them.
 template <typename Traits>
 __device__ __forceinline__ void await_turns_loop(const BwdParams& params, bool last_first,
                                                  BwdSharedStorage<Traits>& smem) {
-  for_each_turn(params, last_first, smem, [](const DqTurn& at, const auto& ring) {
-    while (at.added.load(::cuda::memory_order_acquire) != at.turn) {
+  const bool waits =
+      ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
+  for_each_turn(params, last_first, smem, [waits](const DqTurn& at, const auto& ring) {
+    while (waits && at.added.load(::cuda::memory_order_acquire) != at.turn) {
     }
     ring.wait_empty();
     __syncwarp();

@@ -9,8 +9,8 @@
 namespace flash_attn::sm90 {
 
 // A walk of its own over the blocks of kBlockM queries: where a warp adds 16 rows of each block's dQ.
-// kHeadDim: columns of dq_accum.
-template <int kBlockM, int kHeadDim>
+// kAccumCols: of dq_accum.
+template <int kBlockM, int kAccumCols>
 class DqReduction {
  public:
   // row, col: of the warp's rows in a block, and of the columns that it adds first.
@@ -18,7 +18,7 @@ class DqReduction {
                                          const QueryBlocks& first, int row, int col, int lane)
       : params_(params),
         work_(work),
-        offset_(row * kHeadDim + col / 8 * kDqAccumBlock +
+        offset_(row * kAccumCols + col / 8 * kDqAccumBlock +
                 dq_accum_position(DqAccumOrder::kByLane, lane, 0)),
         block_(first) {}
 
@@ -28,19 +28,22 @@ class DqReduction {
     if (new_head_) {
       start_head();
     } else {
-      accum_ += kBlockM * kHeadDim;
+      accum_ += kBlockM * kAccumCols;
       rows_left_ -= kBlockM;
     }
     new_head_ = block_.advance();
   }
 
-  // first_col: of dQ, behind the constructor's. A block of 16 rows that the sequence lacks belongs to
-  // somebody else.
-  template <int kCols>
-  __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_col = 0) const {
+  // The first column of dQ lies first_col behind the constructor's. Of dQ's columns kAdded are added, from
+  // first_added on. A block of 16 rows that the sequence lacks belongs to somebody else.
+  template <int kAdded, int kCols>
+  __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_added = 0,
+                                      int first_col = 0) const {
     if (rows_left_ <= 0) return;
 #pragma unroll
     for (int n = 0; n < kCols / 8; ++n) {
+      const bool is_always_added = n >= (kCols - kAdded) / 8 && n < kAdded / 8;
+      if (!is_always_added && (n < first_added / 8 || n >= (first_added + kAdded) / 8)) continue;
       const float (&c)[4] = dQ.data[0][n];
       flash_attn::ptx::red_add_v4(accum_ + (first_col / 8 + n) * kDqAccumBlock, c[0], c[1], c[2],
                                   c[3]);
@@ -51,9 +54,9 @@ class DqReduction {
   __device__ __forceinline__ void start_head() {
     const int first_row = block_.m * kBlockM;
     rows_left_ =
-        work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kHeadDim) * kDqAccumRows;
+        work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kAccumCols) * kDqAccumRows;
     const int64_t of_head = (block_.head - work_.q.head) * params_.dq_accum_rows;
-    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kHeadDim + offset_;
+    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kAccumCols + offset_;
   }
 
   const BwdParams& params_;

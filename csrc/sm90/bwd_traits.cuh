@@ -47,8 +47,9 @@ struct BwdTraits {
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
-  using QTile = SmemTile<Element, kBlockM, kHeadDim>;  // dO too
-  using KTile = SmemTile<Element, kBlockN, kHeadDim>;  // V too
+  static constexpr int kTileCols = bwd_tile_cols(kHeadDim);
+  using QTile = SmemTile<Element, kBlockM, kTileCols>;  // dO too
+  using KTile = SmemTile<Element, kBlockN, kTileCols>;  // V too
   // dSᵀ, keys as rows; or dS, queries as rows, as it leaves for the gradient of a bias.
   using ScoreTile = std::conditional_t<kAdditive, SmemTile<Element, kBlockM, kBlockN>,
                                        SmemTile<Element, kBlockN, kBlockM>>;
@@ -57,9 +58,14 @@ struct BwdTraits {
   using KeyGradient = Accumulator<1, kHeadDim>;  // dK, dV of a consumer's 64 keys
 
   static constexpr DqShare kDqShare = kBlockM == 64 * kConsumers ? DqShare::kRows : DqShare::kCols;
-  static constexpr int kDqCols = kDqShare == DqShare::kCols ? kHeadDim / kConsumers : kHeadDim;
+  // A share of columns starts with a slab. Where a half does not, the shares overlap, and each consumer
+  // adds its half.
+  static constexpr int kDqAddedCols = kDqShare == DqShare::kRows ? kHeadDim : kHeadDim / kConsumers;
+  static constexpr int kDqFirstCol =  // of the second consumer
+      kDqShare == DqShare::kRows ? 0 : kDqAddedCols / QTile::kSlabCols * QTile::kSlabCols;
+  static constexpr int kDqCols = kHeadDim - kDqFirstCol;
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
-  static_assert(kDqShare == DqShare::kRows || (kBlockM == 64 && kDqCols % QTile::kSlabCols == 0));
+  static_assert(kDqShare == DqShare::kRows || kBlockM == 64);
 
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
   // A piece of the pool of dQ's sums: 16 KiB.
@@ -96,7 +102,7 @@ template <typename Traits, bool kPools = Traits::kPools>
 struct BwdPoolStorage {};
 template <typename Traits>
 struct BwdPoolStorage<Traits, true> {
-  alignas(1024) float pieces[Traits::kPieceStages][Traits::kPieceRows * Traits::kHeadDim];
+  alignas(1024) float pieces[Traits::kPieceStages][Traits::kPieceRows * Traits::kTileCols];
 };
 
 template <bool kAdditive>

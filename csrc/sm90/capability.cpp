@@ -32,13 +32,14 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   // What dQ's kernel does not store itself, one of sm80 computes beside it.
   if (call.bias_gradient) cuda::refuse_without_code(reasons, call);
   const bool has_terms = call.alibi || call.softcap || call.bias || call.dropout;
-  reasons.refuse_if(call.deterministic && (has_terms || call.ragged),
-                    "deterministic with score terms, dropout, varlen, seqused or leftpad is not "
-                    "supported");
-  // Slopes leave most probabilities below the normal range of fp16, to which they are rounded here
-  // before they become gradients.
-  reasons.refuse_if(call.alibi && call.dtype == DType::kFp16,
-                    "alibi_slopes in float16 is not supported in the backward");
+  reasons.refuse_if(call.deterministic && has_terms,
+                    "deterministic with score terms or dropout is not supported");
+  // Slopes leave most probabilities below the normal range of fp16, to which kernels for several terms
+  // round them before they become gradients.
+  const bool has_several_terms = call.softcap || call.dropout || (call.bias && !call.dense_bias);
+  reasons.refuse_if(call.alibi && has_several_terms && call.dtype == DType::kFp16,
+                    "alibi_slopes in float16 beside other score terms is not supported in the "
+                    "backward");
   if (std::max(call.head_dim, call.head_dim_v) <= kBwdMaxSingleHeadDim) return;
   const std::string where =
       " is not supported in the backward above head_dim " + std::to_string(kBwdMaxSingleHeadDim);

@@ -1,0 +1,8 @@
+#include "../bwd.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_bwd<DType::kFp16, 96>(const BwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_bwd<DType::kBf16, 96>(const BwdParams&, const cuda::DeviceInfo&, Stream);
+
+}  // namespace flash_attn::sm90
