@@ -59,8 +59,9 @@ class Pool:
 
     def need(self, ranks: int) -> None:
         """Skips the test where the world is smaller."""
-        if self.size < min(ranks, 4):
-            pytest.skip(f"needs {min(ranks, 4)} GPUs")
+        needed = 4 if ranks in (4, TWO_DIMENSIONS) else 2
+        if self.size < needed:
+            pytest.skip(f"needs {needed} GPUs")
 
     def outcomes(self, function: Callable, *arguments: object) -> list[tuple[bool, object]]:
         """Of function(*arguments) on every rank: (True, its result) or (False, its traceback)."""
@@ -84,7 +85,8 @@ class Pool:
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
 
-    def close(self) -> None:
+    def close(self) -> list[int | None]:
+        """The exit codes; negative: the signal that ended a process."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -92,9 +94,11 @@ class Pool:
             process.join(5)
             process.kill()
         self._folder.cleanup()
+        return [process.exitcode for process in self._processes]
 
 
-TWO_DIMENSIONS = 22
+# Groups of two dimensions, outer times inner: 2 x 2, 2 x 1, 1 x 2.
+TWO_DIMENSIONS, OUTER_OF_TWO, INNER_OF_TWO = 22, 21, 12
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -105,15 +109,33 @@ def group_of(*members: int) -> dist.ProcessGroup | None:
     return _groups[members] if dist.get_rank() in members else None
 
 
+def _device_of(rank: int, device: str) -> str:
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
 def place(ranks: int, device: str):
     """This rank's device and its group, None if it takes no part: of 4 ranks; of 2, which are not
-    neighbours in a world of 4; of 2 times 2, of which the inner ones are not."""
+    neighbours in a world of 4; of 2 times 2, of which the inner ones are not; of 2 times 1, and
+    of 1 times 2."""
     rank = dist.get_rank()
-    if device == "cuda":
-        device = f"cuda:{rank}"
+    device = _device_of(rank, device)
     if ranks == TWO_DIMENSIONS:
         outer, inner = (group_of(0, 1), group_of(2, 3)), (group_of(0, 2), group_of(1, 3))
         return device, (outer[rank // 2], inner[rank % 2])
     if ranks == 4:
         return device, group_of(0, 1, 2, 3)
-    return device, group_of(1, 3) if dist.get_world_size() == 4 else group_of(0, 1)
+    members = (1, 3) if dist.get_world_size() == 4 else (0, 1)
+    both = group_of(*members)
+    if ranks == 2:
+        return device, both
+    alone = [group_of(member) for member in members]
+    if both is None:
+        return device, None
+    mine = alone[members.index(rank)]
+    return device, (both, mine) if ranks == OUTER_OF_TWO else (mine, both)
+
+
+def everyone(device: str):
+    """This rank's device and the group of all ranks."""
+    members = range(dist.get_world_size())
+    return _device_of(dist.get_rank(), device), group_of(*members)
