@@ -308,7 +308,7 @@ def test_backward_in_head_groups(scheme: str, pool: Pool) -> None:
 
 # How much larger the error of a scheme may be than that of one process. On a GPU the kernels round
 # each partial result to 16 bits: twice as much rounding as of one process, whose only error it
-# is at worst, and a little for chance. "ulysses" adds no parts up where no two ranks share a key head.
+# is at worst, and a little for chance. "ulysses" adds no parts up where ranks share no key head.
 ERROR_OF_RANKS, ERROR_OF_ROUNDED_PARTS = 1.1, 1.5
 
 
