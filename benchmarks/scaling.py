@@ -48,6 +48,8 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
+# Nothing travels: the ring's kernels on buffers that are local already.
+LOCAL = dataclasses.replace(ASSUMED, in_host=math.inf, in_host_latency=0.0, transfer_share=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +233,8 @@ def two_gpus() -> list[dict]:
         records.append(results.record("scaling.two", shape, "x one GPU", speedups))
         memory = {name: cost.memory / alone.memory for name, cost in costs.items()}
         records.append(results.record("scaling.two.memory", shape, "of one GPU's", memory))
+        longer = {"ring": costs["ring"].both / ring(length, 2, False, a=LOCAL).both}
+        records.append(results.record("scaling.two.local", shape, "x local buffers", longer))
     return records
 
 
