@@ -42,15 +42,20 @@ class Pool:
     """seconds: for one function on all ranks; the group's own time-out is half of it."""
 
     def __init__(self, size: int, device: str, seconds: float = 60) -> None:
-        context = mp.get_context("spawn")
         self.size, self.device, self.seconds = size, device, seconds
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._processes = [], []
-        for rank in range(size):
+        for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, device, seconds, store, there), daemon=True
+                target=_serve,
+                args=(rank, self.size, self.device, self.seconds, store, there),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -65,6 +70,11 @@ class Pool:
 
     def outcomes(self, function: Callable, *arguments: object) -> list[tuple[bool, object]]:
         """Of function(*arguments) on every rank: (True, its result) or (False, its traceback)."""
+        if not all(
+            process.is_alive() for process in self._processes
+        ):  # a test before has ended one
+            self.close()
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results = []
@@ -74,7 +84,7 @@ class Pool:
                 pytest.fail(f"rank {rank} has not answered in {self.seconds} s")
             try:
                 results.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 results.append((False, "the process has ended"))
         return results
 

@@ -209,7 +209,7 @@ def check_slow_rank(scheme: str) -> None:
 def wait_on_nccl(scheme: str) -> None:
     """The same on GPUs: NCCL's watchdog ends the process of the rank that waits."""
     device, _ = everyone("cuda")
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
     dist.barrier(group)
     if dist.get_rank() == 0:
         parts = [context_parallel.split(x, group) for x in inputs(device)]
@@ -224,7 +224,7 @@ def test_slow_rank(scheme: str, pool: Pool) -> None:
         return
     if scheme != "ring":
         pytest.skip("the watchdog is the same one")
-    own = Pool(2, "cuda", seconds=120)
+    own = Pool(2, "cuda", seconds=60)
     try:
         came_back, why = own.outcomes(wait_on_nccl, scheme)[0]
     finally:
