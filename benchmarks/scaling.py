@@ -146,8 +146,8 @@ def ring(
             moving = transfer_time(moved / parts, between_hosts, a)
             computing += a.transfer_share * min(moving, computing)
             total += parts * max(computing, moving, a.launch)
-        if backward and ranks > 1:  # the last block's gradient
-            total += parts * transfer_time(wide_keys / parts, between_hosts, a)
+        if backward and ranks > 1:  # the last block's gradient, of the last heads
+            total += transfer_time(wide_keys / parts, between_hosts, a)
         seconds.append(total)
     # q, out, dout, dq and k, v, dk, dv; and of one group of heads: the call's dq and its fp32 sum,
     # ours; own, current and next keys, and their dk and dv from the call; these in fp32, on their
