@@ -48,6 +48,8 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
+# Nothing travels: the ring's kernels on buffers that are local already.
+LOCAL = dataclasses.replace(ASSUMED, in_host=math.inf, in_host_latency=0.0, transfer_share=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +146,8 @@ def ring(
             moving = transfer_time(moved / parts, between_hosts, a)
             computing += a.transfer_share * min(moving, computing)
             total += parts * max(computing, moving, a.launch)
-        if backward and ranks > 1:  # the last block's gradient
-            total += parts * transfer_time(wide_keys / parts, between_hosts, a)
+        if backward and ranks > 1:  # the last block's gradient, of the last heads
+            total += transfer_time(wide_keys / parts, between_hosts, a)
         seconds.append(total)
     # q, out, dout, dq and k, v, dk, dv; and of one group of heads: the call's dq and its fp32 sum,
     # ours; own, current and next keys, and their dk and dv from the call; these in fp32, on their
@@ -231,6 +233,8 @@ def two_gpus() -> list[dict]:
         records.append(results.record("scaling.two", shape, "x one GPU", speedups))
         memory = {name: cost.memory / alone.memory for name, cost in costs.items()}
         records.append(results.record("scaling.two.memory", shape, "of one GPU's", memory))
+        longer = {"ring": costs["ring"].both / ring(length, 2, False, a=LOCAL).both}
+        records.append(results.record("scaling.two.local", shape, "x local buffers", longer))
     return records
 
 

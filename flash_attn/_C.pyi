@@ -124,6 +124,22 @@ def kvcache(
     Without cache_seqlens the new tokens are the caches' last. Not differentiable.
     """
 
+def heads_first(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    gqa: bool,
+    backend: str | None,
+    /,
+) -> Tensor | None:
+    """fwd as scaled_dot_product_attention: (batch, heads, rows, d), differentiable as fwd is. None
+    where something has to be broadcast or cast, the scale is not above 0, or a tensor is a subclass
+    or otherwise not what kernels read as it lies there."""
+
 def rng_state(like: Tensor, /) -> Tensor:
     """int64 (2): a fresh seed and offset from torch's generator of like's device."""
 

@@ -265,6 +265,14 @@ def fwd(arguments):
     return results
 
 
+def heads_first(query, key, value, attn_mask, dropout_p, scale, causal, gqa):
+    """The op `fwd` of (batch, heads, rows, d), turned in C++; None where the call needs more."""
+    if torch.compiler.is_compiling() or _functorch.is_active() or _log.ENABLED:
+        return None
+    options = (dropout_p, scale, causal, gqa, forced_backend())
+    return C.heads_first(query, key, value, attn_mask, *options)
+
+
 def draw_rng_state(like):
     """What a call with dropout draws its mask from: int64 (2) on the device of `like`."""
     return _ops().rng_state(like)

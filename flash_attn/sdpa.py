@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flash_attn._call import fwd, fwd_arguments
+from flash_attn._call import fwd, fwd_arguments, heads_first
 from flash_attn._errors import explain
 from flash_attn._torch_flash import override
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
@@ -198,6 +198,9 @@ def scaled_dot_product_attention(
                 "flash_attn: attn_mask: expected None with is_causal=True (Explicit attn_mask"
                 " should not be set when is_causal=True), got a tensor"
             )
+        out = heads_first(query, key, value, attn_mask, dropout_p, scale, is_causal, enable_gqa)
+        if out is not None:
+            return out
         if scale is not None and scale <= 0:
             query, scale = _with_positive_scale(query, scale)
         leading, dims = None, query.dim()

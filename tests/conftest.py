@@ -83,7 +83,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     size = 4 if request.param == "cpu" else min(4, torch.cuda.device_count())
     if size < 2:
         pytest.skip("needs at least 2 GPUs")
-    pool = Pool(size, request.param)
+    pool = Pool(size, request.param, seconds=60 if request.param == "cpu" else 40)
     yield pool
     pool.close()
 

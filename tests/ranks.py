@@ -42,15 +42,20 @@ class Pool:
     """seconds: for one function on all ranks; the group's own time-out is half of it."""
 
     def __init__(self, size: int, device: str, seconds: float = 60) -> None:
-        context = mp.get_context("spawn")
         self.size, self.device, self.seconds = size, device, seconds
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._processes = [], []
-        for rank in range(size):
+        for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, device, seconds, store, there), daemon=True
+                target=_serve,
+                args=(rank, self.size, self.device, self.seconds, store, there),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -59,11 +64,17 @@ class Pool:
 
     def need(self, ranks: int) -> None:
         """Skips the test where the world is smaller."""
-        if self.size < min(ranks, 4):
-            pytest.skip(f"needs {min(ranks, 4)} GPUs")
+        needed = 4 if ranks in (4, TWO_DIMENSIONS) else 2
+        if self.size < needed:
+            pytest.skip(f"needs {needed} GPUs")
 
     def outcomes(self, function: Callable, *arguments: object) -> list[tuple[bool, object]]:
         """Of function(*arguments) on every rank: (True, its result) or (False, its traceback)."""
+        if not all(
+            process.is_alive() for process in self._processes
+        ):  # a test before has ended one
+            self.close()
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results = []
@@ -73,7 +84,7 @@ class Pool:
                 pytest.fail(f"rank {rank} has not answered in {self.seconds} s")
             try:
                 results.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 results.append((False, "the process has ended"))
         return results
 
@@ -84,7 +95,8 @@ class Pool:
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
 
-    def close(self) -> None:
+    def close(self) -> list[int | None]:
+        """The exit codes; negative: the signal that ended a process."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -92,9 +104,11 @@ class Pool:
             process.join(5)
             process.kill()
         self._folder.cleanup()
+        return [process.exitcode for process in self._processes]
 
 
-TWO_DIMENSIONS = 22
+# Groups of two dimensions, outer times inner: 2 x 2, 2 x 1, 1 x 2.
+TWO_DIMENSIONS, OUTER_OF_TWO, INNER_OF_TWO = 22, 21, 12
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -105,15 +119,33 @@ def group_of(*members: int) -> dist.ProcessGroup | None:
     return _groups[members] if dist.get_rank() in members else None
 
 
+def _device_of(rank: int, device: str) -> str:
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
 def place(ranks: int, device: str):
     """This rank's device and its group, None if it takes no part: of 4 ranks; of 2, which are not
-    neighbours in a world of 4; of 2 times 2, of which the inner ones are not."""
+    neighbours in a world of 4; of 2 times 2, of which the inner ones are not; of 2 times 1, and
+    of 1 times 2."""
     rank = dist.get_rank()
-    if device == "cuda":
-        device = f"cuda:{rank}"
+    device = _device_of(rank, device)
     if ranks == TWO_DIMENSIONS:
         outer, inner = (group_of(0, 1), group_of(2, 3)), (group_of(0, 2), group_of(1, 3))
         return device, (outer[rank // 2], inner[rank % 2])
     if ranks == 4:
         return device, group_of(0, 1, 2, 3)
-    return device, group_of(1, 3) if dist.get_world_size() == 4 else group_of(0, 1)
+    members = (1, 3) if dist.get_world_size() == 4 else (0, 1)
+    both = group_of(*members)
+    if ranks == 2:
+        return device, both
+    alone = [group_of(member) for member in members]
+    if both is None:
+        return device, None
+    mine = alone[members.index(rank)]
+    return device, (both, mine) if ranks == OUTER_OF_TWO else (mine, both)
+
+
+def everyone(device: str):
+    """This rank's device and the group of all ranks."""
+    members = range(dist.get_world_size())
+    return _device_of(dist.get_rank(), device), group_of(*members)

@@ -275,8 +275,9 @@ def test_host_overhead_is_of_what_a_user_gets(monkeypatch, tmp_path):
     assert [r["shape"]["forward"] for r in records] == ["aten"] * 3
     assert records[2]["shape"]["backward"] == "aten"
     for record in records:
-        assert set(record["values"]) == {"ours", "sdpa", "sdpa flash"}
-        assert set(record["ratio"]) == {"ours/sdpa", "ours/sdpa flash"}
+        assert set(record["values"]) == {"ours", "ours as sdpa", "sdpa", "sdpa flash"}
+        mine, peers = ("ours", "ours as sdpa"), ("sdpa", "sdpa flash")
+        assert set(record["ratio"]) == {f"{m}/{p}" for m in mine for p in peers}
 
 
 def test_scaling_counts_the_pairs_of_the_plan():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Pool, place
+from ranks import Pool, everyone, place
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.utils.checkpoint import checkpoint
@@ -67,7 +68,7 @@ def test_compile(scheme: str | None, pool: Pool) -> None:
 
 
 def check_checkpointed(scheme: str, device: str) -> None:
-    device, group = place(4, device)
+    device, group = everyone(device)
     parts = [context_parallel.split(x, group).detach().requires_grad_() for x in inputs(device)]
 
     def attend(q, k, v):
@@ -82,12 +83,11 @@ def check_checkpointed(scheme: str, device: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_activation_checkpointing(scheme: str, pool: Pool) -> None:
-    pool.need(4)
     pool.run(check_checkpointed, scheme, pool.device)
 
 
 def check_autocast(scheme: str, device: str) -> None:
-    device, group = place(4, device)
+    device, group = everyone(device)
     kind = torch.device(device).type
     parts = [context_parallel.split(x, group) for x in inputs(device, torch.float32)]
     with torch.autocast(kind, torch.bfloat16):
@@ -100,12 +100,11 @@ def check_autocast(scheme: str, device: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_autocast(scheme: str, pool: Pool) -> None:
-    pool.need(4)
     pool.run(check_autocast, scheme, pool.device)
 
 
 def check_without_grad(scheme: str, device: str) -> None:
-    device, group = place(4, device)
+    device, group = everyone(device)
     whole = [x.detach() for x in inputs(device)]
     expected = flash_attn.flash_attn_func(*whole, causal=True)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -118,13 +117,13 @@ def check_without_grad(scheme: str, device: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_grad(scheme: str, pool: Pool) -> None:
     """Under no_grad and in inference mode."""
-    pool.need(4)
     pool.run(check_without_grad, scheme, pool.device)
 
 
 def check_torch_context_parallel(causal: bool, balanced: bool, device: str) -> None:
-    device, _ = place(4, device)
-    mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (4,))
+    device, _ = everyone(device)
+    kind = torch.device(device).type
+    mesh = dist.device_mesh.init_device_mesh(kind, (dist.get_world_size(),))
     torch_side = hooks._torch_side()
     whole = [x.detach().transpose(1, 2) for x in inputs(device)]
     leaves = [x.clone().requires_grad_() for x in whole]
@@ -151,7 +150,6 @@ def check_torch_context_parallel(causal: bool, balanced: bool, device: str) -> N
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_torch_context_parallel(causal: bool, balanced: bool, pool: Pool) -> None:
-    pool.need(4)
     pool.run(check_torch_context_parallel, causal, balanced, pool.device)
 
 
@@ -167,7 +165,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_transformers(device: str) -> None:
-    device, group = place(4, device)
+    device, group = everyone(device)
     q, k, v = (x.detach() for x in inputs(device))
     sink = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=q.dtype).to(device)
     attend = context_parallel.transformers_attention(group, layout="contiguous")
@@ -194,7 +192,6 @@ def check_transformers(device: str) -> None:
 
 
 def test_transformers(pool: Pool) -> None:
-    pool.need(4)
     pool.run(check_transformers, pool.device)
 
 
@@ -209,11 +206,31 @@ def check_slow_rank(scheme: str) -> None:
         assert time.monotonic() - start < 20
 
 
+def wait_on_nccl(scheme: str) -> None:
+    """The same on GPUs: NCCL's watchdog ends the process of the rank that waits."""
+    device, _ = everyone("cuda")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        parts = [context_parallel.split(x, group) for x in inputs(device)]
+        context_parallel.flash_attn_func(*parts, group=group, scheme=scheme)
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_slow_rank(scheme: str, pool: Pool) -> None:
-    if pool.device == "cuda":
-        pytest.skip("NCCL's watchdog ends the process")
-    pool.run(check_slow_rank, scheme)
+    if pool.device == "cpu":
+        pool.run(check_slow_rank, scheme)
+        return
+    if scheme != "ring":
+        pytest.skip("the watchdog is the same one")
+    own = Pool(2, "cuda", seconds=60)
+    try:
+        came_back, why = own.outcomes(wait_on_nccl, scheme)[0]
+    finally:
+        codes = own.close()
+    assert not came_back
+    assert codes[0] == -signal.SIGABRT or re.search("(?i)timed? ?out", why)
 
 
 def check_dead_rank() -> None:

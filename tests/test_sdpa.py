@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import ATEN_CPU, ATEN_CUDA, SM80, Target, each_target, use
+from cases import ATEN_CPU, ATEN_CUDA, SM80, SM90, Target, each_target, use
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import flash_attn
+from flash_attn._call import heads_first
 
 
 def test_signature() -> None:
@@ -127,6 +128,86 @@ def test_sixteen_bits(is_causal: bool, target: Target) -> None:
         expected = torch_sdpa(*(x.double() for x in tensors), is_causal=is_causal)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7)
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM80, SM90)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(is_causal=True, scale=0.3), dict(masked=True), dict(dropout_p=0.4)],
+    ids=str,
+)
+def test_short_way(options: dict, target: Target) -> None:
+    """Ordinary tensors are turned in C++, without nodes in the graph: the same bits as here."""
+    options = dict(options)
+    make = dict(device=target.device, dtype=torch.float16)
+    leaves = [torch.randn(2, 4, 33, 64, **make, requires_grad=True) for _ in range(3)]
+    mask = torch.randn(2, 1, 33, 33, **make) if options.pop("masked", False) else None
+    dout = torch.randn(2, 4, 33, 64, **make)
+
+    def long_way() -> torch.Tensor:
+        return flash_attn.flash_attn_func(
+            *(x.transpose(1, 2) for x in leaves),
+            options.get("dropout_p", 0.0),
+            options.get("scale"),
+            options.get("is_causal", False),
+            attn_bias=mask,
+            causal_alignment="top-left",
+        ).transpose(1, 2)
+
+    with use(target):
+        torch.manual_seed(0)
+        out = flash_attn.scaled_dot_product_attention(*leaves, attn_mask=mask, **options)
+        assert all("AccumulateGrad" in str(f) for f, _ in out.grad_fn.next_functions if f)
+        torch.manual_seed(0)
+        expected = long_way()
+        grads = torch.autograd.grad(out, leaves, dout)
+        expected_grads = torch.autograd.grad(expected, leaves, dout)
+        with torch.no_grad():
+            torch.manual_seed(0)
+            alone = flash_attn.scaled_dot_product_attention(*leaves, attn_mask=mask, **options)
+    assert torch.equal(out, expected) and torch.equal(alone, expected)
+    assert out.stride() == expected.stride()
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        if target.device == "cpu":
+            assert torch.equal(grad, wanted)
+        else:  # dq's sums come in any order
+            torch.testing.assert_close(grad, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_what_takes_the_long_way() -> None:
+    """The short one does nothing with what it does not know, and the result is the same."""
+    x = torch.randn(2, 4, 6, 8, dtype=torch.float64)
+    negative = torch.complex(torch.zeros_like(x), x).conj().imag  # negated on reading
+    assert negative.is_neg()
+    fake = torch._subclasses.FakeTensorMode().from_tensor(x)
+    defaults = (None, 0.0, None, False, False)
+    taken = heads_first(x, x, x, *defaults)
+    assert torch.equal(taken, flash_attn.scaled_dot_product_attention(x, x, x))
+    for query, key in ((negative, x), (x, negative), (fake, fake), (x[0], x[0]), (x, x[:1])):
+        assert heads_first(query, key, key, *defaults) is None
+    assert heads_first(x, x, x, None, 0.0, 0.0, False, False) is None
+    actual = flash_attn.scaled_dot_product_attention(negative, x, x)
+    torch.testing.assert_close(actual, flash_attn.scaled_dot_product_attention(-x, x, x))
+    assert flash_attn.scaled_dot_product_attention(fake, fake, fake).shape == x.shape
+
+
+def test_autocast() -> None:
+    leaf = torch.randn(2, 4, 6, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn.scaled_dot_product_attention(leaf, leaf, leaf)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16 and leaf.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("which", ["query", "value", "result"])
+def test_what_the_backward_needs_is_written_to(which: str) -> None:
+    """It raises, as after torch's own."""
+    leaf = torch.randn(2, 4, 6, 8, requires_grad=True)
+    query, value = leaf.sin(), leaf.cos()
+    result = flash_attn.scaled_dot_product_attention(query, query, value)
+    {"query": query, "value": value, "result": result}[which].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
 
 
 def test_causal_and_mask_together_raise() -> None:

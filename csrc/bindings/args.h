@@ -140,6 +140,12 @@ FLASH_ATTN_API BwdResult call_bwd(BwdArgs args);
 FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
 FLASH_ATTN_API DecodeResult call_kvcache(KvcacheArgs args);
 FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
+// The op fwd as torch's scaled_dot_product_attention, of ordinary tensors (batch, heads, rows, d) with
+// nothing to broadcast, cast or transform; none: the call is not of that kind.
+FLASH_ATTN_API OptTensor call_heads_first(at::Tensor query, at::Tensor key, at::Tensor value,
+                                          OptTensor mask, double dropout_p,
+                                          std::optional<double> scale, bool causal, bool gqa,
+                                          OptName backend);
 
 // The backend that serves a call; every other one with its reasons why not; of each that can, how.
 using Explanation = std::tuple<std::string, std::map<std::string, std::vector<std::string>>,

@@ -1,4 +1,5 @@
 // The gradient formula: forward saves its inputs, out and LSE; backward is one call of the op bwd.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
@@ -51,26 +52,49 @@ class Restore {
   const c10::IValue* value_;
 };
 
+// (batch, heads, rows, d) and (batch, rows, heads, d), into one another.
+Tensor turned(const Tensor& x) { return x.transpose(1, 2); }
+
+void turn(AttnArgs& attn) {
+  for (Tensor* x : {&attn.q, &attn.k, &attn.v}) *x = turned(*x);
+}
+
+FwdArgs turned(FwdArgs args) {
+  turn(args.attn);
+  return args;
+}
+
 class Attention : public torch::autograd::Function<Attention> {
  public:
   // The differentiable inputs come as arguments of their own, so that autograd sees them; `args`
-  // holds them too.
+  // holds them too. heads_first: they are (batch, heads, rows, d), as is the one result, out; turned
+  // in here they cost no nodes of the graph.
   static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/,
                                const Tensor& /*v*/, const OptTensor& /*attn_bias*/,
-                               const OptTensor& /*learnable_sink*/, FwdArgs args) {
+                               const OptTensor& /*learnable_sink*/, FwdArgs args,
+                               bool heads_first) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, softmax_lse, probs] = call_fwd(args);
+    auto [out, softmax_lse, probs] = call_fwd(heads_first ? turned(args) : args);
 
+    // The inputs as they came: a view made here would not hear of a write to what it views.
     SavedArgs saved;
     saved.put(out);
     saved.put(softmax_lse);
     std::apply([&](const auto&... field) { (saved.put(field), ...); }, args.attn.tie());
     saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend))
                                            : c10::IValue());
+    saved.values.emplace_back(heads_first);
     ctx->save_for_backward(std::move(saved.tensors));
     ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
-    ctx->mark_non_differentiable({probs});
     ctx->set_materialize_grads(false);
+    if (heads_first) {
+      const Tensor result = turned(out);
+      // Who writes to the result writes to the out that is saved, and the backward has to hear of it.
+      torch::autograd::impl::set_version_counter(result,
+                                                 torch::autograd::impl::version_counter(out));
+      return {result};
+    }
+    ctx->mark_non_differentiable({probs});
     return {out, softmax_lse, probs};
   }
 
@@ -83,11 +107,20 @@ class Attention : public torch::autograd::Function<Attention> {
     args.softmax_lse = tensors[1];
     Restore restore(tensors.begin() + 2, elements);
     std::apply([&](auto&... field) { (restore.get(field), ...); }, args.attn.tie());
-    const c10::IValue& backend = elements[elements.size() - 1];
+    const c10::IValue& backend = elements[elements.size() - 2];
     if (!backend.isNone()) args.backend = backend.toStringView();
+    const bool heads_first = elements[elements.size() - 1].toBool();
 
-    args.dout = grads[0].defined() ? grads[0] : at::zeros_like(args.out);
-    if (grads[1].defined()) args.dlse = grads[1];
+    if (!grads[0].defined()) {
+      args.dout = at::zeros_like(args.out);
+    } else {
+      args.dout = heads_first ? turned(grads[0]) : grads[0];
+    }
+    if (heads_first) {
+      turn(args.attn);
+    } else if (grads[1].defined()) {
+      args.dlse = grads[1];
+    }
     // Autograd numbers only the inputs that are there.
     const std::array<bool, 5> present = {true, true, true, args.attn.attn_bias.has_value(),
                                          args.attn.learnable_sink.has_value()};
@@ -96,11 +129,14 @@ class Attention : public torch::autograd::Function<Attention> {
       args.grad_mask[i] = present[i] && ctx->needs_input_grad(edge++);
     const auto grad_mask = args.grad_mask;
     auto [dq, dk, dv, dbias, dsink] = call_bwd(std::move(args));
+    if (heads_first) {
+      for (Tensor* gradient : {&dq, &dk, &dv}) *gradient = turned(*gradient);
+    }
     const auto if_wanted = [&](int which, const Tensor& gradient) {
       return grad_mask[which] ? gradient : Tensor();
     };
-    return {if_wanted(0, dq),    if_wanted(1, dk),    if_wanted(2, dv),
-            if_wanted(3, dbias), if_wanted(4, dsink), Tensor()};
+    return {if_wanted(0, dq),    if_wanted(1, dk), if_wanted(2, dv), if_wanted(3, dbias),
+            if_wanted(4, dsink), Tensor(),         Tensor()};
   }
 };
 
@@ -112,6 +148,13 @@ void check_no_tangent(const char* name, const OptTensor& input) {
                               "tangent, got one with");
 }
 
+bool needs_graph(const AttnArgs& attn) {
+  const auto wants_grad = [](const OptTensor& input) { return input && input->requires_grad(); };
+  return at::GradMode::is_enabled() &&
+         (attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() ||
+          wants_grad(attn.attn_bias) || wants_grad(attn.learnable_sink));
+}
+
 FwdResult fwd_autograd(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
   check_no_tangent("q", attn.q);
@@ -120,10 +163,7 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   check_no_tangent("attn_bias", attn.attn_bias);
   check_no_tangent("alibi_slopes", attn.alibi_slopes);
   check_no_tangent("learnable_sink", attn.learnable_sink);
-  const auto wants_grad = [](const OptTensor& input) { return input && input->requires_grad(); };
-  if (!at::GradMode::is_enabled() ||
-      !(attn.q.requires_grad() || attn.k.requires_grad() || attn.v.requires_grad() ||
-        wants_grad(attn.attn_bias) || wants_grad(attn.learnable_sink))) {
+  if (!needs_graph(attn)) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_fwd(args);
   }
@@ -131,9 +171,69 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   // of it.
   if (args.backend) select_backend(backward_shape(args), args.backend);
   const variable_list results =
-      Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args);
+      Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args, false);
   return {results[0], results[1], results[2]};
 }
+
+// A tensor of a device's own kernels, with nothing between them and autograd: no subclass, no view
+// that is negated on reading, no nested or transformed tensor, no tangent.
+bool is_ordinary(const Tensor& x) {
+  const c10::DispatchKeySet keys = x.key_set() -
+                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+                                   c10::autocast_dispatch_keyset;
+  const c10::DispatchKeySet rest = keys - c10::DispatchKeySet(c10::DispatchKey::Dense);
+  return keys.highestFunctionalityKey() == c10::DispatchKey::Dense &&
+         rest.highestFunctionalityKey() == c10::DispatchKey::Undefined &&
+         !x._fw_grad(/*level=*/0).defined();
+}
+
+bool is_cast_by_autocast(const Tensor& x) {
+  const at::DeviceType device = x.device().type();
+  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+}
+
+}  // namespace
+
+OptTensor call_heads_first(Tensor query, Tensor key, Tensor value, OptTensor mask, double dropout_p,
+                           std::optional<double> scale, bool causal, bool gqa, OptName backend) {
+  const auto dims_fit = query.dim() == 4 && key.dim() == 4 && value.dim() == 4;
+  if (!dims_fit || query.size(0) != key.size(0) || query.size(0) != value.size(0) ||
+      key.size(1) != value.size(1) || (!gqa && query.size(1) != key.size(1)) ||
+      (scale && *scale <= 0) || is_cast_by_autocast(query)) {
+    return std::nullopt;
+  }
+  for (const Tensor* x : {&query, &key, &value}) {
+    if (!is_ordinary(*x)) return std::nullopt;
+  }
+  if (mask && !is_ordinary(*mask)) return std::nullopt;
+  FwdArgs args{.attn = {.q = std::move(query),
+                        .k = std::move(key),
+                        .v = std::move(value),
+                        .attn_bias = std::move(mask),
+                        .dropout_p = dropout_p,
+                        .softmax_scale = scale,
+                        .causal = causal,
+                        .window_left = -1,
+                        .window_right = -1,
+                        .top_left = true,
+                        .softcap = 0.0,
+                        .deterministic = false},
+               .return_probs = false,
+               .backend = backend};
+  AttnArgs& attn = args.attn;
+  attn.max_seqlen_q = attn.q.size(2);
+  attn.max_seqlen_k = attn.k.size(2);
+  if (dropout_p > 0.0) attn.rng_state = call_rng_state(attn.q);
+  if (needs_graph(attn)) {
+    if (backend) select_backend(backward_shape(turned(args)), backend);
+    return Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args,
+                            true)[0];
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return turned(std::get<0>(call_fwd(turned(std::move(args)))));
+}
+
+namespace {
 
 void check_no_tangents(const DecodeArgs& args) {
   check_no_tangent("q", args.q);

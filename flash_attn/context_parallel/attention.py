@@ -11,12 +11,14 @@ The backward recomputes from the LSE and the output over all keys, as the backwa
 so that the contributions of the blocks add up to the exact gradient. They are added in fp32.
 
 The backward goes through the heads in groups: its fp32 sums and what travels are those of one group
-at a time, beside gradients in the dtype of q.
+at a time, beside gradients in the dtype of q. The last gradients of a group's keys travel while the
+next group's first step is computed.
 
 As torch ops they are one node each for torch.compile, which does not look inside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,10 @@ class _Blocks:
         return exchange(self.group, sent, destination=source, received=received, source=destination)
 
 
+# dq, and what waits for the last of dk and dv and returns them.
+Grads = tuple[Tensor, Callable[[], Sequence[Tensor]]]
+
+
 def _zeros(x: Tensor) -> Tensor:
     """Like x, for sums."""
     return torch.zeros_like(x, dtype=compute_dtype(x.dtype), memory_format=torch.contiguous_format)
@@ -105,8 +111,13 @@ def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerg
 
 
 def _ring_backward(
-    blocks: _Blocks, queries: Queries, k: Tensor, v: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+    blocks: _Blocks,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    finish_before: Callable[[], None],
+) -> Grads:
     k, v = k.contiguous(), v.contiguous()
     dq, dk, dv = _zeros(queries.q), _zeros(k), _zeros(v)
     keys, returning = (k, v), None
@@ -115,11 +126,17 @@ def _ring_backward(
         grads = (dk, dv) if step == 0 else [_zeros(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
             run_backward(call, queries, *keys, options, (dq, *grads))
+        if step == 0:  # later on there are more buffers
+            finish_before()
         keys = following.wait() if following else ()
         _add_returned(returning, dk, dv)
         returning = blocks.give_back(step, *grads) if step else None
-    _add_returned(returning, dk, dv)
-    return dq, dk, dv
+
+    def of_keys() -> tuple[Tensor, Tensor]:
+        _add_returned(returning, dk, dv)
+        return dk, dv
+
+    return dq, of_keys
 
 
 def _add_returned(returning: Transfer | None, dk: Tensor, dv: Tensor) -> None:
@@ -138,13 +155,20 @@ def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMe
 
 
 def _gather_backward(
-    blocks: _Blocks, queries: Queries, k: Tensor, v: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+    blocks: _Blocks,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    finish_before: Callable[[], None],
+) -> Grads:
+    finish_before()
     keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
     dq, dk, dv = _zeros(queries.q), *(_zeros(x) for x in keys)
     for call in blocks.calls_with_all_keys():
         run_backward(call, queries, *keys, options, (dq, dk, dv))
-    return dq, *(sum_rows(x, blocks.k, blocks.group) for x in (dk, dv))
+    sums = [sum_rows(x, blocks.k, blocks.group) for x in (dk, dv)]
+    return dq, lambda: sums
 
 
 @torch.library.custom_op("flash_attn::context_parallel_fwd", mutates_args=())
@@ -213,14 +237,21 @@ def context_parallel_bwd(
     backward = _ring_backward if scheme == "ring" else _gather_backward
     # Results of an op share no memory with its arguments nor with one another.
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+
+    def store(heads: slice, of_keys: Callable[[], Sequence[Tensor]]) -> None:
+        for whole, part in zip((dk, dv), of_keys(), strict=True):
+            whole[:, :, heads] = part
+
+    def nothing() -> None:
+        pass
+
+    finish = nothing
     with options.forced_backend():
         for heads_q, heads_kv in _head_groups(blocks, q, k):
             some = queries.of_heads(heads_q), k[:, :, heads_kv], v[:, :, heads_kv]
-            grads = backward(blocks, *some, options.of_heads(heads_q))
-            for whole, heads, part in zip(
-                (dq, dk, dv), (heads_q, heads_kv, heads_kv), grads, strict=True
-            ):
-                whole[:, :, heads] = part
+            dq[:, :, heads_q], of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
+            finish = partial(store, heads_kv, of_keys)
+        finish()
     dsink = q.new_empty(0) if learnable_sink is None else _sink_grad(queries, learnable_sink)
     return dq, dk, dv, dsink
 

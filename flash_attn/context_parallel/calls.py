@@ -4,6 +4,7 @@ Tensors are (batch, rows, heads, d) here, and LSE (batch, heads, rows); the toke
 are the rows of a batch of one.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -138,7 +139,8 @@ def _slopes(call: Call, slopes: Tensor | None, varlen: bool) -> Tensor | None:
         return slopes
     if len(call) == 1:
         return slopes[call[0].document]
-    return slopes[_lengths(call, slopes.device).documents]
+    *_, documents = _sequences(call)
+    return slopes[on_device(documents, torch.int64, slopes.device)]
 
 
 def _alibi_beside(r: Rectangle, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -168,11 +170,22 @@ class _Lengths:
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    documents: Tensor  # int64, of each sequence
+
+
+def _lengths(call: Call, device: torch.device) -> _Lengths:
+    cu_q, cu_k, _ = _sequences(call)
+    both = on_device((*cu_q, *cu_k), torch.int32, device)
+    return _Lengths(
+        both[: len(cu_q)],
+        both[len(cu_q) :],
+        max(b - a for a, b in pairwise(cu_q)),
+        max(b - a for a, b in pairwise(cu_k)),
+    )
 
 
 @lru_cache(maxsize=256)
-def _lengths(call: Call, device: torch.device) -> _Lengths:
+def _sequences(call: Call) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Where the sequences of a varlen call start, in q and in k, and the document of each."""
     (q0, _), (k0, _) = call[0].q, call[0].k
     ends, documents = [(0, 0)], []
 
@@ -188,10 +201,12 @@ def _lengths(call: Call, device: torch.device) -> _Lengths:
             sequence(ends[-1][0], r.k[0] - k0, 0)
         sequence(r.q[1] - q0, r.k[1] - k0, r.document)
     cu_q, cu_k = zip(*ends, strict=True)
-    return _Lengths(
-        torch.tensor(cu_q, dtype=torch.int32, device=device),
-        torch.tensor(cu_k, dtype=torch.int32, device=device),
-        max(b - a for a, b in pairwise(cu_q)),
-        max(b - a for a, b in pairwise(cu_k)),
-        torch.tensor(documents, device=device),
-    )
+    return cu_q, cu_k, tuple(documents)
+
+
+def on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers there, without waiting for the device as torch.tensor(…, device=…) does.
+
+    They are not kept from call to call: another stream would read them before they have come.
+    """
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)

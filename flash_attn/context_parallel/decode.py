@@ -145,8 +145,7 @@ def _keys_of_rows(tokens: int, seqlens: Tensor, first_key: Tensor, held, window:
         if right >= 0
         else seqlens[:, None] - 1
     )
-    held = torch.as_tensor(held, dtype=torch.int32, device=seqlens.device)
-    ends = torch.minimum((last + 1 - first_key[:, None]).clamp(min=0), held).expand_as(position)
+    ends = (last + 1 - first_key[:, None]).clamp(min=0).clamp(max=held).expand_as(position)
     starts = torch.minimum((first - first_key[:, None]).clamp(min=0), ends)
     return starts.contiguous(), ends.contiguous(), position - first_key[:, None] - ends + 1
 

@@ -21,6 +21,7 @@ from flash_attn._call import (
     window_sides,
 )
 from flash_attn.context_parallel.attention import context_parallel_fwd
+from flash_attn.context_parallel.calls import on_device
 from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows
 from flash_attn.context_parallel.merge import compute_dtype
 from flash_attn.context_parallel.shards import (
@@ -379,7 +380,7 @@ def _on_one_rank(call: _WholeCall, tensors):
         q, k, v = (x.squeeze(0) for x in (q, k, v))
         for side in ("q", "k"):
             cu = getattr(call, f"cu_seqlens_{side}")
-            lengths[f"cu_seqlens_{side}"] = torch.tensor(cu, dtype=torch.int32, device=q.device)
+            lengths[f"cu_seqlens_{side}"] = on_device(cu, torch.int32, q.device)
             lengths[f"max_seqlen_{side}"] = max((b - a for a, b in pairwise(cu)), default=0)
     out, lse, _ = fwd(
         fwd_arguments(

@@ -1,0 +1,119 @@
+"""What context_parallel rounds, repeats and waits for, at 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from context_cases import Case, Whole
+from ranks import Pool, place
+
+# How much larger the error of a scheme may be than that of one process. On a GPU the kernels round
+# each partial result to 16 bits: twice as much rounding as of one process, whose only error it
+# is at worst, and a little for chance. "ulysses" adds no parts up where ranks share no key head.
+ERROR_OF_RANKS, ERROR_OF_ROUNDED_PARTS = 1.1, 1.5
+
+
+def check_error(case: Case, device: str) -> None:
+    device, group = place(case.ranks, device)
+    if group is None:
+        return
+    whole = Whole.draw(case, device)
+    exact, one = whole.on_one_process(torch.float64), whole.on_one_process()
+    rounded = case.dtype == torch.bfloat16 and device != "cpu" and case.scheme != "ulysses"
+    limit = ERROR_OF_ROUNDED_PARTS if rounded else ERROR_OF_RANKS
+    for name, actual, wanted in whole.pairs(whole.on_ranks(group), exact, group):
+        local = one[name] if name == "dsink" else whole.part(one[name], group, name)
+        # The LSE of rows without keys is -inf.
+        assert torch.equal(actual.isfinite(), wanted.isfinite()), name
+        errors = [x.double() - wanted for x in (actual, local)]
+        finite = wanted.isfinite()
+        squares = torch.stack([x[finite].square().sum() for x in (*errors, wanted)])
+        dist.all_reduce(squares, group=group)
+        ranks, process, size = squares.sqrt().tolist()
+        # The LSE is fp32 whatever the inputs are, and merged in fp32.
+        merging = 2**-24 * size if name == "lse" else 0
+        assert ranks <= limit * process + merging, f"{name}: {ranks:.3g}, one: {process:.3g}"
+
+
+LONG = Case(batch=1, seqlen_q=400, seqlen_k=400, d=32, d_v=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_error_is_that_of_one_process(
+    scheme: str, ranks: int, dtype: torch.dtype, pool: Pool
+) -> None:
+    """Against float64 of the same inputs."""
+    pool.need(ranks)
+    heads = dict(heads_kv=4) if scheme == "ulysses" else {}
+    case = LONG.with_(scheme=scheme, ranks=ranks, dtype=dtype, **heads)
+    pool.run(check_error, case, pool.device)
+
+
+LONG_PACKED = ((0, 31, 31, 170, 400), (0, 31, 31, 170, 400))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LONG.with_(causal=False, seqlen_q=333, seqlen_k=333, d=64, d_v=64),
+        LONG.with_(d=128, d_v=128, heads_kv=4, batch=2),
+        LONG.with_(seqlen_q=150, seqlen_k=400),
+        LONG.with_(window_size=(70, 0), layout="contiguous"),
+        LONG.with_(window_size=(90, 20), causal=False, d=128, d_v=128),
+        LONG.with_(softcap=3.0),
+        LONG.with_(heads_q=8, heads_kv=2, sink=True, deterministic=True),
+        LONG.with_(documents=LONG_PACKED),
+        LONG.with_(documents=LONG_PACKED, window_size=(60, 0), d=64, d_v=64),
+        LONG.with_(alibi="heads"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_error_in_bf16(scheme: str, case: Case, pool: Pool) -> None:
+    """What the kernels of 16 bits serve, at two ranks."""
+    pool.run(check_error, case.with_(scheme=scheme, ranks=2, dtype=torch.bfloat16), pool.device)
+
+
+def check_no_synchronisation(case: Case, device: str) -> None:
+    device, group = place(2, device)
+    if group is None:
+        return
+    whole = Whole.draw(case, device)
+    whole.on_ranks(group)  # what is done once only
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        whole.on_ranks(group)
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("documents", [None, LONG_PACKED], ids=["dense", "varlen"])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_no_synchronisation(scheme: str, documents, pool: Pool) -> None:
+    """Neither the forward nor the backward waits for the GPU."""
+    case = LONG.with_(scheme=scheme, ranks=2, dtype=torch.bfloat16, documents=documents)
+    pool.run(check_no_synchronisation, case, pool.device)
+
+
+def check_repeats(case: Case, device: str) -> None:
+    device, group = place(case.ranks, device)
+    if group is None:
+        return
+    whole = Whole.draw(case, device)
+    first, second = whole.on_ranks(group), whole.on_ranks(group)
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_deterministic(scheme: str, ranks: int, pool: Pool) -> None:
+    pool.need(ranks)
+    case = Case(scheme=scheme, ranks=ranks, dtype=torch.bfloat16, deterministic=True, sink=True)
+    pool.run(check_repeats, case, pool.device)
