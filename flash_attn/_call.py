@@ -9,7 +9,7 @@ import operator
 import torch
 from torch import Tensor
 
-from flash_attn import _checks, _functorch, _log
+from flash_attn import _checks, _functorch, _log, masks
 from flash_attn._errors import shown
 from flash_attn._library import C
 
@@ -158,6 +158,38 @@ def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k,
     return k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, lengths, attn_bias
 
 
+def _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left):
+    """The key that each sequence's query 0 meets on its diagonal: of masks.Geometry."""
+    if is_top_left:
+        return 0
+    if lengths_q is None:
+        return max_seqlens[1] - max_seqlens[0]
+    return (lengths_k.long() - lengths_q.long())[:, None, None, None]
+
+
+def _lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, lengths_k=None):
+    """The window, attn_bias and tiles of a call whose attn_bias is a mask."""
+    if not isinstance(q, Tensor) or q.dim() != (4 if lengths_q is None else 3):
+        return window, None, masks.Tiled(None)  # which C++ reports
+    diagonal = _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left)
+    at = masks.Geometry(*max_seqlens, diagonal, q.device)
+    batch = q.size(0) if lengths_q is None else lengths_q.size(0)
+    lower = masks.lower if lengths_q is None else masks.lower_to_bool
+    lowered = lower(mask, batch, q.size(-2), at)
+    return (
+        masks.intersect_windows(window, lowered.window),
+        lowered.attn_bias,
+        lowered.tiled or masks.Tiled(None),
+    )
+
+
+def _used_lengths(cu_seqlens, seqused, leftpad=None):
+    lengths = cu_seqlens.diff()
+    if seqused is not None:
+        lengths = torch.minimum(lengths, seqused)
+    return lengths if leftpad is None else (lengths - leftpad).clamp(min=0)
+
+
 def fwd_arguments(
     q,
     k,
@@ -212,6 +244,23 @@ def fwd_arguments(
     if rng_state is None and dropout_p > 0.0:
         rng_state = draw_rng_state(q)
     window_left, window_right = window_sides(window_size)
+    top_left = is_top_left(causal_alignment)
+    tiled = masks.Tiled(None)
+    if isinstance(attn_bias, masks.Mask):
+        lengths = ()
+        if cu_seqlens_q is not None:
+            lengths = (
+                _used_lengths(cu_seqlens_q, seqused_q),
+                _used_lengths(cu_seqlens_k, seqused_k, leftpad_k),
+            )
+        (window_left, window_right), attn_bias, tiled = _lower_mask(
+            attn_bias,
+            q,
+            (max_seqlen_q, max_seqlen_k),
+            (window_left, window_right),
+            top_left,
+            *lengths,
+        )
     return (
         q,
         k,
@@ -226,6 +275,7 @@ def fwd_arguments(
         alibi_slopes,
         learnable_sink,
         rng_state,
+        *tiled,
         max_seqlen_q,
         max_seqlen_k,
         dropout_p,
@@ -233,7 +283,7 @@ def fwd_arguments(
         causal,
         window_left,
         window_right,
-        is_top_left(causal_alignment),
+        top_left,
         softcap,
         deterministic,
         return_probs,
@@ -263,6 +313,74 @@ def fwd(arguments):
         out, softmax_lse, probabilities = results
         return out, softmax_lse, _with_largest_1(probabilities)
     return results
+
+
+def _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
+    """The windows and bounds of packed documents that a varlen call serves, and as fast as any."""
+    if not isinstance(attn_bias, masks.Mask) or not isinstance(q, Tensor) or q.dim() != 4:
+        return None
+    # Its dropout is another one; where slopes are each sequence's own, sequences are others.
+    plain = dropout_p == 0.0 and not return_probs
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        return None
+    # ATen pads sequences that only the device knows: each to the length of all.
+    fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
+    same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
+    return masks.packed_bounds(attn_bias) if plain and fast and same else None
+
+
+def _packed_lengths(bounds, batch, seqlen):
+    """cu_seqlens and seqused of the documents of all sequences, one after the other.
+
+    What lies between a sequence's last document and the next one's first is a segment, of which
+    nothing counts; so are the rows before the first and behind the last.
+    """
+    bounds = bounds.clamp(0, seqlen).expand(batch, -1)
+    start = torch.arange(batch, dtype=torch.int32, device=bounds.device)[:, None] * seqlen
+    cu_seqlens = (bounds + start).flatten()
+    if batch == 1:
+        return cu_seqlens, None
+    used = bounds.diff()
+    used = torch.cat([used, torch.zeros_like(bounds[:, :1])], 1)
+    return cu_seqlens, used.flatten()[:-1].contiguous()
+
+
+def attend(q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options):
+    """The op `fwd` of dense tensors: fwd(fwd_arguments(…)), or what packed documents make of it."""
+    packed = _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs)
+    if packed is None:
+        return fwd(
+            fwd_arguments(
+                q,
+                k,
+                v,
+                attn_bias=attn_bias,
+                alibi_slopes=alibi_slopes,
+                dropout_p=dropout_p,
+                return_probs=return_probs,
+                **options,
+            )
+        )
+    window, bounds = packed
+    batch, seqlen = q.shape[:2]
+    cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
+    window = masks.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
+    out, softmax_lse, S_dmask = fwd(
+        fwd_arguments(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            seqused_q=used,
+            seqused_k=used,
+            max_seqlen_q=seqlen,
+            max_seqlen_k=seqlen,
+            alibi_slopes=alibi_slopes,
+            window_size=window,
+            **options,
+        )
+    )
+    softmax_lse = softmax_lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
+    return out.unflatten(0, (batch, seqlen)), softmax_lse, S_dmask
 
 
 def draw_rng_state(like):
@@ -318,6 +436,9 @@ def bwd(
         alibi_slopes,
         None,  # learnable_sink
         rng_state,
+        None,  # mask_tiles
+        None,  # mask_rows
+        None,  # mask_labels
         dense_seqlen(q) if max_seqlen_q is None else max_seqlen_q,
         dense_seqlen(k) if max_seqlen_k is None else max_seqlen_k,
         dropout_p,
