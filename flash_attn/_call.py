@@ -330,19 +330,17 @@ def _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
 
 
 def _packed_lengths(bounds, batch, seqlen):
-    """cu_seqlens and seqused of the documents of all sequences, one after the other.
+    """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
 
-    What lies between a sequence's last document and the next one's first is a segment, of which
-    nothing counts; so are the rows before the first and behind the last.
+    Before a sequence's first document and behind its last one lies a segment of queries without keys.
     """
     bounds = bounds.clamp(0, seqlen).expand(batch, -1)
+    zero = torch.zeros_like(bounds[:, :1])
     start = torch.arange(batch, dtype=torch.int32, device=bounds.device)[:, None] * seqlen
-    cu_seqlens = (bounds + start).flatten()
-    if batch == 1:
-        return cu_seqlens, None
-    used = bounds.diff()
-    used = torch.cat([used, torch.zeros_like(bounds[:, :1])], 1)
-    return cu_seqlens, used.flatten()[:-1].contiguous()
+    cu_seqlens = (torch.cat([zero, bounds], 1) + start).flatten()
+    cu_seqlens = torch.cat([cu_seqlens, torch.full_like(cu_seqlens[:1], batch * seqlen)])
+    used = torch.cat([zero, bounds.diff(), zero], 1).flatten()
+    return cu_seqlens, used
 
 
 def attend(q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options):
@@ -363,14 +361,16 @@ def attend(q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_
         )
     window, bounds = packed
     batch, seqlen = q.shape[:2]
-    cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
+    if batch == 1 and options.get("learnable_sink") is None:
+        cu_seqlens, used = bounds.flatten(), None  # rows outside of all documents: out 0, LSE -inf
+    else:
+        cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
     window = masks.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
     out, softmax_lse, S_dmask = fwd(
         fwd_arguments(
             *(x.flatten(0, 1) for x in (q, k, v)),
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
-            seqused_q=used,
             seqused_k=used,
             max_seqlen_q=seqlen,
             max_seqlen_k=seqlen,
