@@ -9,9 +9,11 @@ import operator
 import torch
 from torch import Tensor
 
-from flash_attn import _checks, _functorch, _log, masks
+from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
+from flash_attn.masks import Mask, lowering
+from flash_attn.masks.tiles import Geometry, Tiled
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
 # first. torch.compile guards on it.
@@ -159,7 +161,7 @@ def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k,
 
 
 def _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left):
-    """The key that each sequence's query 0 meets on its diagonal: of masks.Geometry."""
+    """The key that each sequence's query 0 meets on its diagonal: of Geometry."""
     if is_top_left:
         return 0
     if lengths_q is None:
@@ -170,16 +172,16 @@ def _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left):
 def _lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, lengths_k=None):
     """The window, attn_bias and tiles of a call whose attn_bias is a mask."""
     if not isinstance(q, Tensor) or q.dim() != (4 if lengths_q is None else 3):
-        return window, None, masks.Tiled(None)  # which C++ reports
+        return window, None, Tiled(None)  # which C++ reports
     diagonal = _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left)
-    at = masks.Geometry(*max_seqlens, diagonal, q.device)
+    at = Geometry(*max_seqlens, diagonal, q.device)
     batch = q.size(0) if lengths_q is None else lengths_q.size(0)
-    lower = masks.lower if lengths_q is None else masks.lower_to_bool
+    lower = lowering.lower if lengths_q is None else lowering.lower_to_bool
     lowered = lower(mask, batch, q.size(-2), at)
     return (
-        masks.intersect_windows(window, lowered.window),
+        lowering.intersect_windows(window, lowered.window),
         lowered.attn_bias,
-        lowered.tiled or masks.Tiled(None),
+        lowered.tiled or Tiled(None),
     )
 
 
@@ -245,8 +247,8 @@ def fwd_arguments(
         rng_state = draw_rng_state(q)
     window_left, window_right = window_sides(window_size)
     top_left = is_top_left(causal_alignment)
-    tiled = masks.Tiled(None)
-    if isinstance(attn_bias, masks.Mask):
+    tiled = Tiled(None)
+    if isinstance(attn_bias, Mask):
         lengths = ()
         if cu_seqlens_q is not None:
             lengths = (
@@ -317,7 +319,7 @@ def fwd(arguments):
 
 def _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
     """The windows and bounds of packed documents that a varlen call serves, and as fast as any."""
-    if not isinstance(attn_bias, masks.Mask) or not isinstance(q, Tensor) or q.dim() != 4:
+    if not isinstance(attn_bias, Mask) or not isinstance(q, Tensor) or q.dim() != 4:
         return None
     # Its dropout is another one; where slopes are each sequence's own, sequences are others.
     plain = dropout_p == 0.0 and not return_probs
@@ -326,13 +328,13 @@ def _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
     # ATen pads sequences that only the device knows: each to the length of all.
     fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
     same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
-    return masks.packed_bounds(attn_bias) if plain and fast and same else None
+    return lowering.packed_bounds(attn_bias) if plain and fast and same else None
 
 
 def _packed_lengths(bounds, batch, seqlen):
     """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
 
-    Before a sequence's first document and behind its last one lies a segment of queries without keys.
+    Before a sequence's first document and behind its last one lie queries without keys.
     """
     bounds = bounds.clamp(0, seqlen).expand(batch, -1)
     zero = torch.zeros_like(bounds[:, :1])
@@ -343,8 +345,10 @@ def _packed_lengths(bounds, batch, seqlen):
     return cu_seqlens, used
 
 
-def attend(q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options):
-    """The op `fwd` of dense tensors: fwd(fwd_arguments(…)), or what packed documents make of it."""
+def attend(
+    q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options
+):
+    """The op `fwd` of dense tensors, or what packed documents make of it."""
     packed = _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs)
     if packed is None:
         return fwd(
@@ -365,7 +369,7 @@ def attend(q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_
         cu_seqlens, used = bounds.flatten(), None  # rows outside of all documents: out 0, LSE -inf
     else:
         cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
-    window = masks.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
+    window = lowering.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
     out, softmax_lse, S_dmask = fwd(
         fwd_arguments(
             *(x.flatten(0, 1) for x in (q, k, v)),

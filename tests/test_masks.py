@@ -27,6 +27,8 @@ from poison import dirty_allocator
 import flash_attn
 from flash_attn import _call, masks
 from flash_attn.masks import Mask
+from flash_attn.masks.forms import Window, intersection, split
+from flash_attn.masks.tiles import Tiled
 
 
 def random_bool(problem: Problem, *shape: int, share: float = 0.5) -> torch.Tensor:
@@ -103,7 +105,9 @@ CASES = [
     Case(seqlen_q=517, seqlen_k=130, dtype="fp16", d=128, d_v=64, causal=True),
     Case(seqlen_q=1, seqlen_k=300, dtype="bf16", d=32),
     Case(seqlen_q=70, seqlen_k=190, dtype="fp16", d=192, d_v=256, window=(100, 20)),
-    Case(seqlen_q=129, dtype="bf16", d=80, sink=True, lse_grad=True, top_left=True, window=(90, -1)),
+    Case(
+        seqlen_q=129, dtype="bf16", d=80, sink=True, lse_grad=True, top_left=True, window=(90, -1)
+    ),
     Case(seqlen_q=100, seqlen_k=150, dtype="fp32", d=64),
 ]
 
@@ -138,9 +142,7 @@ def attend(problem: Problem, attn_bias: object, **options: object) -> dict[str, 
             outputs, incoming = [out, lse], [problem.dout, problem.dlse]
         gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming)
     names = ["dq", "dk", "dv", "dsink"]
-    return {"out": out.detach(), "lse": lse.detach()} | dict(
-        zip(names, gradients, strict=False)
-    )
+    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(names, gradients, strict=False))
 
 
 def is_served(case: Case, target: Target) -> bool:
@@ -161,8 +163,13 @@ def check_mask(case: Case, name: str, target: Target, **options: object) -> None
 
 def each_mask(names: dict, cases: list[Case], targets: tuple[Target, ...] = OP_TARGETS):
     triples = [
-        pytest.param(case, name, *param(case, target).values[1:], id=f"{name}-{target}-{case}",
-                     marks=param(case, target).marks)
+        pytest.param(
+            case,
+            name,
+            *param(case, target).values[1:],
+            id=f"{name}-{target}-{case}",
+            marks=param(case, target).marks,
+        )
         for name in names
         for case in cases
         for target in targets
@@ -183,9 +190,7 @@ def test_packed_documents(case: Case, name: str, target: Target) -> None:
 
 @each_mask(["prefix-lm", "blocks", "bool"], [SQUARE], ATTENTION_TARGETS)
 @pytest.mark.parametrize("option", ["softcap", "deterministic"])
-def test_where_tiles_are_not_skipped(
-    case: Case, name: str, target: Target, option: str
-) -> None:
+def test_where_tiles_are_not_skipped(case: Case, name: str, target: Target, option: str) -> None:
     """The same masks as bool tensors, in calls that the kernels with skipped tiles do not serve."""
     case = case.with_(softcap=3.0) if option == "softcap" else case
     check_mask(case, name, target, deterministic=option == "deterministic")
@@ -270,21 +275,21 @@ def test_definition_of_packed_documents() -> None:
     assert torch.equal(mask.to_bool(8, 8)[0, 0], expected)
 
 
-def lowered(problem: Problem, mask: Mask) -> masks.Tiled:
+def lowered(problem: Problem, mask: Mask) -> Tiled:
     arguments = _call.fwd_arguments(problem.q, problem.k, problem.v, attn_bias=mask)
-    return masks.Tiled(*arguments[13:16])
+    return Tiled(*arguments[13:16])
 
 
 @pytest.mark.parametrize("name", [*MASKS, *PACKED])
 def test_tiles(name: str) -> None:
-    """Where a tile is said to be hidden or seen throughout, it is; and no window is in the tiles."""
+    """Where a tile is said to be hidden or seen throughout, it is."""
     problem = Problem(SQUARE.with_(seqlen_q=333), 1, "cpu")
     mask = (MASKS | PACKED)[name](problem)
     tiles, rows, _ = lowered(problem, mask)
     if tiles is None:
-        assert all(isinstance(part, masks._Window) for part in mask._parts())
+        assert all(isinstance(part, Window) for part in mask.parts())
         return
-    seen = masks._intersection(masks._split(mask)[1]).to_bool(333, 333)
+    seen = intersection(split(mask)[1]).to_bool(333, 333)
     shape = [max(a, b) for a, b in zip(seen.shape[:2], tiles.shape[:2], strict=True)]
     seen, tiles = seen.expand(*shape, -1, -1), tiles.expand(*shape, -1, -1)
     mixed = 0
@@ -328,9 +333,10 @@ def test_kernels_that_skip() -> None:
             other = flash_attn.can_use(q, k, v, op=op, attn_bias=mask, **option)
             assert other.backend != "aten"
             assert skipped not in other.plan
-    assert skipped not in flash_attn.can_use(
-        q, k, v, op="bwd", attn_bias=mask, deterministic=True
-    ).plan
+    assert (
+        skipped
+        not in flash_attn.can_use(q, k, v, op="bwd", attn_bias=mask, deterministic=True).plan
+    )
 
 
 @each_target(ATEN_CPU, SM80)
@@ -349,16 +355,34 @@ def test_written_tensors_are_read_again(target: Target) -> None:
     assert torch.equal(actual, expected)
 
 
+@each_target(ATEN_CPU, SM80)
+def test_prepared(target: Target) -> None:
+    """The same mask, whose tiles are those of the time when it was prepared, for those lengths."""
+    problem = Problem(SQUARE.with_(causal=True), 8, target.device)
+    ids = random_ids(problem, 200, 4).sort(1).values.int()
+    mask = masks.documents(ids) & masks.window(50, 0)
+    ready = mask.prepared(200, 200)
+    assert lowered(problem, ready).tiles is lowered(problem, ready).tiles
+    assert torch.equal(seen_by(problem, ready), seen_by(problem, mask))
+    with use(target):
+        expected = attend(problem, mask)
+        ids.zero_()
+        actual = attend(problem, ready)
+    assert all(torch.equal(actual[name], expected[name]) for name in ("out", "dk", "dv"))
+    packed = masks.packed_documents(bounds_of_documents(problem)) & masks.causal()
+    assert packed.prepared(200, 200) is packed
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_ready", [False, True], ids=["new", "ready"])
+@pytest.mark.parametrize("is_ready", [False, True], ids=["new", "prepared"])
 def test_graph(is_ready: bool) -> None:
-    """Captured without a synchronisation; a new mask follows the tensors in each replay."""
+    """Captured without a synchronisation; a mask follows its tensors, if it was not prepared."""
     problem = Problem(SQUARE, 6, "cuda")
     ids = random_ids(problem, 200, 3).sort(1).values
     blocks = random_bool(problem, 4, 4)
     mask = masks.causal() & masks.documents(ids) & masks.block_sparse(blocks, 64)
     if is_ready:
-        lowered(problem, mask)
+        mask = mask.prepared(200, 200)
     results = {}
 
     def step() -> None:
@@ -433,7 +457,7 @@ def test_wrong_arguments(make: Callable, named: str) -> None:
 @pytest.mark.parametrize(
     "mask, named",
     [
-        (masks.documents(torch.zeros(65).int()), "ids_q"),
+        (masks.documents(torch.zeros(65).int()), "ids"),
         (masks.documents(torch.zeros(64).int(), torch.zeros(3, 70).int()), "attn_bias"),
         (masks.packed_documents(torch.tensor([0, 64]).int()), "cu_seqlens"),
         (masks.block_sparse(torch.ones(1, 1, dtype=torch.bool), 64), "block_mask"),

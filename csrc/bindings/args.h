@@ -39,8 +39,8 @@ struct AttnArgs {
   auto tie() {
     return std::tie(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,
                     block_table, attn_bias, alibi_slopes, learnable_sink, rng_state, mask_tiles,
-                    mask_rows, mask_labels, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right,
-                    top_left, softcap, deterministic);
+                    mask_rows, mask_labels, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                    causal, window_left, window_right, top_left, softcap, deterministic);
   }
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
 };

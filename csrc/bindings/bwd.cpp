@@ -49,8 +49,7 @@ at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wan
 }
 
 // What the kernels need room for, and then their launches.
-void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn,
-                 const at::Tensor& lse) {
+void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   at::Tensor dq_accum;
   if (!params.deterministic) {
     params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);

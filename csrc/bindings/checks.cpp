@@ -142,11 +142,13 @@ void check_mask_form(const char* name, const OptTensor& tensor, const std::vecto
 // Of a mask that queries of dense tensors have.
 void check_mask(const AttnArgs& args, const SymInt& batch) {
   if (!args.mask_tiles) {
-    TORCH_CHECK(!args.mask_rows && !args.mask_labels,
-                "flash_attn: mask_tiles: expected a tensor with mask_rows or mask_labels, got none");
+    TORCH_CHECK(
+        !args.mask_rows && !args.mask_labels,
+        "flash_attn: mask_tiles: expected a tensor with mask_rows or mask_labels, got none");
     return;
   }
-  TORCH_CHECK(!args.attn_bias, "flash_attn: attn_bias: expected none with mask_tiles, got a tensor");
+  TORCH_CHECK(!args.attn_bias,
+              "flash_attn: attn_bias: expected none with mask_tiles, got a tensor");
   TORCH_CHECK(!args.is_varlen(),
               "flash_attn: mask_tiles: expected none with cu_seqlens_q, got a tensor");
   TORCH_CHECK(args.mask_tiles->scalar_type() == at::kByte,
@@ -154,16 +156,16 @@ void check_mask(const AttnArgs& args, const SymInt& batch) {
   const SymInt heads = args.q.sym_size(-2);
   const auto tiles = [](const SymInt& length) { return (length + kMaskTile - 1) / kMaskTile; };
   const SymInt key_tiles = tiles(args.max_seqlen_k);
-  check_mask_form("mask_tiles", args.mask_tiles, {batch, heads, tiles(args.max_seqlen_q), key_tiles},
-                  args);
+  check_mask_form("mask_tiles", args.mask_tiles,
+                  {batch, heads, tiles(args.max_seqlen_q), key_tiles}, args);
   if (args.mask_rows) {
     const auto dtype = args.mask_rows->scalar_type();
     TORCH_CHECK(dtype == at::kInt || dtype == at::kByte,
                 "flash_attn: mask_rows: expected dtype int32 (intervals) or uint8 (bits), got ",
                 dtype);
-    check_mask_form("mask_rows", args.mask_rows,
-                    {batch, heads, args.max_seqlen_q, dtype == at::kInt ? SymInt(4) : key_tiles * 8},
-                    args);
+    check_mask_form(
+        "mask_rows", args.mask_rows,
+        {batch, heads, args.max_seqlen_q, dtype == at::kInt ? SymInt(4) : key_tiles * 8}, args);
   }
   if (!args.mask_labels) return;
   TORCH_CHECK(args.mask_rows && args.mask_rows->scalar_type() == at::kInt,

@@ -13,7 +13,8 @@ using at::Tensor;
 
 // bool (batch or 1, heads_q or 1, seqlen_q, seqlen_k) of intervals: the labels from `first` to `end`.
 Tensor inside(const Tensor& labels, const Tensor& rows, int64_t first) {
-  return labels.ge(rows.narrow(-1, first, 1)).logical_and_(labels.lt(rows.narrow(-1, first + 1, 1)));
+  return labels.ge(rows.narrow(-1, first, 1))
+      .logical_and_(labels.lt(rows.narrow(-1, first + 1, 1)));
 }
 
 // What mask_rows says, as if all tiles were mixed; seen: a tensor of the result's form.

@@ -222,10 +222,9 @@ AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector :
-       {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k,
-        &args.alibi_slopes, &args.rng_state, &args.mask_tiles, &args.mask_rows,
-        &args.mask_labels}) {
+  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
+                            &args.seqused_k, &args.leftpad_k, &args.alibi_slopes, &args.rng_state,
+                            &args.mask_tiles, &args.mask_rows, &args.mask_labels}) {
     *vector = contiguous(*vector);
   }
   if (args.learnable_sink) args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();

@@ -19,7 +19,8 @@ struct TileMask {
 
   // Of mixed tiles. Intervals: query i sees the keys whose labels lie in [first, end) or [first2, end2).
   // Bits: of key_tiles words of 64, bit j % 64 of word j / 64 says whether it sees key j.
-  const void* rows = nullptr;  // (batch, heads_q, seqlen_q, 4) int32 or (…, key_tiles) uint64; null: hidden
+  // (batch, heads_q, seqlen_q, 4) int32, or (batch, heads_q, seqlen_q, key_tiles) uint64; null: hidden
+  const void* rows = nullptr;
   int64_t rows_batch_stride = 0, rows_head_stride = 0;  // in bytes
   bool has_bits = false;
   const int32_t* labels = nullptr;  // (batch, seqlen_k), or null: key j has the label j

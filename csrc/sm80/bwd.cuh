@@ -271,9 +271,9 @@ __device__ __forceinline__ void add_column_sums(const BwdParams& params,
 // Of the blocks of queries from `block` on, those of the next heads behind them, the first that sees
 // something of the keys; of head end_head: none.
 template <typename Traits>
-__device__ __forceinline__ BwdQueryBlock seen_query_block(
-    const typename Traits::Params& params, const typename Traits::SharedStorage& smem,
-    BwdQueryBlock block, int end_head) {
+__device__ __forceinline__ BwdQueryBlock
+seen_query_block(const typename Traits::Params& params, const typename Traits::SharedStorage& smem,
+                 BwdQueryBlock block, int end_head) {
   constexpr int kBlockM = Traits::kBlockM;
   const BlockRange range = smem.range;
   for (; block.head < end_head; block = {block.head + 1, range.begin * kBlockM}) {

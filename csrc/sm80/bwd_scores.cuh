@@ -109,7 +109,8 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
   const int first_key = smem.keys.first_key + grid.col * Grid::kWarpCols;
   mask_keys(S, window, query, first_key, lane);
   if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
-    smem.score[block.head % 2].mask(S, {block.first_row + grid.row * Grid::kWarpRows, first_key}, lane);
+    smem.score[block.head % 2].mask(S, {block.first_row + grid.row * Grid::kWarpRows, first_key},
+                                    lane);
   }
 }
 

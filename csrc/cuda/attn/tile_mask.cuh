@@ -26,8 +26,7 @@ class MaskedScores : public PlainScores {
     tiles_ = mask.tiles + batch_idx * mask.batch_stride + head * mask.head_stride;
     rows_ = static_cast<const char*>(mask.rows) + batch_idx * mask.rows_batch_stride +
             head * mask.rows_head_stride;
-    labels_ =
-        mask.labels == nullptr ? nullptr : mask.labels + batch_idx * mask.labels_batch_stride;
+    labels_ = mask.labels == nullptr ? nullptr : mask.labels + batch_idx * mask.labels_batch_stride;
   }
 
   // Of the blocks of keys [begin, end), the last one that the queries [first_row, first_row + kBlockM)
@@ -75,8 +74,7 @@ class MaskedScores : public PlainScores {
 #pragma unroll
     for (int row = 0; row < S.kRows; ++row) {
       const int query = place.query + row / 2 * 16 + fragment_row(row, lane);
-      const uint64_t seen =
-          of_tile == kTileHidden ? 0 : keys_seen<S.kRowElements>(query, lane_key);
+      const uint64_t seen = of_tile == kTileHidden ? 0 : keys_seen<S.kRowElements>(query, lane_key);
 #pragma unroll
       for (int i = 0; i < S.kRowElements; ++i) {
         if ((seen >> fragment_col(i, 0) & 1) == 0) S.at(row, i) = -INFINITY;
