@@ -13,7 +13,7 @@ from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
 from flash_attn.masks import Mask, lowering
-from flash_attn.masks.tiles import Geometry, Tiled
+from flash_attn.masks.tiles import Geometry, Tiled, is_top_left
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
 # first. torch.compile guards on it.
@@ -59,17 +59,6 @@ def window_sides(window_size):
     if type(left) is int and type(right) is int:
         return left, right
     return tuple(-1 if side is None else as_int(side, "window_size") for side in (left, right))
-
-
-def is_top_left(causal_alignment: str) -> bool:
-    if causal_alignment == "bottom-right":
-        return False
-    if causal_alignment == "top-left":
-        return True
-    raise ValueError(
-        'flash_attn: causal_alignment: expected "bottom-right" or "top-left",'
-        f" got {shown(causal_alignment)}"
-    )
 
 
 def dense_seqlen(x: Tensor) -> int:
@@ -186,9 +175,13 @@ def _lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, lengt
 
 
 def _used_lengths(cu_seqlens, seqused, leftpad=None):
-    lengths = cu_seqlens.diff()
-    if seqused is not None:
-        lengths = torch.minimum(lengths, seqused)
+    """int32 (batch): what counts of each sequence. cu_seqlens: None where pages hold the keys."""
+    if cu_seqlens is None:
+        lengths = seqused
+    else:
+        lengths = cu_seqlens.diff()
+        if seqused is not None:
+            lengths = torch.minimum(lengths, seqused)
     return lengths if leftpad is None else (lengths - leftpad).clamp(min=0)
 
 
@@ -239,12 +232,6 @@ def fwd_arguments(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
         )
-    if block_table is not None:
-        k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
-            k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
-        )
-    if rng_state is None and dropout_p > 0.0:
-        rng_state = draw_rng_state(q)
     window_left, window_right = window_sides(window_size)
     top_left = is_top_left(causal_alignment)
     tiled = Tiled(None)
@@ -263,6 +250,12 @@ def fwd_arguments(
             top_left,
             *lengths,
         )
+    if block_table is not None:
+        k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
+            k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
+        )
+    if rng_state is None and dropout_p > 0.0:
+        rng_state = draw_rng_state(q)
     return (
         q,
         k,

@@ -418,6 +418,25 @@ def test_scaled_dot_product_attention(target: Target) -> None:
     torch.testing.assert_close(*results, rtol=0.02, atol=0.005)
 
 
+def test_compiled() -> None:
+    """Masks made inside and outside of a compiled function, without a graph break."""
+    problem = Problem(SQUARE, 9, "cpu")
+    q, k, v, ids = problem.q, problem.k, problem.v, random_ids(problem, 200, 3)
+    outside = masks.prefix_lm(7) | masks.documents(ids)
+    bounds = bounds_of_documents(problem)
+
+    def function(q, k, v, ids, bounds):
+        inside = masks.documents(ids) & masks.prefix_lm(7) & masks.window(90, None)
+        packed = masks.causal() & masks.packed_documents(bounds)
+        return [flash_attn.flash_attn_func(q, k, v, attn_bias=x) for x in (inside, packed, outside)]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for actual, expected in zip(
+        compiled(q, k, v, ids, bounds), function(q, k, v, ids, bounds), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
 def test_masks_combine_with_masks_only() -> None:
     for other in (True, torch.ones(3, 3, dtype=torch.bool)):
         with pytest.raises(TypeError):

@@ -14,6 +14,7 @@ from flash_attn.masks.tiles import (
     Intervals,
     Tiled,
     has_only_whole_tiles,
+    is_top_left,
     states_of,
     tile_bool,
     tile_intervals,
@@ -30,7 +31,7 @@ def expect(condition: bool, argument: str, requirement: str, got: object) -> Non
 class Mask:
     """Which keys each query sees. Made by this module's functions; &, | and ~ combine masks."""
 
-    # The latest Lowered, and what it was computed for.
+    # The latest Tiled, by what it was computed for.
     cache: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -63,6 +64,7 @@ class Mask:
 
         Raises:
             RuntimeError: a tensor that the mask was made of does not fit these lengths.
+            ValueError: causal_alignment.
         """
         at = self._geometry(seqlen_q, seqlen_k, device, causal_alignment)
         seen = self.seen_at(at)
@@ -94,7 +96,7 @@ class Mask:
     def _geometry(self, seqlen_q, seqlen_k, device, causal_alignment) -> Geometry:
         if device is None:
             device = next((x.device for x in self.tensors()), torch.device("cpu"))
-        diagonal = 0 if causal_alignment == "top-left" else seqlen_k - seqlen_q
+        diagonal = 0 if is_top_left(causal_alignment) else seqlen_k - seqlen_q
         device = torch.empty(0, device=device).device  # with its number
         return Geometry(seqlen_q, seqlen_k, diagonal, device)
 
@@ -416,7 +418,8 @@ class Prepared(Mask):
 
 
 def narrower(*sides: int) -> int:
-    return min((side for side in sides if side >= 0), default=-1)
+    limits = [side for side in sides if side >= 0]
+    return min(limits) if limits else -1
 
 
 def split(mask: Mask) -> tuple[tuple[int, int], list[Mask]]:

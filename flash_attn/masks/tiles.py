@@ -6,8 +6,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn._errors import shown
+
 TILE = 64  # csrc/core/tile_mask.h
 HIDDEN, MIXED, SEEN = range(3)
+
+
+def is_top_left(causal_alignment: str) -> bool:
+    if causal_alignment == "bottom-right":
+        return False
+    if causal_alignment == "top-left":
+        return True
+    raise ValueError(
+        'flash_attn: causal_alignment: expected "bottom-right" or "top-left",'
+        f" got {shown(causal_alignment)}"
+    )
 
 
 @dataclass(frozen=True)
