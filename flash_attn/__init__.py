@@ -15,7 +15,7 @@ __path__ = extend_path(__path__, __name__)
 # own release. pyproject.toml reads it from here.
 __version__ = "2.8.3+r1"
 
-from flash_attn import _flops, _torch_flash, reference, sdpa
+from flash_attn import _flops, _torch_flash, masks, reference, sdpa
 from flash_attn.backends import Support, can_use, use_backend
 from flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -43,6 +43,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flash_decode_func",
+    "masks",
     "reference",
     "scaled_dot_product_attention",
     "sdpa",

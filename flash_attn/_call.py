@@ -12,6 +12,8 @@ from torch import Tensor
 from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
+from flash_attn.masks import Mask, lowering
+from flash_attn.masks.tiles import Geometry, Tiled, is_top_left
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
 # first. torch.compile guards on it.
@@ -57,17 +59,6 @@ def window_sides(window_size):
     if type(left) is int and type(right) is int:
         return left, right
     return tuple(-1 if side is None else as_int(side, "window_size") for side in (left, right))
-
-
-def is_top_left(causal_alignment: str) -> bool:
-    if causal_alignment == "bottom-right":
-        return False
-    if causal_alignment == "top-left":
-        return True
-    raise ValueError(
-        'flash_attn: causal_alignment: expected "bottom-right" or "top-left",'
-        f" got {shown(causal_alignment)}"
-    )
 
 
 def dense_seqlen(x: Tensor) -> int:
@@ -158,6 +149,42 @@ def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k,
     return k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, lengths, attn_bias
 
 
+def _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left):
+    """The key that each sequence's query 0 meets on its diagonal: of Geometry."""
+    if is_top_left:
+        return 0
+    if lengths_q is None:
+        return max_seqlens[1] - max_seqlens[0]
+    return (lengths_k.long() - lengths_q.long())[:, None, None, None]
+
+
+def _lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, lengths_k=None):
+    """The window, attn_bias and tiles of a call whose attn_bias is a mask."""
+    if not isinstance(q, Tensor) or q.dim() != (4 if lengths_q is None else 3):
+        return window, None, Tiled(None)  # which C++ reports
+    diagonal = _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left)
+    at = Geometry(*max_seqlens, diagonal, q.device)
+    batch = q.size(0) if lengths_q is None else lengths_q.size(0)
+    lower = lowering.lower if lengths_q is None else lowering.lower_to_bool
+    lowered = lower(mask, batch, q.size(-2), at)
+    return (
+        lowering.intersect_windows(window, lowered.window),
+        lowered.attn_bias,
+        lowered.tiled or Tiled(None),
+    )
+
+
+def _used_lengths(cu_seqlens, seqused, leftpad=None):
+    """int32 (batch): what counts of each sequence. cu_seqlens: None where pages hold the keys."""
+    if cu_seqlens is None:
+        lengths = seqused
+    else:
+        lengths = cu_seqlens.diff()
+        if seqused is not None:
+            lengths = torch.minimum(lengths, seqused)
+    return lengths if leftpad is None else (lengths - leftpad).clamp(min=0)
+
+
 def fwd_arguments(
     q,
     k,
@@ -205,13 +232,30 @@ def fwd_arguments(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
         )
+    window_left, window_right = window_sides(window_size)
+    top_left = is_top_left(causal_alignment)
+    tiled = Tiled(None)
+    if isinstance(attn_bias, Mask):
+        lengths = ()
+        if cu_seqlens_q is not None:
+            lengths = (
+                _used_lengths(cu_seqlens_q, seqused_q),
+                _used_lengths(cu_seqlens_k, seqused_k, leftpad_k),
+            )
+        (window_left, window_right), attn_bias, tiled = _lower_mask(
+            attn_bias,
+            q,
+            (max_seqlen_q, max_seqlen_k),
+            (window_left, window_right),
+            top_left,
+            *lengths,
+        )
     if block_table is not None:
         k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
             k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
         )
     if rng_state is None and dropout_p > 0.0:
         rng_state = draw_rng_state(q)
-    window_left, window_right = window_sides(window_size)
     return (
         q,
         k,
@@ -226,6 +270,7 @@ def fwd_arguments(
         alibi_slopes,
         learnable_sink,
         rng_state,
+        *tiled,
         max_seqlen_q,
         max_seqlen_k,
         dropout_p,
@@ -233,7 +278,7 @@ def fwd_arguments(
         causal,
         window_left,
         window_right,
-        is_top_left(causal_alignment),
+        top_left,
         softcap,
         deterministic,
         return_probs,
@@ -269,8 +314,80 @@ def heads_first(query, key, value, attn_mask, dropout_p, scale, causal, gqa):
     """The op `fwd` of (batch, heads, rows, d), turned in C++; None where the call needs more."""
     if torch.compiler.is_compiling() or _functorch.is_active() or _log.ENABLED:
         return None
+    if isinstance(attn_mask, Mask):
+        return None
     options = (dropout_p, scale, causal, gqa, forced_backend())
     return C.heads_first(query, key, value, attn_mask, *options)
+
+
+def _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
+    """The windows and bounds of packed documents that a varlen call serves, and as fast as any."""
+    if not isinstance(attn_bias, Mask) or not isinstance(q, Tensor) or q.dim() != 4:
+        return None
+    # Its dropout is another one; where slopes are each sequence's own, sequences are others.
+    plain = dropout_p == 0.0 and not return_probs
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        return None
+    # ATen pads sequences that only the device knows: each to the length of all.
+    fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
+    same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
+    return lowering.packed_bounds(attn_bias) if plain and fast and same else None
+
+
+def _packed_lengths(bounds, batch, seqlen):
+    """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
+
+    Before a sequence's first document and behind its last one lie queries without keys.
+    """
+    bounds = bounds.clamp(0, seqlen).expand(batch, -1)
+    zero = torch.zeros_like(bounds[:, :1])
+    start = torch.arange(batch, dtype=torch.int32, device=bounds.device)[:, None] * seqlen
+    cu_seqlens = (torch.cat([zero, bounds], 1) + start).flatten()
+    cu_seqlens = torch.cat([cu_seqlens, torch.full_like(cu_seqlens[:1], batch * seqlen)])
+    used = torch.cat([zero, bounds.diff(), zero], 1).flatten()
+    return cu_seqlens, used
+
+
+def attend(
+    q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options
+):
+    """The op `fwd` of dense tensors, or what packed documents make of it."""
+    packed = _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs)
+    if packed is None:
+        return fwd(
+            fwd_arguments(
+                q,
+                k,
+                v,
+                attn_bias=attn_bias,
+                alibi_slopes=alibi_slopes,
+                dropout_p=dropout_p,
+                return_probs=return_probs,
+                **options,
+            )
+        )
+    window, bounds = packed
+    batch, seqlen = q.shape[:2]
+    if batch == 1 and options.get("learnable_sink") is None:
+        cu_seqlens, used = bounds.flatten(), None  # rows outside of all documents: out 0, LSE -inf
+    else:
+        cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
+    window = lowering.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
+    out, softmax_lse, S_dmask = fwd(
+        fwd_arguments(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            seqused_k=used,
+            max_seqlen_q=seqlen,
+            max_seqlen_k=seqlen,
+            alibi_slopes=alibi_slopes,
+            window_size=window,
+            **options,
+        )
+    )
+    softmax_lse = softmax_lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
+    return out.unflatten(0, (batch, seqlen)), softmax_lse, S_dmask
 
 
 def draw_rng_state(like):
@@ -326,6 +443,9 @@ def bwd(
         alibi_slopes,
         None,  # learnable_sink
         rng_state,
+        None,  # mask_tiles
+        None,  # mask_rows
+        None,  # mask_labels
         dense_seqlen(q) if max_seqlen_q is None else max_seqlen_q,
         dense_seqlen(k) if max_seqlen_k is None else max_seqlen_k,
         dropout_p,

@@ -13,7 +13,7 @@ is_active = torch._C._are_functorch_transforms_active
 
 # Where the inputs that have a gradient stand among the arguments of `fwd`, in grad_mask's order.
 DIFFERENTIABLE = (0, 1, 2, 9, 11)  # q, k, v, attn_bias, learnable_sink
-ARGUMENTS_OF_BWD = 23  # as many of them `bwd` takes too: all but return_probs and backend
+ARGUMENTS_OF_BWD = 26  # as many of them `bwd` takes too: all but return_probs and backend
 
 
 class _Attention(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_attn import _call
 from flash_attn._errors import explain, shown
 from flash_attn._library import C
+from flash_attn.masks import Mask
 
 # Read once: torch.compile traces use_backend, but no pybind11 function.
 _NAMES = tuple(C.backend_names())
@@ -92,7 +93,7 @@ def can_use(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
     cu_seqlens_q: Tensor | None = None,

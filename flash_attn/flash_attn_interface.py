@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Other packages reach the next two imports through this module.
 from flash_attn import _positional as flash_attn_gpu  # noqa: F401
-from flash_attn._call import as_int, fwd, fwd_arguments
+from flash_attn._call import as_int, attend, fwd, fwd_arguments
 from flash_attn._errors import explain
 from flash_attn._functions import (  # noqa: F401
     _get_block_size_n,
@@ -31,6 +31,7 @@ from flash_attn._upstream import (  # noqa: F401
     _wrapped_flash_attn_varlen_forward,
 )
 from flash_attn.kvcache import flash_attn_with_kvcache, flash_decode_func
+from flash_attn.masks import Mask
 
 __all__ = [
     "flash_attn_func",
@@ -63,7 +64,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:
@@ -104,7 +105,8 @@ def flash_attn_func(
         deterministic: the backward gives the same bits every run (it may take longer).
         return_attn_probs: also return softmax_lse and S_dmask.
         attn_bias: broadcastable to (batch, heads_q, seqlen_q, seqlen_k). A float tensor is added to
-            S and has a gradient; a bool tensor keeps the keys where it is True. -inf hides a key,
+            S and has a gradient; a bool tensor keeps the keys where it is True; a mask of
+            flash_attn.masks says the same and costs only what it leaves. -inf hides a key,
             and so does what is below -2^26, about -6.7e7: torch.finfo(...).min of fp32 and bf16,
             -1e9; torch.finfo(...).min of fp16 is a number. What is above 2^26 counts as that.
         learnable_sink: float (heads_q): a key without a value, of score learnable_sink[h]: it adds
@@ -141,7 +143,7 @@ def flash_attn_func(
             input has a tangent of forward-mode AD.
     """
     try:
-        arguments = fwd_arguments(
+        out, softmax_lse, S_dmask = attend(
             q,
             k,
             v,
@@ -157,7 +159,6 @@ def flash_attn_func(
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
         )
-        out, softmax_lse, S_dmask = fwd(arguments)
         return (out, softmax_lse, S_dmask) if return_attn_probs else out
     except Exception as error:
         explain(error, flash_attn_func, locals())
@@ -188,7 +189,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
     seqused_q: Tensor | None = None,
@@ -209,7 +210,8 @@ def flash_attn_varlen_func(
             does not know, and where the backend is aten, queries beyond give NaN, as do all those
             of a sequence with keys beyond.
         alibi_slopes: fp32 (heads_q) or (batch, heads_q).
-        attn_bias: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k).
+        attn_bias: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k). A mask of
+            flash_attn.masks is a bool tensor here, but for causal and window.
         block_table: int32 (batch, max_pages): k and v are pages (num_pages, page_size, heads_kv,
             d), of any page size, and cu_seqlens_k only gives the lengths. The pages are copied side
             by side first. A page that does not exist has no keys, on the CPU; on a GPU a query that
@@ -286,7 +288,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:
@@ -326,7 +328,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:
@@ -367,7 +369,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:
@@ -419,7 +421,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Result:

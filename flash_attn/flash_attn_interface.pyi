@@ -24,6 +24,7 @@ from flash_attn._upstream import (
 )
 from flash_attn.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from flash_attn.kvcache import flash_decode_func as flash_decode_func
+from flash_attn.masks import Mask
 
 __all__ = [
     "flash_attn_func",
@@ -62,7 +63,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor: ...
@@ -80,7 +81,7 @@ def flash_attn_func(
     deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> WithProbs: ...
@@ -98,7 +99,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor | WithProbs: ...
@@ -121,7 +122,7 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[False] = False,
     block_table: Tensor | None = None,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
     seqused_q: Tensor | None = None,
@@ -147,7 +148,7 @@ def flash_attn_varlen_func(
     *,
     return_attn_probs: Literal[True],
     block_table: Tensor | None = None,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
     seqused_q: Tensor | None = None,
@@ -173,7 +174,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
     seqused_q: Tensor | None = None,
@@ -192,7 +193,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor: ...
@@ -208,7 +209,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> WithProbs: ...
@@ -224,7 +225,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor | WithProbs: ...
@@ -241,7 +242,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor: ...
@@ -258,7 +259,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> WithProbs: ...
@@ -275,7 +276,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor | WithProbs: ...
@@ -293,7 +294,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor: ...
@@ -311,7 +312,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> WithProbs: ...
@@ -329,7 +330,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor | WithProbs: ...
@@ -350,7 +351,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor: ...
@@ -371,7 +372,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> WithProbs: ...
@@ -392,7 +393,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
 ) -> Tensor | WithProbs: ...

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flash_attn._call import fwd, fwd_arguments, heads_first
+from flash_attn._call import attend, heads_first
 from flash_attn._errors import explain
 from flash_attn._torch_flash import override
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
+from flash_attn.masks import Mask
 
 # The op's names of the arguments.
 _NAMES = {
@@ -138,7 +139,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -153,7 +154,7 @@ def scaled_dot_product_attention(
         attn_mask: broadcastable to (…, heads, seqlen_q, seqlen_k). bool: True takes part. Float:
             added to the scores; it has a gradient. -inf and what is below -2^26, as
             torch.finfo(torch.float32).min or -1e9, hide a key; a query without any other gives 0;
-            see flash_attn_func. None for nested tensors.
+            see flash_attn_func. Or a mask of flash_attn.masks. None for nested tensors.
         dropout_p: probability that a weight is dropped. Not tied to any module's training flag.
         is_causal: query i sees keys 0 to i (top-left), whatever the lengths; 1: seen. Not together
             with attn_mask. For seqlen_q = 2, seqlen_k = 5 and seqlen_q = 5, seqlen_k = 2:
@@ -207,9 +208,9 @@ def scaled_dot_product_attention(
         if not _is_plain(query, key, value, enable_gqa):
             dims = max(dims, key.dim(), value.dim())
             query, key, value, leading = _broadcast(query, key, value, enable_gqa)
-            if attn_mask is not None:
+            if isinstance(attn_mask, Tensor):
                 attn_mask = _mask_as_batch(attn_mask, leading)
-        arguments = fwd_arguments(
+        out, _, _ = attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -219,7 +220,7 @@ def scaled_dot_product_attention(
             causal=is_causal,
             causal_alignment="top-left",
         )
-        out = fwd(arguments)[0].transpose(1, 2)
+        out = out.transpose(1, 2)
         if leading is None:
             return out
         return out.reshape(*leading, *out.shape[1:] if dims > 2 else out.shape[2:])

@@ -333,7 +333,8 @@ def op_arguments(problem: Problem) -> dict:
     optional = (
         "cu_seqlens_q cu_seqlens_k seqused_q seqused_k leftpad_k block_table attn_bias alibi_slopes"
     )
-    return dict.fromkeys(f"{optional} learnable_sink".split()) | dict(
+    masks = "mask_tiles mask_rows mask_labels"
+    return dict.fromkeys(f"{optional} learnable_sink {masks}".split()) | dict(
         rng_state=problem.rng_state,
         max_seqlen_q=problem.max_q,
         max_seqlen_k=problem.max_k,

@@ -26,6 +26,7 @@ struct AttnArgs {
   at::Tensor q, k, v;
   OptTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table;
   OptTensor attn_bias, alibi_slopes, learnable_sink, rng_state;
+  OptTensor mask_tiles, mask_rows, mask_labels;  // bindings/mask.h
   c10::SymInt max_seqlen_q, max_seqlen_k;
   double dropout_p;
   std::optional<double> softmax_scale;  // none: head_dim^-0.5
@@ -37,9 +38,9 @@ struct AttnArgs {
 
   auto tie() {
     return std::tie(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,
-                    block_table, attn_bias, alibi_slopes, learnable_sink, rng_state, max_seqlen_q,
-                    max_seqlen_k, dropout_p, softmax_scale, causal, window_left, window_right,
-                    top_left, softcap, deterministic);
+                    block_table, attn_bias, alibi_slopes, learnable_sink, rng_state, mask_tiles,
+                    mask_rows, mask_labels, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                    causal, window_left, window_right, top_left, softcap, deterministic);
   }
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
 };

@@ -8,6 +8,7 @@
 #include "../sm80/bwd.h"
 #include "../sm90/bwd.h"
 #include "checks.h"
+#include "mask.h"
 #include "to_params.h"
 
 namespace flash_attn {
@@ -48,16 +49,19 @@ at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wan
 }
 
 // What the kernels need room for, and then their launches.
-void launch_sm80(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
+void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   at::Tensor dq_accum;
   if (!params.deterministic) {
     params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);
-    params.dq_accum_cols = sm80::bwd_dq_accum_cols(params);
+    params.dq_accum_cols = sm80::bwd_dq_accum_cols(params, plan.skips_tiles);
     dq_accum =
         at::empty({params.heads_q, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
     params.dq_accum = dq_accum.data_ptr<float>();
   }
-  sm80::run_bwd(params, device_info_of(q), stream_of(q));
+  if (plan.skips_tiles) {
+    return sm80::run_bwd_masked({params, tile_mask_params(attn)}, stream_of(lse));
+  }
+  sm80::run_bwd(params, *plan.device, stream_of(lse));
 }
 
 void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
@@ -88,13 +92,14 @@ void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) 
   if (of_places && !sm90::stores_bias_gradient(params)) sm80::run_bwd_bias(params, stream_of(q));
 }
 
-void launch(Backend backend, BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
+void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at::Tensor& lse) {
   const at::Tensor delta = at::empty_like(lse);
   params.delta = delta.data_ptr<float>();
-  backend == Backend::kSm90 ? launch_sm90(params, q, lse) : launch_sm80(params, q, lse);
+  plan.backend == Backend::kSm90 ? launch_sm90(params, attn.q, lse)
+                                 : launch_sm80(params, plan, attn, lse);
 }
 
-BwdResult run(Backend backend, const BwdArgs& args) {
+BwdResult run(const Plan& plan, const BwdArgs& args) {
   const int64_t head_dim = args.attn.q.size(-1), head_dim_v = args.attn.v.size(-1);
   AttnArgs attn = args.attn;
   attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
@@ -139,7 +144,7 @@ BwdResult run(Backend backend, const BwdArgs& args) {
     params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
     params.deterministic = is_deterministic(attn);
     const at::Tensor sums = start_bias_gradient(params, attn, args.grad_mask[3]);
-    launch(backend, params, attn.q, lse);
+    launch(plan, params, attn, lse);
     if (sums.defined()) {
       dbias = sums.sum_to_size(attn.attn_bias->sizes())
                   .to(args.attn.attn_bias->scalar_type())
@@ -156,14 +161,16 @@ BwdResult run(Backend backend, const BwdArgs& args) {
 
 }  // namespace
 
-BwdResult bwd(const BwdArgs& args) {
-  check(args);
-  check_max_seqlens(args.attn);
-  const c10::DeviceGuard guard(args.attn.q.device());
-  const Backend backend = select_backend(call_shape(args), args.backend);
+BwdResult bwd(const BwdArgs& given) {
+  check(given);
+  check_max_seqlens(given.attn);
+  const c10::DeviceGuard guard(given.attn.q.device());
+  const Plan plan = make_plan(call_shape(given), given.backend);
+  BwdArgs args = given;
+  if (!plan.skips_tiles) args.attn = with_bool_mask(std::move(args.attn));
   // As in the forward: without keys, no kernel runs, but a sink has its gradient through LSE.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
-  if (backend != Backend::kAten && !only_sink) return run(backend, args);
+  if (plan.backend != Backend::kAten && !only_sink) return run(plan, args);
   aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,
                                 args.softmax_lse, args.grad_mask);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};

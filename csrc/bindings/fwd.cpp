@@ -8,9 +8,24 @@
 #include "../sm90/fwd.h"
 #include "checks.h"
 #include "fwd.h"
+#include "mask.h"
 
 namespace flash_attn {
 namespace {
+
+void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
+  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
+  params.lse_head_stride = lse.stride(-2);
+}
+
+void launch_masked(FwdParams& params, const AttnArgs& attn, const at::Tensor& out,
+                   const at::Tensor& lse) {
+  set_results(params, out, lse);
+  sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
+}
 
 FwdResult run(const Plan& plan, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
@@ -31,7 +46,7 @@ FwdResult run(const Plan& plan, AttnArgs attn) {
     FwdParams params = {};
     fill_params(params, attn);
     params.score = score_params(attn);
-    launch_fwd(plan, params, out, lse);
+    plan.skips_tiles ? launch_masked(params, attn, out, lse) : launch_fwd(plan, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::empty({0}, q.options())};
@@ -40,11 +55,7 @@ FwdResult run(const Plan& plan, AttnArgs attn) {
 }  // namespace
 
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
-  params.out = out.data_ptr();
-  params.out_strides = strides_of(out);
-  params.lse = lse.data_ptr<float>();
-  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
-  params.lse_head_stride = lse.stride(-2);
+  set_results(params, out, lse);
   if (plan.backend == Backend::kSm80) {
     return sm80::run_fwd(params, *plan.device, stream_of(out));
   }
@@ -58,12 +69,13 @@ FwdResult fwd(const FwdArgs& args) {
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Plan plan = make_plan(call_shape(args), args.backend);
+  const AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   if (plan.backend == Backend::kAten || only_sink) {
-    return aten::fwd(to_aten(args.attn), args.return_probs);
+    return aten::fwd(to_aten(attn), args.return_probs);
   }
-  return run(plan, args.attn);
+  return run(plan, attn);
 }
 
 }  // namespace flash_attn

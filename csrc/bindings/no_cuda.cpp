@@ -34,11 +34,13 @@ void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const Devic
 }
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm80::run_fwd_masked(const Masked<FwdParams>&, Stream) { not_built(); }
+void sm80::run_bwd_masked(const Masked<BwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_bias(const BwdParams&, Stream) { not_built(); }
 int64_t cuda::bwd_dq_accum_rows(const AttnParams&) { not_built(); }
 int64_t cuda::bwd_dq_turns(const BwdParams&) { not_built(); }
 int64_t cuda::bwd_dq_pool_progress(const BwdParams&) { not_built(); }
-int sm80::bwd_dq_accum_cols(const BwdParams&) { not_built(); }
+int sm80::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 void sm90::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 bool sm90::stores_bias_gradient(const BwdParams&) { not_built(); }
 int sm90::bwd_dq_accum_cols(const BwdParams&) { not_built(); }

@@ -32,10 +32,11 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
 
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   CallShape call = call_shape_of(op, args.q, args.v);
-  call.bias = args.attn_bias.has_value();
-  call.dense_bias = call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
+  call.tile_mask = args.mask_tiles.has_value();
+  call.bias = args.attn_bias || call.tile_mask;
+  call.dense_bias = args.attn_bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
                     args.attn_bias->scalar_type() == args.q.scalar_type();
-  if (call.bias && args.attn_bias->dim() > 0) {
+  if (args.attn_bias && args.attn_bias->dim() > 0) {
     const at::Tensor& bias = *args.attn_bias;
     call.bias_of_keys = bias.sym_size(-1) != 1 && (bias.dim() == 1 || bias.sym_size(-2) == 1);
   }
@@ -221,12 +222,16 @@ AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector :
-       {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k,
-        &args.alibi_slopes, &args.rng_state}) {
+  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
+                            &args.seqused_k, &args.leftpad_k, &args.alibi_slopes, &args.rng_state,
+                            &args.mask_tiles, &args.mask_rows, &args.mask_labels}) {
     *vector = contiguous(*vector);
   }
   if (args.learnable_sink) args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
+  const auto is_aligned = [](const at::Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes == 0;
+  };
+  if (args.mask_rows && !is_aligned(*args.mask_rows)) args.mask_rows = args.mask_rows->clone();
   if (args.attn_bias) args.attn_bias = readable_bias(*args.attn_bias, args.q.scalar_type());
   return args;
 }

@@ -101,6 +101,7 @@ std::string describe(const Plan& plan) {
   constexpr std::string_view kNames[] = {"fwd", "bwd", "decode", "kvcache"};
   std::string text(kNames[static_cast<int>(plan.kernel)]);
   const Splits& splits = plan.splits;
+  if (plan.skips_tiles) text += ", the mask's hidden tiles skipped";
   if (splits.keys > 0) {
     text += ", each sequence in pieces of about " + std::to_string(splits.keys) + " keys";
   } else if (splits.count == 0) {

@@ -21,9 +21,10 @@ enum class Kernel : uint8_t { kFwd, kBwd, kDecode, kKvcache };
 struct Plan {
   Backend backend = Backend::kAten;
   Kernel kernel = Kernel::kFwd;
-  Splits splits = Splits::alike(1);    // of decode, and of the forward against a cache
-  int64_t workspace_rows = 0;          // of PartialResults
-  KvcacheGrid grid;                    // of kvcache
+  Splits splits = Splits::alike(1);  // of decode, and of the forward against a cache
+  int64_t workspace_rows = 0;        // of PartialResults
+  KvcacheGrid grid;                  // of kvcache
+  bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
   const DeviceInfo* device = nullptr;  // null: not on CUDA
 };
 

@@ -23,6 +23,10 @@ void refuse_cache(Reasons& reasons, const CallShape& call);
 // The forward kernels, where they serve decode.
 void refuse_cache_of_forward(Reasons& reasons, const CallShape& call);
 
+// Of a forward or backward that reads a mask of tiles as a bias, whatever it hides. Not a time: where another
+// kernel skips hidden tiles, it is the first choice.
+inline constexpr double kReadMaskCost = 1;
+
 // Costs of decode calls, in the time that one of decode's thread blocks, of 16 rows of one kv head,
 // takes for a key. Lengths do not matter.
 //

@@ -5,10 +5,10 @@
 
 namespace flash_attn::sm80 {
 
-int bwd_dq_accum_cols(const BwdParams& params) {
+int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
   if (is_large_head(params.head_dim, params.head_dim_v)) return kLargeHeadDim;
   const auto of_class = [&]<int kHeadDim> { return kHeadDim; };
-  return has_score_terms(params) || cuda::is_wide(params.dtype)
+  return masked || has_score_terms(params) || cuda::is_wide(params.dtype)
              ? with_scores_class(params.head_dim, params.head_dim_v, of_class)
              : with_head_dim_class(params.head_dim, params.head_dim_v, of_class);
 }
@@ -40,6 +40,15 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
       with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
         launch_bwd<kDType, kHeadDim>(params, device, stream);
       });
+    });
+  });
+}
+
+void run_bwd_masked(const Masked<BwdParams>& params, Stream stream) {
+  cuda::run_bwd_steps(params, cuda::portable_dq_accum_order(), stream, [&] {
+    with_dtype(params.dtype, [&]<DType kDType> {
+      with_scores_class(params.head_dim, params.head_dim_v,
+                        [&]<int kHeadDim> { launch_bwd_masked<kDType, kHeadDim>(params, stream); });
     });
   });
 }

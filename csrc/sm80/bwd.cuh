@@ -45,7 +45,8 @@
 // than two stages.
 //
 // Compiled with dQ's reductions and without, each without score terms and with them
-// (cuda/attn/score_policy.cuh); for 16 bits and, as the forward, for fp32.
+// (cuda/attn/score_policy.cuh), and with reductions for masks whose hidden tiles are passed over
+// (cuda/attn/tile_mask.cuh); for 16 bits and, as the forward, for fp32.
 //
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
@@ -55,6 +56,7 @@
 #include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
+#include "../cuda/attn/tile_mask.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/ptx/opaque.cuh"
 #include "../cuda/tile/copy.cuh"
@@ -81,6 +83,7 @@ template <DType kDType, int kHeadDimClass, BwdTile kTileOfClass, typename ScoreP
 struct BwdTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
+  using Params = ParamsOf<BwdParams, ScorePolicy>;
   static constexpr BwdTile kTile = kTileOfClass;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -129,7 +132,7 @@ class QueryLoader {
   using Loader = TileLoader<typename Traits::QTile, Traits::kThreads>;
 
  public:
-  __device__ __forceinline__ QueryLoader(const BwdParams& params,
+  __device__ __forceinline__ QueryLoader(const typename Traits::Params& params,
                                          typename Traits::SharedStorage& smem)
       : params_(params), smem_(smem) {}
 
@@ -175,7 +178,7 @@ class QueryLoader {
         .load(tile, block.first_row, smem_.seqlen.len_q);
   }
 
-  const BwdParams& params_;
+  const typename Traits::Params& params_;
   typename Traits::SharedStorage& smem_;
 };
 
@@ -201,15 +204,17 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   using Element = typename Traits::Element;
   using Grid = typename Traits::ScoreGrid;
   using Scores = typename Grid::Part;
-  // With terms, registers are too short for what could be computed before the loop.
   constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  const unsigned thread = kGeneral ? ptx::opaque(threadIdx.x) : threadIdx.x;
+  constexpr bool kSkips = kSkipsTiles<typename Traits::ScorePolicy>;
+  // With terms or a mask, registers are too short for what could be computed before the loop.
+  const unsigned thread = kGeneral || kSkips ? ptx::opaque(threadIdx.x) : threadIdx.x;
   const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
   const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
   const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
   const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
+  if constexpr (kSkips) masked |= score.hides(place);
 
   Scores P, dS, slope;
   multiply_rows<Traits>(P, smem.exchange, smem.q[stage], smem.k, warp, lane);  // S = Q Kᵀ
@@ -263,9 +268,26 @@ __device__ __forceinline__ void add_column_sums(const BwdParams& params,
   *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
+// Of the blocks of queries from `block` on, those of the next heads behind them, the first that sees
+// something of the keys; of head end_head: none.
+template <typename Traits>
+__device__ __forceinline__ BwdQueryBlock
+seen_query_block(const typename Traits::Params& params, const typename Traits::SharedStorage& smem,
+                 BwdQueryBlock block, int end_head) {
+  constexpr int kBlockM = Traits::kBlockM;
+  const BlockRange range = smem.range;
+  for (; block.head < end_head; block = {block.head + 1, range.begin * kBlockM}) {
+    const MaskedScores score(params, smem.keys.batch_idx, block.head, 0);
+    const int m = score.first_query_block<kBlockM, Traits::kBlockN>(
+        smem.keys.first_key, block.first_row / kBlockM, range.end);
+    if (m < range.end) return {block.head, m * kBlockM};
+  }
+  return block;
+}
+
 // Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
 template <typename Traits, bool kSumDq>
-__device__ __forceinline__ void compute_loop(const BwdParams& params,
+__device__ __forceinline__ void compute_loop(const typename Traits::Params& params,
                                              typename Traits::SharedStorage& smem,
                                              typename Traits::DkvGrid::Part& dK,
                                              typename Traits::DkvGrid::Part& dV) {
@@ -289,6 +311,10 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
   const int group = params.heads_q / params.heads_kv;
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
+  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+    next = seen_query_block<Traits>(params, smem, next, end_head);
+    if (next.head == end_head) return;
+  }
   queries.start_head(next.head);
   queries.start_row_values(0, next);
   queries.start_q(smem.q[0], next);
@@ -302,6 +328,9 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
     next.first_row += kBlockM;
     if (next.first_row == range.end * kBlockM) {
       next = {.head = block.head + 1, .first_row = range.begin * kBlockM};
+    }
+    if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+      next = seen_query_block<Traits>(params, smem, next, end_head);
     }
     const bool more = next.head < end_head;
     ptx::cp_async_wait<kPendingLoads>();
@@ -358,7 +387,7 @@ __device__ __forceinline__ void compute_loop(const BwdParams& params,
 
 template <typename Traits, bool kSumDq>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bwd_kernel(const __grid_constant__ BwdParams params,
+    bwd_kernel(const __grid_constant__ typename Traits::Params params,
                const __grid_constant__ typename Traits::Scheduler scheduler) {
   using Grid = typename Traits::DkvGrid;
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
@@ -396,7 +425,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits, SmemBudget kBudget>
-void launch_bwd_kernel(const BwdParams& params, Stream stream) {
+void launch_bwd_kernel(const typename Traits::Params& params, Stream stream) {
   static_assert(sizeof(typename Traits::SharedStorage) <= smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
@@ -409,8 +438,12 @@ void launch_bwd_kernel(const BwdParams& params, Stream stream) {
                                              sizeof(typename Traits::SharedStorage), stream, params,
                                              scheduler);
   };
-  params.dq_accum == nullptr ? launch.template operator()<false>()
-                             : launch.template operator()<true>();
+  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+    launch.template operator()<true>();
+  } else {
+    params.dq_accum == nullptr ? launch.template operator()<false>()
+                               : launch.template operator()<true>();
+  }
 }
 
 template <DType kDType, int kHeadDim>
@@ -436,6 +469,13 @@ void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
   if (params.dbias.form == BiasGradientParams::Form::kShared) {
     launch_bwd_bias<kDType, kHeadDim>(params, stream);
   }
+}
+
+// dQ by reductions only.
+template <DType kDType, int kHeadDim>
+void launch_bwd_masked(const Masked<BwdParams>& params, Stream stream) {
+  using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kLarge>, MaskedScores>;
+  launch_bwd_kernel<Traits, SmemBudget::kLarge>(params, stream);
 }
 
 }  // namespace flash_attn::sm80

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../core/tile_mask.h"
 #include "../cuda/device.h"
 
 namespace flash_attn::sm80 {
@@ -12,10 +13,13 @@ namespace flash_attn::sm80 {
 // sm_90. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout; above 128 with no score terms, not
 // deterministic, and with the shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// The same with a mask whose hidden tiles are skipped, with 163 KB of shared memory a thread block. fp16 and
+// bf16 up to 256, dense, with no score terms, not deterministic.
+void run_bwd_masked(const Masked<BwdParams>& params, Stream stream);
 // dbias of the forms kWhole and kShared alone, from delta. fp16 and bf16.
 void run_bwd_bias(const BwdParams& params, Stream stream);
-// BwdParams::dq_accum_cols.
-int bwd_dq_accum_cols(const BwdParams& params);
+// BwdParams::dq_accum_cols, of run_bwd or run_bwd_masked.
+int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 
 // dK, dV, and either the sums in dq_accum or, if that is null, dQ itself.
 template <DType kDType, int kHeadDim>
@@ -27,6 +31,8 @@ template <DType kDType, int kHeadDim>
 void launch_bwd_bias(const BwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_masked(const Masked<BwdParams>& params, Stream stream);
 // Head dims above 256.
 template <DType kDType, bool kScoreTerms>
 void launch_bwd_large_head(const BwdParams& params, Stream stream);

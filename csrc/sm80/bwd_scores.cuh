@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
+#include "../cuda/attn/tile_mask.cuh"
 #include "../cuda/ptx/barrier.cuh"
 #include "../cuda/tile/gemm.cuh"
 #include "../cuda/tile/warp_grid.cuh"
@@ -105,7 +106,12 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
     query[row] =
         block.first_row + grid.row * Grid::kWarpRows + row / 2 * 16 + fragment_row(row, lane);
   }
-  mask_keys(S, window, query, smem.keys.first_key + grid.col * Grid::kWarpCols, lane);
+  const int first_key = smem.keys.first_key + grid.col * Grid::kWarpCols;
+  mask_keys(S, window, query, first_key, lane);
+  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+    smem.score[block.head % 2].mask(S, {block.first_row + grid.row * Grid::kWarpRows, first_key},
+                                    lane);
+  }
 }
 
 }  // namespace flash_attn::sm80

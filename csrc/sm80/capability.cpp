@@ -5,6 +5,7 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "bwd_config.h"
 #include "large_head.h"
 
 namespace flash_attn::sm80 {
@@ -66,14 +67,27 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
 }
 
+// Whether the kernels that skip the hidden tiles of a mask serve the call.
+bool skips_tiles(const CallShape& call) {
+  const bool has_terms = call.alibi || call.softcap || call.dropout;
+  const bool backward = call.op == Op::kBackward;
+  const bool small = call.device == nullptr ||
+                     bwd_smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLarge;
+  return call.tile_mask && call.dtype != DType::kFp32 && !has_terms && !call.ragged &&
+         !is_large_head(call.head_dim, call.head_dim_v) &&
+         !(backward && (call.deterministic || small));
+}
+
 double cost(const CallShape& call) {
   constexpr double kTileCost = 4.75;
-  return call.op == Op::kDecode ? cuda::forward_cost(call, kTileCost, 1) : 0;
+  if (call.op == Op::kDecode) return cuda::forward_cost(call, kTileCost, 1);
+  return call.tile_mask && !skips_tiles(call) ? 2 * cuda::kReadMaskCost : 0;
 }
 
 Plan plan(const CallShape& call) {
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, 1);
-  return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd};
+  return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
+          .skips_tiles = skips_tiles(call)};
 }
 
 }  // namespace

@@ -116,4 +116,18 @@ template <>
 inline constexpr FwdTile kFwdScoresTile<256> = {
     .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
 
+// With a mask whose hidden tiles are skipped: one tile a class that any budget holds, of as many keys as
+// the mask's tiles and of one or two of them in queries.
+template <int kHeadDim>
+inline constexpr FwdTile kFwdMaskedTile = {};
+template <>
+inline constexpr FwdTile kFwdMaskedTile<64> = {
+    .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdMaskedTile<128> = {
+    .block_m = 128, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+template <>
+inline constexpr FwdTile kFwdMaskedTile<256> = {
+    .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
+
 }  // namespace flash_attn::sm80

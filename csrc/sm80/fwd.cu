@@ -40,4 +40,12 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
   });
 }
 
+void run_fwd_masked(const Masked<FwdParams>& params, Stream stream) {
+  if (params.heads_q == 0) return;
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_scores_class(params.head_dim, params.head_dim_v,
+                      [&]<int kHeadDim> { launch_fwd_masked<kDType, kHeadDim>(params, stream); });
+  });
+}
+
 }  // namespace flash_attn::sm80

@@ -23,7 +23,8 @@
 //   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
 //   sync              ▲            ▲                   ▲
 //
-// Compiled without score terms, and with them (cuda/attn/score_policy.cuh); for 16 bits, for fp32 by
+// Compiled without score terms, with them (cuda/attn/score_policy.cuh), and without them for masks whose
+// hidden tiles are passed over (cuda/attn/tile_mask.cuh); for 16 bits, for fp32 by
 // three products of TF32, and by one (cuda/tile/gemm.cuh).
 //
 // Shared memory: │ Q, in the end O │ K │ V │
@@ -36,6 +37,7 @@
 #include "../cuda/attn/online_softmax.cuh"
 #include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/tile_mask.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/ptx/opaque.cuh"
@@ -52,6 +54,7 @@ template <DType kDType, int kHeadDimClass, FwdTile kTile, typename ScorePolicyTy
 struct FwdTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
+  using Params = ParamsOf<FwdParams, ScorePolicy>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
@@ -87,8 +90,8 @@ struct FwdWork {
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
 
-  __device__ __forceinline__ FwdWork(const FwdParams& params, const TileCoordinates& tile,
-                                     const SeqlenInfo& seqlen)
+  __device__ __forceinline__ FwdWork(const typename Traits::Params& params,
+                                     const TileCoordinates& tile, const SeqlenInfo& seqlen)
       : score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)),
         window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
@@ -194,18 +197,29 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
          Traits::kThreads - 1 - threadIdx.x, n * kBlockN, work.end_key, work.first_key);
   };
 
-  int n = work.range.end - 1;
+  // `n`, or less where the blocks before it are hidden.
+  const auto skip_hidden = [&](int n) {
+    if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+      n = work.score.template last_key_block<Traits::kBlockM, kBlockN>(work.first_row,
+                                                                       work.range.begin, n) +
+          1;
+    }
+    return n;
+  };
+
+  int n = skip_hidden(work.range.end) - 1;
   if (n < work.range.begin) return;
   load(smem.q, work.q, params.q_strides.row, params.head_dim, threadIdx.x, work.first_row,
        work.window.len_q(), 0);
   load_k(n);
   ptx::cp_async_commit();
 #pragma unroll 1
-  for (; n >= work.range.begin; --n) {
+  for (int end; n >= work.range.begin; n = end - 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // K(n) is there, all warps are done with V(n + 1)
     load_v(n);
     ptx::cp_async_commit();
+    end = skip_hidden(n);
 
     const SmemOperandA<Traits::kMBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
         smem.q, warp_row, lane);
@@ -223,10 +237,13 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
       }
       mask_keys(S, work.window, query, n * kBlockN, lane);
     }
+    if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+      work.score.mask(S, place, lane);
+    }
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // V(n) is there, all warps are done with K(n)
-    if (n > work.range.begin) load_k(n - 1);
+    if (end > work.range.begin) load_k(end - 1);
     ptx::cp_async_commit();
 
     float correction[Traits::Scores::kRows];
@@ -278,7 +295,7 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
-    fwd_kernel(const __grid_constant__ FwdParams params,
+    fwd_kernel(const __grid_constant__ typename Traits::Params params,
                const __grid_constant__ typename Traits::Scheduler scheduler) {
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
@@ -298,7 +315,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 }
 
 template <typename Traits, SmemBudget kBudget>
-void launch_fwd_kernel(const FwdParams& params, Stream stream) {
+void launch_fwd_kernel(const typename Traits::Params& params, Stream stream) {
   static_assert(sizeof(FwdSharedStorage<Traits>) <= smem_bytes(kBudget));
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(
@@ -337,6 +354,12 @@ void launch_fwd_wide(const FwdParams& params, Stream stream) {
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, Stream stream) {
   using Traits = FwdTraits<kDType, kHeadDim, kFwdScoresTile<kHeadDim>, GeneralScores>;
+  launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_masked(const Masked<FwdParams>& params, Stream stream) {
+  using Traits = FwdTraits<kDType, kHeadDim, kFwdMaskedTile<kHeadDim>, MaskedScores>;
   launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../core/tile_mask.h"
 #include "../cuda/device.h"
 
 namespace flash_attn::sm80 {
@@ -12,6 +13,8 @@ namespace flash_attn::sm80 {
 // thread block. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout, and with no score terms above
 // 128.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// The same with a mask whose hidden tiles are skipped. fp16 and bf16 up to 256, dense, with no score terms.
+void run_fwd_masked(const Masked<FwdParams>& params, Stream stream);
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
@@ -20,6 +23,8 @@ template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_fwd_masked(const Masked<FwdParams>& params, Stream stream);
 // Head dims above 256; kHeadDim: 384 (without score terms) or 512.
 template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_large_head(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);

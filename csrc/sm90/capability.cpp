@@ -76,7 +76,7 @@ double cost(const CallShape& call) {
   // it is unless can_stage_bias().
   const bool in_tiles = call.dense_bias && !call.softcap && !call.dropout;
   if (call.op == Op::kBackward && call.bias && !in_tiles && widest <= 64) return kNarrowTileCost;
-  if (call.op != Op::kDecode) return 0;
+  if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
   const int splits = decode_splits(call);
   const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
   return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);

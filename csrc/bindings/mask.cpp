@@ -1,0 +1,73 @@
+#include "mask.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_right_shift.h>
+#include <ATen/ops/zeros_like.h>
+
+namespace flash_attn {
+namespace {
+
+using at::Tensor;
+
+// bool (batch or 1, heads_q or 1, seqlen_q, seqlen_k) of intervals: the labels from `first` to `end`.
+Tensor inside(const Tensor& labels, const Tensor& rows, int64_t first) {
+  return labels.ge(rows.narrow(-1, first, 1))
+      .logical_and_(labels.lt(rows.narrow(-1, first + 1, 1)));
+}
+
+// What mask_rows says, as if all tiles were mixed; seen: a tensor of the result's form.
+Tensor seen_by_rows(const AttnArgs& args, const Tensor& seen) {
+  if (!args.mask_rows) return at::zeros_like(seen, at::kBool);
+  const Tensor& rows = *args.mask_rows;
+  const int64_t seqlen_k = seen.size(-1);
+  if (rows.scalar_type() == at::kByte) {
+    const Tensor shifts = at::arange(8, rows.options());
+    const Tensor bits = rows.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and(1);
+    return bits.flatten(-2).narrow(-1, 0, seqlen_k).to(at::kBool);
+  }
+  const Tensor labels = args.mask_labels ? args.mask_labels->unsqueeze(1).unsqueeze(1)
+                                         : at::arange(seqlen_k, rows.options());
+  return inside(labels, rows, 0).logical_or_(inside(labels, rows, 2));
+}
+
+}  // namespace
+
+AttnArgs with_bool_mask(AttnArgs args) {
+  if (!args.mask_tiles) return args;
+  const Tensor states = args.mask_tiles->repeat_interleave(kMaskTile, 2)
+                            .narrow(2, 0, args.q.size(1))
+                            .repeat_interleave(kMaskTile, 3)
+                            .narrow(3, 0, args.k.size(1));
+  args.attn_bias = states.eq(kTileSeen).logical_or(
+      states.eq(kTileMixed).logical_and(seen_by_rows(args, states)));
+  args.mask_tiles = args.mask_rows = args.mask_labels = std::nullopt;
+  return args;
+}
+
+TileMask tile_mask_params(const AttnArgs& args) {
+  const auto bytes = [](const Tensor& tensor, int64_t dim) {
+    return tensor.size(dim) == 1 ? 0 : tensor.stride(dim) * tensor.element_size();
+  };
+  const Tensor& tiles = *args.mask_tiles;
+  TileMask mask = {.tiles = tiles.const_data_ptr<uint8_t>(),
+                   .batch_stride = bytes(tiles, 0),
+                   .head_stride = bytes(tiles, 1),
+                   .query_tiles = static_cast<int>(tiles.size(2)),
+                   .key_tiles = static_cast<int>(tiles.size(3))};
+  if (args.mask_rows) {
+    mask.rows = args.mask_rows->const_data_ptr();
+    mask.rows_batch_stride = bytes(*args.mask_rows, 0);
+    mask.rows_head_stride = bytes(*args.mask_rows, 1);
+    mask.has_bits = args.mask_rows->scalar_type() == at::kByte;
+  }
+  if (args.mask_labels) {
+    const Tensor& labels = *args.mask_labels;
+    mask.labels = labels.const_data_ptr<int32_t>();
+    mask.labels_batch_stride = labels.size(0) == 1 ? 0 : labels.stride(0);
+  }
+  return mask;
+}
+
+}  // namespace flash_attn

@@ -1,0 +1,8 @@
+#include "../bwd.cuh"
+
+namespace flash_attn::sm80 {
+
+template void launch_bwd_masked<DType::kFp16, 64>(const Masked<BwdParams>&, Stream);
+template void launch_bwd_masked<DType::kBf16, 64>(const Masked<BwdParams>&, Stream);
+
+}  // namespace flash_attn::sm80

@@ -1,0 +1,8 @@
+#include "../fwd.cuh"
+
+namespace flash_attn::sm80 {
+
+template void launch_fwd_masked<DType::kFp16, 256>(const Masked<FwdParams>&, Stream);
+template void launch_fwd_masked<DType::kBf16, 256>(const Masked<FwdParams>&, Stream);
+
+}  // namespace flash_attn::sm80

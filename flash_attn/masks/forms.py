@@ -1,0 +1,444 @@
+"""What masks there are: what each says of a call's queries and keys, and in which forms."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flash_attn._errors import shown
+from flash_attn.masks.tiles import (
+    HIDDEN,
+    SEEN,
+    TILE,
+    Geometry,
+    Intervals,
+    Tiled,
+    has_only_whole_tiles,
+    is_top_left,
+    states_of,
+    tile_bool,
+    tile_intervals,
+    tiles_of,
+)
+
+
+def expect(condition: bool, argument: str, requirement: str, got: object) -> None:
+    if not condition:
+        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {shown(got)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query sees. Made by this module's functions; &, | and ~ combine masks."""
+
+    # The latest Tiled, by what it was computed for.
+    cache: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def to_bool(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        device: torch.device | str | None = None,
+        causal_alignment: str = "bottom-right",
+    ) -> Tensor:
+        """The mask as a tensor: its definition, of O(seqlen²) memory.
+
+        Arguments:
+            seqlen_q, seqlen_k: number of queries and keys of each sequence.
+            device: of the tensors that the mask was made of. Default: theirs, or the CPU.
+            causal_alignment: as in the call that the mask is for: "bottom-right", or "top-left" as
+                in scaled_dot_product_attention. Moves causal(), window() and prefix_lm().
+
+        Returns:
+            bool (batch or 1, heads or 1, seqlen_q, seqlen_k), True: seen.
+
+        Raises:
+            RuntimeError: a tensor that the mask was made of does not fit these lengths.
+            ValueError: causal_alignment.
+        """
+        at = self._geometry(seqlen_q, seqlen_k, device, causal_alignment)
+        seen = self.seen_at(at)
+        return seen.expand(*seen.shape[:2], seqlen_q, seqlen_k)
+
+    def prepared(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        device: torch.device | str | None = None,
+        causal_alignment: str = "bottom-right",
+    ) -> "Mask":
+        """The same mask with its tiles computed here, for calls of these lengths.
+
+        Others compute them when a first call needs them, and under capture in each call. Later
+        writes to the tensors that the mask was made of do not count. Packed documents are left as
+        they are.
+
+        Arguments, errors: as to_bool.
+        """
+        at = self._geometry(seqlen_q, seqlen_k, device, causal_alignment)
+        sides, rest = split(self)
+        if not rest or isinstance(rest[0], PackedDocuments) and len(rest) == 1:
+            return self
+        whole = intersection(rest)
+        return And(Window(*sides), Prepared(whole, at, any_tiled(whole, at)))
+
+    def _geometry(self, seqlen_q, seqlen_k, device, causal_alignment) -> Geometry:
+        if device is None:
+            device = next((x.device for x in self.tensors()), torch.device("cpu"))
+        diagonal = 0 if is_top_left(causal_alignment) else seqlen_k - seqlen_q
+        device = torch.empty(0, device=device).device  # with its number
+        return Geometry(seqlen_q, seqlen_k, diagonal, device)
+
+    def parts(self) -> tuple["Mask", ...]:
+        """The masks that this one is the intersection of."""
+        return (self,)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it was made of."""
+        raise NotImplementedError
+
+    def seen_at(self, at: Geometry) -> Tensor:
+        """bool of four dimensions that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+        raise NotImplementedError
+
+    def intervals_at(self, at: Geometry) -> Intervals | None:
+        """One or two a row; None: they are not enough."""
+        return None
+
+    def tiled_at(self, at: Geometry) -> Tiled | None:
+        """Without bits; None: they are needed."""
+        intervals = self.intervals_at(at)
+        return None if intervals is None else tile_intervals(intervals, at)
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    left: int  # -1: no limit
+    right: int
+
+    def tensors(self):
+        return ()
+
+    def seen_at(self, at):
+        distance = at.keys() - at.queries()[:, None] - at.diagonal
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left >= 0:
+            seen = seen & (distance >= -self.left)
+        if self.right >= 0:
+            seen = seen & (distance <= self.right)
+        return seen if seen.dim() == 4 else seen[None, None]
+
+    def intervals_at(self, at):
+        diagonal = at.queries() + at.diagonal
+        first = torch.zeros_like(diagonal) if self.left < 0 else diagonal - self.left
+        end = torch.full_like(diagonal, at.seqlen_k)
+        if self.right >= 0:
+            end = diagonal + self.right + 1
+        ends = torch.stack([first, end], -1).clamp(0, at.seqlen_k)
+        return Intervals(ends[None, None, :, None])
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    lengths: int | Tensor
+    is_causal: bool  # besides, keys up to the diagonal
+
+    def tensors(self):
+        return (self.lengths,) if isinstance(self.lengths, Tensor) else ()
+
+    def _end(self, at: Geometry) -> Tensor:
+        """(batch or 1, 1, seqlen_q or 1)"""
+        if isinstance(self.lengths, Tensor):
+            end = self.lengths.long()[:, None, None]
+        else:
+            end = torch.full((1, 1, 1), self.lengths, device=at.device)
+        if not self.is_causal:
+            return end
+        diagonal = at.diagonal.flatten(2) if isinstance(at.diagonal, Tensor) else at.diagonal
+        return torch.maximum(end, at.queries() + diagonal + 1)
+
+    def seen_at(self, at):
+        return at.keys() < self._end(at)[..., None]
+
+    def intervals_at(self, at):
+        end = self._end(at).clamp(0, at.seqlen_k)
+        end = end.expand(end.size(0), 1, at.seqlen_q)
+        return Intervals(torch.stack([torch.zeros_like(end), end], -1)[..., None, :])
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    ids_q: Tensor  # (batch or 1, seqlen_q)
+    ids_k: Tensor
+
+    def tensors(self):
+        return (self.ids_q, self.ids_k)
+
+    def _check(self, at: Geometry) -> None:
+        for name, ids, length in (
+            ("ids", self.ids_q, at.seqlen_q),
+            ("ids_k", self.ids_k, at.seqlen_k),
+        ):
+            expect(ids.size(-1) == length, name, f"{length} ids a sequence", ids)
+
+    def seen_at(self, at):
+        self._check(at)
+        return (self.ids_q[:, :, None] == self.ids_k[:, None, :])[:, None]
+
+    def tiled_at(self, at):
+        self._check(at)
+        if 0 in (at.seqlen_q, at.seqlen_k):
+            return None
+        low_q, high_q = self._ranges(self.ids_q, at.seqlen_q)
+        low_k, high_k = self._ranges(self.ids_k, at.seqlen_k)
+        low_q, high_q = low_q[:, :, None], high_q[:, :, None]
+        low_k, high_k = low_k[:, None], high_k[:, None]
+        some = (low_q <= high_k) & (low_k <= high_q)
+        every = (low_q == high_q) & (low_k == high_k)
+        ids = self.ids_q.to(torch.int32)
+        nothing = torch.zeros_like(ids)
+        rows = torch.stack([ids, ids + 1, nothing, nothing], -1)
+        labels = self.ids_k.to(torch.int32, copy=True)
+        return Tiled(states_of(some, every)[:, None], rows[:, None], labels)
+
+    @staticmethod
+    def _ranges(ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Least and largest of each tile: (batch or 1, tiles)."""
+        ids = ids[:, torch.arange(tiles_of(length) * TILE, device=ids.device).clamp(max=length - 1)]
+        return ids.unflatten(1, (-1, TILE)).aminmax(dim=2)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocuments(Mask):
+    cu_seqlens: Tensor  # (batch or 1, documents + 1)
+
+    def tensors(self):
+        return (self.cu_seqlens,)
+
+    def _ends(self, at: Geometry) -> tuple[Tensor, Tensor]:
+        """Of each query's document: (batch or 1, seqlen_q)."""
+        expect(
+            at.seqlen_q == at.seqlen_k,
+            "cu_seqlens",
+            "as many keys as queries in a mask of packed_documents",
+            f"{at.seqlen_q} queries and {at.seqlen_k} keys",
+        )
+        cu_seqlens = self.cu_seqlens.contiguous()
+        queries = at.queries().to(cu_seqlens.dtype).expand(cu_seqlens.size(0), -1).contiguous()
+        number = torch.searchsorted(cu_seqlens, queries, right=True)
+        last = cu_seqlens.size(1) - 1
+        outside = (number == 0) | (number > last)
+        first = cu_seqlens.gather(1, (number - 1).clamp(0, last))
+        end = cu_seqlens.gather(1, number.clamp(max=last)).masked_fill(outside, 0)
+        return first, end
+
+    def seen_at(self, at):
+        first, end = (x[:, None, :, None] for x in self._ends(at))
+        return (at.keys() >= first) & (at.keys() < end)
+
+    def intervals_at(self, at):
+        ends = torch.stack(self._ends(at), -1).long().clamp(0, at.seqlen_k)
+        return Intervals(ends[:, None, :, None])
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparse(Mask):
+    blocks: Tensor  # (batch or 1, heads or 1, blocks of queries, blocks of keys)
+    block_size: int
+
+    def tensors(self):
+        return (self.blocks,)
+
+    def _repeated(self, size_q: int, size_k: int, times: int) -> Tensor:
+        expect(
+            self.blocks.size(2) * times >= size_q and self.blocks.size(3) * times >= size_k,
+            "block_mask",
+            f"at least {-(-size_q // times)} by {-(-size_k // times)} blocks",
+            self.blocks,
+        )
+        rows = self.blocks.repeat_interleave(times, 2)[:, :, :size_q]
+        return rows.repeat_interleave(times, 3)[..., :size_k]
+
+    def seen_at(self, at):
+        return self._repeated(at.seqlen_q, at.seqlen_k, self.block_size)
+
+    def tiled_at(self, at):
+        if self.block_size % TILE:
+            return None
+        sizes = tiles_of(at.seqlen_q), tiles_of(at.seqlen_k)
+        tiles = self._repeated(*sizes, self.block_size // TILE)
+        return Tiled(tiles.to(torch.uint8) * SEEN)
+
+
+@dataclass(frozen=True, eq=False)
+class Bool(Mask):
+    seen: Tensor  # of four dimensions
+
+    def tensors(self):
+        return (self.seen,)
+
+    def seen_at(self, at):
+        for dim, length in ((2, at.seqlen_q), (3, at.seqlen_k)):
+            expect(
+                self.seen.size(dim) in (1, length),
+                "seen",
+                f"a shape that broadcasts to (…, {at.seqlen_q}, {at.seqlen_k})",
+                self.seen,
+            )
+        return self.seen
+
+
+@dataclass(frozen=True, eq=False)
+class Both(Mask):
+    left: Mask
+    right: Mask
+
+    def tensors(self):
+        return self.left.tensors() + self.right.tensors()
+
+    def _with_whole_tiles(self, at: Geometry) -> tuple[Tensor, Tiled] | None:
+        """The states of the one that has only whole tiles, and the other."""
+        left, right = self.left.tiled_at(at), self.right.tiled_at(at)
+        if left is None or right is None:
+            return None
+        if has_only_whole_tiles(left):
+            return left.tiles, right
+        return (right.tiles, left) if has_only_whole_tiles(right) else None
+
+
+@dataclass(frozen=True, eq=False)
+class And(Both):
+    def parts(self):
+        return self.left.parts() + self.right.parts()
+
+    def seen_at(self, at):
+        return self.left.seen_at(at) & self.right.seen_at(at)
+
+    def intervals_at(self, at):
+        left, right = self.left.intervals_at(at), self.right.intervals_at(at)
+        if left is None or right is None or left.count * right.count > 2:
+            return None
+        first = torch.maximum(left.ends[..., 0], right.ends[..., 0])
+        end = torch.minimum(left.ends[..., 1], right.ends[..., 1])
+        return Intervals(torch.stack([first, end], -1))
+
+    def tiled_at(self, at):
+        tiled = super().tiled_at(at)
+        if tiled is not None:
+            return tiled
+        parts = self._with_whole_tiles(at)
+        if parts is None:
+            return None
+        states, other = parts
+        return other._replace(tiles=torch.where(states == SEEN, other.tiles, HIDDEN))
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Both):
+    def seen_at(self, at):
+        return self.left.seen_at(at) | self.right.seen_at(at)
+
+    def intervals_at(self, at):
+        left, right = self.left.intervals_at(at), self.right.intervals_at(at)
+        if left is None or right is None or left.count + right.count > 2:
+            return None
+        shape = torch.broadcast_shapes(left.ends.shape[:3], right.ends.shape[:3])
+        return Intervals(torch.cat([x.ends.expand(*shape, 1, 2) for x in (left, right)], -2))
+
+    def tiled_at(self, at):
+        tiled = super().tiled_at(at)
+        if tiled is not None:
+            return tiled
+        parts = self._with_whole_tiles(at)
+        if parts is None:
+            return None
+        states, other = parts
+        return other._replace(tiles=torch.where(states == SEEN, SEEN, other.tiles))
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    of: Mask
+
+    def __invert__(self):
+        return self.of
+
+    def tensors(self):
+        return self.of.tensors()
+
+    def seen_at(self, at):
+        return ~self.of.seen_at(at)
+
+    def intervals_at(self, at):
+        inner = self.of.intervals_at(at)
+        if inner is None or inner.count > 1:
+            return None
+        first, end = inner.ends.unbind(-1)
+        end = torch.maximum(first, end)
+        before = torch.stack([torch.zeros_like(first), first], -1)
+        behind = torch.stack([end, torch.full_like(end, at.seqlen_k)], -1)
+        return Intervals(torch.cat([before, behind], -2))
+
+    def tiled_at(self, at):
+        tiled = super().tiled_at(at)
+        if tiled is not None:
+            return tiled
+        inner = self.of.tiled_at(at)
+        return Tiled(SEEN - inner.tiles) if has_only_whole_tiles(inner) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared(Mask):
+    of: Mask
+    at: Geometry
+    tiled: Tiled
+
+    def tensors(self):
+        return self.of.tensors()
+
+    def seen_at(self, at):
+        return self.of.seen_at(at)
+
+    def intervals_at(self, at):
+        return self.of.intervals_at(at)
+
+    def tiled_at(self, at):
+        return self.tiled if at == self.at else self.of.tiled_at(at)
+
+
+def narrower(*sides: int) -> int:
+    limits = [side for side in sides if side >= 0]
+    return min(limits) if limits else -1
+
+
+def split(mask: Mask) -> tuple[tuple[int, int], list[Mask]]:
+    """What the windows of an intersection come to, and its other parts."""
+    parts = mask.parts()
+    windows = [part for part in parts if isinstance(part, Window)]
+    left = narrower(*(part.left for part in windows))
+    right = narrower(*(part.right for part in windows))
+    return (left, right), [part for part in parts if not isinstance(part, Window)]
+
+
+def intersection(parts: list[Mask]) -> Mask:
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = And(whole, part)
+    return whole
+
+
+def any_tiled(mask: Mask, at: Geometry) -> Tiled:
+    """With bits where nothing less will do."""
+    tiled = mask.tiled_at(at)
+    return tile_bool(mask.seen_at(at), at) if tiled is None else tiled

@@ -1,0 +1,103 @@
+"""From a mask to a call's arguments."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn.masks.forms import (
+    Mask,
+    PackedDocuments,
+    any_tiled,
+    intersection,
+    narrower,
+    split,
+)
+from flash_attn.masks.tiles import Geometry, Tiled
+
+
+class Lowered(NamedTuple):
+    """A mask as a call's arguments. window: (left, right), -1: no limit."""
+
+    window: tuple[int, int]
+    attn_bias: Tensor | None = None
+    tiled: Tiled | None = None
+
+
+def _check_batch(x: Tensor, batch: int, heads: int, at: Geometry) -> None:
+    if x.size(0) not in (1, batch) or x.size(1) not in (1, heads):
+        raise RuntimeError(
+            "flash_attn: attn_bias: expected a mask that broadcasts to"
+            f" ({batch}, {heads}, {at.seqlen_q}, {at.seqlen_k}), got one of batch {x.size(0)} and"
+            f" {x.size(1)} heads"
+        )
+
+
+def _check_device(mask: Mask, device: torch.device) -> None:
+    for x in mask.tensors():
+        if x.device != device:
+            raise RuntimeError(
+                f"flash_attn: attn_bias: expected a mask of tensors on {device} as q is, got one on"
+                f" {x.device}"
+            )
+
+
+def _cache_key(mask: Mask, at: Geometry) -> tuple | None:
+    """None: what is computed now must not be used again."""
+    tensors = mask.tensors()
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    # What is computed under capture is there in replays only, and for other streams not yet.
+    if at.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    if any(x.is_inference() for x in tensors) or torch.is_inference_mode_enabled():
+        return None  # without versions nobody hears of writes
+    stream = torch.cuda.current_stream(at.device) if at.device.type == "cuda" else None
+    return at, stream, tuple(x._version for x in tensors)
+
+
+def lower(mask: Mask, batch: int, heads: int, at: Geometry) -> Lowered:
+    """Of a dense call: what of the mask is a window, and the rest as tiles.
+
+    Raises:
+        RuntimeError: the mask does not fit the call.
+    """
+    _check_device(mask, at.device)
+    sides, rest = split(mask)
+    if not rest:
+        return Lowered(sides)
+    key = _cache_key(mask, at)
+    tiled = mask.cache.get(key) if key is not None else None
+    if tiled is None:
+        tiled = any_tiled(intersection(rest), at)
+        if key is not None:
+            mask.cache.clear()
+            mask.cache[key] = tiled
+    for x in (tiled.tiles, tiled.rows):
+        if x is not None:
+            _check_batch(x, batch, heads, at)
+    return Lowered(sides, tiled=Tiled(*(x if x is None else x.contiguous() for x in tiled)))
+
+
+def lower_to_bool(mask: Mask, batch: int, heads: int, at: Geometry) -> Lowered:
+    """The same with the rest as a bool tensor, which is computed in each call."""
+    _check_device(mask, at.device)
+    sides, rest = split(mask)
+    if not rest:
+        return Lowered(sides)
+    seen = intersection(rest).seen_at(at)
+    _check_batch(seen, batch, heads, at)
+    return Lowered(sides, attn_bias=seen)
+
+
+def intersect_windows(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """The window (left, right) of what both let pass."""
+    return narrower(a[0], b[0]), narrower(a[1], b[1])
+
+
+def packed_bounds(mask: Mask) -> tuple[tuple[int, int], Tensor] | None:
+    """Of packed documents in windows alone: the windows, and cu_seqlens (batch or 1, n + 1)."""
+    sides, rest = split(mask)
+    if len(rest) != 1 or not isinstance(rest[0], PackedDocuments):
+        return None
+    return sides, rest[0].cu_seqlens

@@ -1,0 +1,496 @@
+"""flash_attn.masks: every form means what its bool tensor means, on every backend, and what a mask
+hides is neither computed nor read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    ATTENTION_TARGETS,
+    OP_TARGETS,
+    SM80,
+    Case,
+    Problem,
+    Target,
+    compare,
+    each_target,
+    expect,
+    param,
+    use,
+)
+from poison import dirty_allocator
+
+import flash_attn
+from flash_attn import _call, masks
+from flash_attn.masks import Mask
+from flash_attn.masks.forms import Window, intersection, split
+from flash_attn.masks.tiles import Tiled
+
+
+def random_bool(problem: Problem, *shape: int, share: float = 0.5) -> torch.Tensor:
+    return problem.place(torch.rand(shape, generator=problem.generator) < share)
+
+
+def random_ids(problem: Problem, length: int, count: int) -> torch.Tensor:
+    ids = torch.randint(count, (problem.batch, length), generator=problem.generator)
+    return problem.place(ids)
+
+
+def documents_in_order(problem: Problem) -> Mask:
+    ids = [random_ids(problem, n, 4).sort(1).values for n in (problem.max_q, problem.max_k)]
+    return masks.documents(*ids)
+
+
+def bounds_of_documents(problem: Problem) -> torch.Tensor:
+    """Of each sequence, with one without rows, and rows before the first and behind the last."""
+    bounds = torch.tensor([3, 40, 40, 41, problem.max_q - 5], dtype=torch.int32)
+    shift = torch.arange(problem.batch, dtype=torch.int32)[:, None]
+    return problem.place(bounds + shift)
+
+
+def some_blocks(problem: Problem, size: int, share: float = 0.4) -> Mask:
+    blocks = [-(-length // size) for length in (problem.max_q, problem.max_k)]
+    shape = (problem.batch, problem.case.heads_q, *blocks)
+    return masks.block_sparse(random_bool(problem, *shape, share=share), size)
+
+
+def prefix_lengths(problem: Problem) -> torch.Tensor:
+    return problem.place(torch.tensor([problem.max_k // 3, 0, problem.max_k + 9])[: problem.batch])
+
+
+MASKS: dict[str, Callable[[Problem], Mask]] = {
+    "causal": lambda p: masks.causal(),
+    "windows": lambda p: masks.window(40, None) & masks.window(90, 3),
+    "prefix": lambda p: masks.prefix(prefix_lengths(p)),
+    "prefix-lm": lambda p: masks.prefix_lm(prefix_lengths(p).int()),
+    "first-and-last": lambda p: masks.window(20, 0) | masks.prefix(4),
+    "far": lambda p: ~masks.window(70, 10),
+    "documents": documents_in_order,
+    "causal-documents": lambda p: masks.causal() & documents_in_order(p),
+    "shuffled-documents": lambda p: masks.documents(
+        random_ids(p, p.max_q, 3), random_ids(p, p.max_k, 3).int()
+    ),
+    "documents-without-window": lambda p: documents_in_order(p) & ~masks.window(9, 9),
+    "blocks": lambda p: some_blocks(p, 128),
+    "causal-blocks": lambda p: some_blocks(p, 64) & masks.causal(),
+    "blocks-of-documents": lambda p: some_blocks(p, 64, 0.8) & documents_in_order(p),
+    "blocks-or-window": lambda p: masks.window(30, 30) | some_blocks(p, 64),
+    "not-blocks": lambda p: ~some_blocks(p, 64),
+    "narrow-blocks": lambda p: some_blocks(p, 48),
+    "bool": lambda p: masks.from_bool(
+        random_bool(p, p.batch, p.case.heads_q, p.max_q, p.max_k) & (p.max_k > 4)
+    ),
+    "bool-of-keys": lambda p: masks.from_bool(random_bool(p, p.batch, 1, 1, p.max_k)),
+    "bool-of-queries": lambda p: ~masks.from_bool(random_bool(p, p.max_q, 1)),
+    "nothing": lambda p: masks.from_bool(random_bool(p, p.max_q, p.max_k, share=0.0)),
+    "everything": lambda p: masks.window(None, None) | masks.causal(),
+}
+PACKED: dict[str, Callable[[Problem], Mask]] = {
+    "packed": lambda p: masks.packed_documents(bounds_of_documents(p)),
+    "causal-packed": lambda p: masks.packed_documents(bounds_of_documents(p)) & masks.causal(),
+    "packed-window": lambda p: masks.window(6, 2) & masks.packed_documents(bounds_of_documents(p)),
+    "one-packed": lambda p: masks.packed_documents(bounds_of_documents(p)[0]),
+    "packed-prefix": lambda p: masks.packed_documents(bounds_of_documents(p)) & masks.prefix(80),
+}
+
+SQUARE = Case(seqlen_q=200, dtype="bf16", d=64)
+LONG = Case(batch=1, seqlen_q=330, seqlen_k=517, heads_q=2, heads_kv=1, dtype="bf16", d=128)
+CASES = [
+    SQUARE,
+    LONG,
+    Case(seqlen_q=517, seqlen_k=130, dtype="fp16", d=128, d_v=64, causal=True),
+    Case(seqlen_q=1, seqlen_k=300, dtype="bf16", d=32),
+    Case(seqlen_q=70, seqlen_k=190, dtype="fp16", d=192, d_v=256, window=(100, 20)),
+    Case(
+        seqlen_q=129, dtype="bf16", d=80, sink=True, lse_grad=True, top_left=True, window=(90, -1)
+    ),
+    Case(seqlen_q=100, seqlen_k=150, dtype="fp32", d=64),
+]
+
+
+def seen_by(problem: Problem, mask: Mask) -> torch.Tensor:
+    alignment = "top-left" if problem.case.top_left else "bottom-right"
+    return mask.to_bool(
+        problem.max_q, problem.max_k, device=problem.device, causal_alignment=alignment
+    )
+
+
+def attend(problem: Problem, attn_bias: object, **options: object) -> dict[str, torch.Tensor]:
+    """out, lse and the gradients of the public function."""
+    c = problem.case
+    given = {"q": problem.q, "k": problem.k, "v": problem.v}
+    if c.sink:
+        given["learnable_sink"] = problem.learnable_sink
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    with dirty_allocator(problem.device, "nan"):
+        out, lse, _ = flash_attn.flash_attn_func(
+            **leaves,
+            attn_bias=attn_bias,
+            causal=c.causal,
+            window_size=c.window,
+            softcap=c.softcap,
+            causal_alignment="top-left" if c.top_left else "bottom-right",
+            return_attn_probs=True,
+            **options,
+        )
+        outputs, incoming = [out], [problem.dout]
+        if problem.dlse is not None:
+            outputs, incoming = [out, lse], [problem.dout, problem.dlse]
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming)
+    names = ["dq", "dk", "dv", "dsink"]
+    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(names, gradients, strict=False))
+
+
+def is_served(case: Case, target: Target) -> bool:
+    bool_bias = case.with_(bias="bool")
+    return bool_bias.served_by(target.backend) and bool_bias.gradients_served_by(target.backend)
+
+
+def check_mask(case: Case, name: str, target: Target, **options: object) -> None:
+    """A call with the mask agrees with the float64 reference given its bool tensor."""
+    problem = Problem(case, 5, target.device)
+    mask = (MASKS | PACKED)[name](problem)
+    with use(target):
+        results = attend(problem, mask, **options)
+    problem.attn_bias = seen_by(problem, mask)
+    problem.case = case.with_(bias="bool")  # whose errors have no known distribution
+    compare(problem, results, expect(problem))
+
+
+def each_mask(names: dict, cases: list[Case], targets: tuple[Target, ...] = OP_TARGETS):
+    triples = [
+        pytest.param(
+            case,
+            name,
+            *param(case, target).values[1:],
+            id=f"{name}-{target}-{case}",
+            marks=param(case, target).marks,
+        )
+        for name in names
+        for case in cases
+        for target in targets
+        if is_served(case, target)
+    ]
+    return pytest.mark.parametrize("case, name, target", triples)
+
+
+@each_mask(MASKS, CASES)
+def test_forms(case: Case, name: str, target: Target) -> None:
+    check_mask(case, name, target)
+
+
+@each_mask(PACKED, [SQUARE, Case(batch=3, seqlen_q=300, dtype="fp16", d=128, sink=True)])
+def test_packed_documents(case: Case, name: str, target: Target) -> None:
+    check_mask(case, name, target)
+
+
+@each_mask(["prefix-lm", "blocks", "bool"], [SQUARE], ATTENTION_TARGETS)
+@pytest.mark.parametrize("option", ["softcap", "deterministic"])
+def test_where_tiles_are_not_skipped(case: Case, name: str, target: Target, option: str) -> None:
+    """The same masks as bool tensors, in calls that the kernels with skipped tiles do not serve."""
+    case = case.with_(softcap=3.0) if option == "softcap" else case
+    check_mask(case, name, target, deterministic=option == "deterministic")
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+def test_varlen(target: Target) -> None:
+    """Positions and diagonals are those of each sequence."""
+    case = Case(lengths_q=(30, 70, 5), lengths_k=(64, 50, 90), dtype="bf16", seqused_k=(60, 50, 90))
+    problem = Problem(case, 3, target.device)
+    indices = problem.index_tensors()
+    lengths = (problem.max_q, problem.max_k)
+    mask = masks.prefix_lm(problem.place(torch.tensor([20, 3, 0])))
+    with use(target):
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            problem.q,
+            problem.k,
+            problem.v,
+            indices["cu_seqlens_q"],
+            indices["cu_seqlens_k"],
+            *lengths,
+            seqused_k=indices["seqused_k"],
+            attn_bias=masks.window(40, None) & mask,
+            return_attn_probs=True,
+        )
+    seen = [
+        mask.to_bool(q, k)[b % mask.lengths.size(0)]
+        for b, (q, k) in enumerate(zip(case.lengths_q, case.seqused_k, strict=True))
+    ]
+    problem.attn_bias = torch.zeros(3, 1, *lengths, dtype=torch.bool, device=target.device)
+    for b, of_sequence in enumerate(seen):
+        problem.attn_bias[b, :, : of_sequence.size(1), : of_sequence.size(2)] = of_sequence
+    problem.case = case.with_(bias="bool", window=(40, -1))
+    compare(problem, {"out": out, "lse": lse}, expect(problem, backward=False))
+
+
+def spelled_out(seen: Callable[[int, int], bool], seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    return torch.tensor([[seen(i, j) for j in range(seqlen_k)] for i in range(seqlen_q)])
+
+
+@pytest.mark.parametrize("top_left", [False, True], ids=["bottom-right", "top-left"])
+def test_definitions(top_left: bool) -> None:
+    """to_bool is what the docstrings say, position by position."""
+    seqlen_q, seqlen_k = 7, 11
+    diagonal = 0 if top_left else seqlen_k - seqlen_q
+    ids_q, ids_k = [1, 1, 5, 2, 2, 5, 9], [5, 1, 1, 2, 9, 9, 3, 5, 5, 2, 1]
+    blocks = torch.tensor([[True, False, True, False], [False, True, True, False]])
+
+    def is_causal(i: int, j: int) -> bool:
+        return j <= i + diagonal
+
+    def near(i: int, j: int) -> bool:
+        return i + diagonal - 2 <= j <= i + diagonal + 1
+
+    documents = masks.documents(torch.tensor(ids_q), torch.tensor(ids_k))
+    pairs = {
+        "causal": (masks.causal(), is_causal),
+        "window": (masks.window(2, 1), near),
+        "left": (masks.window(2, None), lambda i, j: j >= i + diagonal - 2),
+        "prefix": (masks.prefix(3), lambda i, j: j < 3),
+        "prefix-lm": (masks.prefix_lm(3), lambda i, j: j < 3 or is_causal(i, j)),
+        "documents": (documents, lambda i, j: ids_q[i] == ids_k[j]),
+        "blocks": (masks.block_sparse(blocks, 4), lambda i, j: bool(blocks[i // 4, j // 4])),
+        "bool": (masks.from_bool(blocks[:1, :1].expand(7, 1)), lambda i, j: True),
+        "and": (documents & masks.causal(), lambda i, j: ids_q[i] == ids_k[j] and is_causal(i, j)),
+        "or": (documents | masks.window(2, 1), lambda i, j: ids_q[i] == ids_k[j] or near(i, j)),
+        "not": (~masks.window(2, 1), lambda i, j: not near(i, j)),
+    }
+    for name, (mask, seen) in pairs.items():
+        actual = mask.to_bool(
+            seqlen_q, seqlen_k, causal_alignment="top-left" if top_left else "bottom-right"
+        )
+        assert actual.shape == (1, 1, seqlen_q, seqlen_k), name
+        assert torch.equal(actual[0, 0], spelled_out(seen, seqlen_q, seqlen_k)), name
+
+
+def test_definition_of_packed_documents() -> None:
+    bounds = [1, 3, 3, 6]
+    mask = masks.packed_documents(torch.tensor(bounds, dtype=torch.int32))
+    of_row = {1: 0, 2: 0, 3: 2, 4: 2, 5: 2}
+    expected = spelled_out(lambda i, j: i in of_row and of_row[i] == of_row.get(j), 8, 8)
+    assert torch.equal(mask.to_bool(8, 8)[0, 0], expected)
+
+
+def lowered(problem: Problem, mask: Mask) -> Tiled:
+    arguments = _call.fwd_arguments(problem.q, problem.k, problem.v, attn_bias=mask)
+    return Tiled(*arguments[13:16])
+
+
+@pytest.mark.parametrize("name", [*MASKS, *PACKED])
+def test_tiles(name: str) -> None:
+    """Where a tile is said to be hidden or seen throughout, it is."""
+    problem = Problem(SQUARE.with_(seqlen_q=333), 1, "cpu")
+    mask = (MASKS | PACKED)[name](problem)
+    tiles, rows, _ = lowered(problem, mask)
+    if tiles is None:
+        assert all(isinstance(part, Window) for part in mask.parts())
+        return
+    seen = intersection(split(mask)[1]).to_bool(333, 333)
+    shape = [max(a, b) for a, b in zip(seen.shape[:2], tiles.shape[:2], strict=True)]
+    seen, tiles = seen.expand(*shape, -1, -1), tiles.expand(*shape, -1, -1)
+    mixed = 0
+    for row in range(tiles.size(2)):
+        for col in range(tiles.size(3)):
+            tile = seen[..., 64 * row : 64 * row + 64, 64 * col : 64 * col + 64].flatten(2)
+            state = tiles[..., row, col]
+            assert torch.equal(state == 0, ~tile.any(-1)) or "documents" in name
+            assert not (tile.any(-1) & (state == 0)).any()
+            assert tile.all(-1)[state == 2].all()
+            mixed += int((state == 1).sum())
+    assert mixed == 0 or rows is not None
+
+
+@each_target(ATEN_CPU, SM80)
+def test_hidden_tiles_are_not_read(target: Target) -> None:
+    """NaN in keys of hidden tiles reaches neither the results nor the gradients."""
+    problem = Problem(LONG.with_(seqlen_q=256, seqlen_k=512), 2, target.device)
+    blocks = problem.place(torch.tensor([[True, False, False, True]]).expand(2, 4))
+    problem.k[:, 128:384] = torch.nan
+    problem.v[:, 128:384] = torch.nan
+    with use(target):
+        results = attend(problem, masks.block_sparse(blocks))
+    for name, x in results.items():
+        rows = x[:, 128:384] if name in ("dk", "dv") else x
+        assert rows.isfinite().all(), name
+        assert name not in ("dk", "dv") or (rows == 0).all(), name
+
+
+@pytest.mark.gpu
+def test_kernels_that_skip() -> None:
+    """What serves a call with a mask, as the docstring of flash_attn.masks has it."""
+    mask = masks.prefix_lm(5)
+    q, k, v = torch.zeros(3, 1, 64, 2, 64, dtype=torch.bfloat16, device="cuda").unbind(0)
+    skipped = "the mask's hidden tiles skipped"
+    for op in ("fwd", "bwd"):
+        plan = flash_attn.can_use(q, k, v, op=op, attn_bias=mask)
+        assert plan.backend == "sm80"
+        assert skipped in plan.plan
+        for option in ({"softcap": 2.0}, {"dropout_p": 0.5}):
+            other = flash_attn.can_use(q, k, v, op=op, attn_bias=mask, **option)
+            assert other.backend != "aten"
+            assert skipped not in other.plan
+    assert (
+        skipped
+        not in flash_attn.can_use(q, k, v, op="bwd", attn_bias=mask, deterministic=True).plan
+    )
+
+
+@each_target(ATEN_CPU, SM80)
+def test_written_tensors_are_read_again(target: Target) -> None:
+    """What is kept of a mask holds until a tensor it was made of is written to."""
+    problem = Problem(SQUARE, 4, target.device)
+    ids = random_ids(problem, 200, 3)
+    mask = masks.documents(ids)
+    first = lowered(problem, mask)
+    assert lowered(problem, mask).tiles is first.tiles
+    ids.copy_(ids.flip(1).sort(1).values)
+    assert lowered(problem, mask).tiles is not first.tiles
+    with use(target):
+        actual = attend(problem, mask)["out"]
+        expected = attend(problem, masks.documents(ids.clone()))["out"]
+    assert torch.equal(actual, expected)
+
+
+@each_target(ATEN_CPU, SM80)
+def test_prepared(target: Target) -> None:
+    """The same mask, whose tiles are those of the time when it was prepared, for those lengths."""
+    problem = Problem(SQUARE.with_(causal=True), 8, target.device)
+    ids = random_ids(problem, 200, 4).sort(1).values.int()
+    mask = masks.documents(ids) & masks.window(50, 0)
+    ready = mask.prepared(200, 200)
+    assert lowered(problem, ready).tiles is lowered(problem, ready).tiles
+    assert torch.equal(seen_by(problem, ready), seen_by(problem, mask))
+    with use(target):
+        expected = attend(problem, mask)
+        ids.zero_()
+        actual = attend(problem, ready)
+    assert all(torch.equal(actual[name], expected[name]) for name in ("out", "dk", "dv"))
+    packed = masks.packed_documents(bounds_of_documents(problem)) & masks.causal()
+    assert packed.prepared(200, 200) is packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_ready", [False, True], ids=["new", "prepared"])
+def test_graph(is_ready: bool) -> None:
+    """Captured without a synchronisation; a mask follows its tensors, if it was not prepared."""
+    problem = Problem(SQUARE, 6, "cuda")
+    ids = random_ids(problem, 200, 3).sort(1).values
+    blocks = random_bool(problem, 4, 4)
+    mask = masks.causal() & masks.documents(ids) & masks.block_sparse(blocks, 64)
+    if is_ready:
+        mask = mask.prepared(200, 200)
+    results = {}
+
+    def step() -> None:
+        results.update(attend(problem, mask))
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    captured = dict(results)
+    if not is_ready:
+        ids.copy_(random_ids(problem, 200, 5).sort(1).values)
+        blocks.logical_not_()
+    graph.replay()
+    torch.cuda.synchronize()
+    step()
+    for name in ("out", "lse", "dk", "dv"):
+        assert torch.equal(captured[name], results[name]), name
+
+
+@each_target(ATEN_CPU, SM80)
+def test_scaled_dot_product_attention(target: Target) -> None:
+    """attn_mask takes a mask, aligned top-left."""
+    problem = Problem(Case(seqlen_q=100, seqlen_k=180, dtype="bf16"), 7, target.device)
+    q, k, v = (x.transpose(1, 2) for x in (problem.q, problem.k, problem.v))
+    mask = masks.prefix_lm(prefix_lengths(problem))
+    seen = mask.to_bool(100, 180, device=target.device, causal_alignment="top-left")
+    with use(target):
+        results = [
+            flash_attn.scaled_dot_product_attention(q, k, v, attn_mask=x, enable_gqa=True)
+            for x in (mask, seen)
+        ]
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.005)
+
+
+def test_compiled() -> None:
+    """Masks made inside and outside of a compiled function, without a graph break."""
+    problem = Problem(SQUARE, 9, "cpu")
+    q, k, v, ids = problem.q, problem.k, problem.v, random_ids(problem, 200, 3)
+    outside = masks.prefix_lm(7) | masks.documents(ids)
+    bounds = bounds_of_documents(problem)
+
+    def function(q, k, v, ids, bounds):
+        inside = masks.documents(ids) & masks.prefix_lm(7) & masks.window(90, None)
+        packed = masks.causal() & masks.packed_documents(bounds)
+        return [flash_attn.flash_attn_func(q, k, v, attn_bias=x) for x in (inside, packed, outside)]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for actual, expected in zip(
+        compiled(q, k, v, ids, bounds), function(q, k, v, ids, bounds), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+def test_masks_combine_with_masks_only() -> None:
+    for other in (True, torch.ones(3, 3, dtype=torch.bool)):
+        with pytest.raises(TypeError):
+            masks.causal() & other
+        with pytest.raises(TypeError):
+            masks.causal() | other
+    inner = masks.window(3, 3)
+    assert ~~inner is inner
+
+
+@pytest.mark.parametrize(
+    "make, named",
+    [
+        (lambda: masks.window(-2, 0), "left"),
+        (lambda: masks.window(0, 1.5), "right"),
+        (lambda: masks.documents([0, 1]), "ids"),
+        (lambda: masks.documents(torch.zeros(3), torch.zeros(3)), "ids"),
+        (lambda: masks.documents(torch.zeros(3).int(), torch.zeros(1, 1, 3).int()), "ids_k"),
+        (lambda: masks.packed_documents(torch.zeros(3).long()), "cu_seqlens"),
+        (lambda: masks.packed_documents(torch.zeros(0).int()), "cu_seqlens"),
+        (lambda: masks.prefix(-1), "lengths"),
+        (lambda: masks.prefix_lm(torch.zeros(2)), "lengths"),
+        (lambda: masks.block_sparse(torch.zeros(2, 2)), "block_mask"),
+        (lambda: masks.block_sparse(torch.zeros(2, 2).bool(), 0), "block_size"),
+        (lambda: masks.block_sparse(torch.zeros(2, 2).bool(), 64.0), "block_size"),
+        (lambda: masks.from_bool(torch.zeros(2, 2)), "seen"),
+        (lambda: masks.from_bool(None), "seen"),
+    ],
+)
+def test_wrong_arguments(make: Callable, named: str) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        make()
+    assert str(error.value).startswith(f"flash_attn: {named}: expected ")
+    assert len(str(error.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    "mask, named",
+    [
+        (masks.documents(torch.zeros(65).int()), "ids"),
+        (masks.documents(torch.zeros(64).int(), torch.zeros(3, 70).int()), "attn_bias"),
+        (masks.packed_documents(torch.tensor([0, 64]).int()), "cu_seqlens"),
+        (masks.block_sparse(torch.ones(1, 1, dtype=torch.bool), 64), "block_mask"),
+        (masks.block_sparse(torch.ones(3, 2, 2, dtype=torch.bool), 64), "attn_bias"),
+        (masks.from_bool(torch.ones(64, 69, dtype=torch.bool)), "seen"),
+        (masks.prefix(torch.zeros(3).int()), "attn_bias"),
+        (masks.prefix(torch.zeros(2, device="meta").int()), "attn_bias"),
+    ],
+    ids=["length", "batch-of-ids", "packed", "blocks", "heads", "keys", "batch", "device"],
+)
+def test_masks_that_do_not_fit(mask: Mask, named: str) -> None:
+    q = torch.zeros(2, 64, 2, 32)
+    k = torch.zeros(2, 70, 2, 32)
+    with pytest.raises(RuntimeError) as error:
+        flash_attn.flash_attn_func(q, k, k, attn_bias=mask)
+    assert str(error.value).startswith(f"flash_attn: {named}: expected ")
+    assert len(str(error.value)) <= 300
