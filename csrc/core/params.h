@@ -96,6 +96,11 @@ struct BiasParams {
   bool in_pairs = false;
 };
 
+// One number for all queries.
+constexpr bool broadcasts_queries(const BiasParams& bias) {
+  return bias.data != nullptr && bias.row_stride == 0;
+}
+
 // What happens to the scores between Q Kᵀ and the mask. All zero: plain.
 //
 //   S = softcap · tanh(S / softcap),    S += bias - slope · |key - diagonal|,
@@ -145,6 +150,9 @@ struct FwdParams : AttnParams {
   Strides out_strides;
   float* lse = nullptr;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
   int64_t lse_batch_stride = 0, lse_head_stride = 0;  // varlen: batch stride 0. Rows are contiguous
+  // (heads_q) fp32, or null: not wanted. The largest softmax_scale · q·k that any query of the head sees;
+  // -inf before the launch.
+  float* max_logits = nullptr;
 
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch
 
@@ -280,6 +288,7 @@ struct DecodeParams : CacheParams {
   void* out = nullptr;  // like q, with head_dim_v
   Strides out_strides;
   float* lse = nullptr;  // (batch, heads_q, seqlen_q) contiguous, or null
+  float* max_logits = nullptr;  // as in FwdParams
 };
 
 // The keys of a paged cache that count, sequence after sequence, as the forward reads varlen ones.

@@ -200,14 +200,33 @@ class KeyWalk {
         return with(step);
       }
     }
-    if constexpr (Traits::kSoftcap) {
-      using Step = SoftcapStep<typename Traits::ScorePolicy>;
-      if (is_full() && !softmax.negates() && far_from_cap && Step::fits(score)) {
-        Step step(score, softmax.scale_log2());
+    if constexpr (Traits::kKeyBias) {
+      if (is_full() && !softmax.negates()) {
+        KeyBiasStep step(key_bias(), self.lane);
         const bool moved = with(step);
-        // One that came near is not the last of its tile.
-        if (moved) far_from_cap = !__any_sync(~0u, step.failed());
+        release_key_bias();
         return moved;
+      }
+    }
+    if constexpr (Traits::kSoftcap) {
+      using First = SoftcapStep<typename Traits::ScorePolicy, 1>;
+      if (is_full() && !softmax.negates() && First::fits(score)) {
+        // A score that came too near the cap is not the last of its tile.
+        const auto try_step = [&](auto& step, bool& serves) {
+          const bool moved = with(step);
+          if (moved) serves = !__any_sync(~0u, step.failed());
+          return moved;
+        };
+        if (first_serves) {
+          First step(score, softmax.scale_log2());
+          return try_step(step, first_serves);
+        }
+        if constexpr (Traits::kConsumers < 3) {  // registers of three are too few for one more
+          if (second_serves) {
+            SoftcapStep<typename Traits::ScorePolicy, 2> step(score, softmax.scale_log2());
+            return try_step(step, second_serves);
+          }
+        }
       }
     }
     finish_scores(P_next);
@@ -216,8 +235,9 @@ class KeyWalk {
   }
 
   // Of a staged bias, while the products run: what the queries of this warp add to the next S, in the
-  // registers of their P.
+  // registers of their P. Of one of the keys alone, that it is there.
   __device__ __forceinline__ void bring_bias(Probabilities& P) {
+    if constexpr (Traits::kKeyBias) self.bias_ring.wait_full();
     if constexpr (Traits::kStagedBias) {
       auto& ring = self.bias_ring;
       ring.wait_full();
@@ -227,6 +247,14 @@ class KeyWalk {
       __syncwarp();
       self.release(ring);
     }
+  }
+
+  __device__ __forceinline__ const float* key_bias() const {
+    return self.smem.key_bias.of_keys[self.bias_ring.stage()];
+  }
+  __device__ __forceinline__ void release_key_bias() {
+    __syncwarp();
+    self.release(self.bias_ring);
   }
 
   __device__ __forceinline__ bool is_full() const {
@@ -243,6 +271,9 @@ class KeyWalk {
     score.finish(S, place(), self.lane);
     if constexpr (Traits::kStagedBias) {
       score.template add_bias<Element>(S, P);
+    } else if constexpr (Traits::kKeyBias) {
+      add_key_bias(S, key_bias(), self.lane);
+      release_key_bias();
     } else {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     }
@@ -297,7 +328,7 @@ class KeyWalk {
   const BlockRange range;
   int n;  // block of keys
   float correction[2];
-  bool far_from_cap = true;  // all scores so far
+  bool first_serves = true, second_serves = true;  // of softcap's polynomials, so far
   uint32_t query_word;       // dropout's, of the lane's rows
 };
 
@@ -316,6 +347,12 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
     typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
+    if constexpr (Traits::kMaxLogits) {
+      if (work.has_keys()) {
+        softmax.record().start(smem.score(slot).known(),
+                               work.window.len_q() - work.first_row - self.warp_row, self.lane);
+      }
+    }
     O.fill(0.f);
     if (work.has_keys()) {
       KeyWalk<Traits>(work, smem.score(slot), self, S, O, softmax).run();
@@ -328,6 +365,10 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
       self.release_work(slot);
     } else {
       stage_output<Traits>(work, self, O, softmax);
+      if constexpr (Traits::kMaxLogits) {
+        if (work.has_keys()) 
+          softmax.record().publish(params.max_logits + work.q.head, smem.score(slot).known(), self.lane);
+      }
       self.staged = slot;
     }
     if constexpr (!Traits::kStartsEarly) self.start_next_tile(S);
@@ -354,8 +395,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0) {
       schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
-    } else if (Traits::kDropout && warp == 3) {
+    } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
       if constexpr (Traits::kDropout) draw_key_words_loop<Traits>(params, smem);
+      if constexpr (Traits::kKeyBias) load_key_bias_loop<Traits>(params, smem);
     } else if (warp < (Traits::kStagedBias ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
       if (warp == 2) load_v_loop<Traits>(maps.v, params.head_dim_v, smem);
@@ -421,7 +463,9 @@ void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& d
   const auto launch = [&]<FwdForm kForm, FwdTile kTile> {
     launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, kForm>>(params, device, stream);
   };
-  if (params.score.bias.data != nullptr) {
+  if (broadcasts_queries(params.score.bias)) {
+    launch.template operator()<FwdForm::kKeyBias, kFwdTile<kHeadDim, kHeadDim>>();
+  } else if (params.score.bias.data != nullptr) {
     launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
   } else if (params.dropout.rng_state != nullptr) {
     launch.template operator()<FwdForm::kDropout, kFwdTile<kHeadDim, kHeadDim>>();
@@ -430,6 +474,14 @@ void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& d
   } else {
     launch.template operator()<FwdForm::kSoftcap, kFwdTile<kHeadDim, kHeadDim>>();
   }
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo& device,
+                                Stream stream) {
+  constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDimV>;
+  launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, FwdForm::kMaxLogits>>(params, device,
+                                                                                   stream);
 }
 
 template <DType kDType, int kHeadDim>
