@@ -183,6 +183,7 @@ def fwd_arguments(
     softcap=0.0,
     deterministic=False,
     return_probs=False,
+    return_max_logits=False,
 ):
     """The argument list of the op `fwd`.
 
@@ -237,6 +238,7 @@ def fwd_arguments(
         softcap,
         deterministic,
         return_probs,
+        return_max_logits,
         forced_backend(),
     )
 
@@ -250,7 +252,7 @@ def _with_largest_1(probabilities):
 
 
 def fwd(arguments):
-    """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask."""
+    """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask, max_logits."""
     if torch.compiler.is_compiling():
         results = torch.ops.flash_attn.fwd(*arguments)
     else:
@@ -258,10 +260,10 @@ def fwd(arguments):
             _log.call("fwd", arguments)
         run = _functorch.fwd if _functorch.is_active() else C.fwd
         results = run(*arguments)
-    return_probs = arguments[-2]
+    return_probs = arguments[-3]
     if return_probs:
-        out, softmax_lse, probabilities = results
-        return out, softmax_lse, _with_largest_1(probabilities)
+        out, softmax_lse, probabilities, max_logits = results
+        return out, softmax_lse, _with_largest_1(probabilities), max_logits
     return results
 
 
@@ -353,6 +355,7 @@ def decode_arguments(
     softcap=0.0,
     num_splits=0,
     batch_invariant=False,
+    return_max_logits=False,
     new=0,
 ):
     """The argument list of the op `decode`, and the end of that of `kvcache`, with `new` tokens."""
@@ -386,12 +389,13 @@ def decode_arguments(
         softcap,
         num_splits,
         batch_invariant,
+        return_max_logits,
         forced_backend(),
     )
 
 
 def decode(arguments):
-    """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse."""
+    """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse, max_logits."""
     if _log.ENABLED:
         _log.call("decode", arguments)
     return _ops().decode(*arguments)

@@ -47,7 +47,7 @@ __all__ = [
 USE_TRITON_ROCM = False
 
 Window = Sequence[int | None] | Tensor
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_func(
@@ -66,6 +66,7 @@ def flash_attn_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable, in reverse mode.
 
@@ -119,6 +120,10 @@ def flash_attn_func(
                                  1 1
                                  1 1
 
+        return_max_logits: also return max_logits, as the last of the results. It costs next to nothing
+            without softcap, alibi_slopes, attn_bias and dropout; with them it may take another
+            backend (can_use tells).
+
     Extreme scores have one meaning in every dtype and on every backend: with softcap, attn_bias,
     alibi_slopes or dropout, a key of a score below -2^26 is hidden, and a query with no other key
     has nothing to attend to. Slopes count as -64 to 1024, a sink as at most 2.358e38. A query whose
@@ -133,6 +138,10 @@ def flash_attn_func(
         S_dmask (with return_attn_probs): with dropout, (batch, heads_q, seqlen_q, seqlen_k), the
             probabilities before dropout, negative where dropped, each row divided by its largest,
             as upstream has them: O(seqlen²) memory, for tests. Without dropout: empty.
+        max_logits (with return_max_logits): (heads_q), fp32 (fp64 for fp64 inputs): the largest
+            softmax_scale · q·k of each head, before softcap, bias and ALiBi, over the whole batch and
+            all keys that a query sees: what QK-clip asks for. -inf if there are none; a score of NaN
+            is passed over. No gradient.
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or
@@ -156,12 +165,21 @@ def flash_attn_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
-        out, softmax_lse, S_dmask = fwd(arguments)
-        return (out, softmax_lse, S_dmask) if return_attn_probs else out
+        return _chosen(fwd(arguments), return_attn_probs, return_max_logits)
     except Exception as error:
         explain(error, flash_attn_func, locals())
         raise
+
+
+def _chosen(results, return_attn_probs: bool, return_max_logits: bool) -> Result:
+    """Of out, softmax_lse, S_dmask and max_logits those that a call asks for."""
+    out, softmax_lse, S_dmask, max_logits = results
+    chosen = (out, softmax_lse, S_dmask) if return_attn_probs else (out,)
+    if return_max_logits:
+        chosen += (max_logits,)
+    return chosen if len(chosen) > 1 else out
 
 
 def _wants_probs(return_attn_probs: bool, dropout_p: float) -> bool:
@@ -191,6 +209,7 @@ def flash_attn_varlen_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
@@ -223,6 +242,7 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, d_v); rows outside every sequence are 0.
         softmax_lse (with return_attn_probs): (heads_q, total_q).
         S_dmask (with return_attn_probs): with dropout (batch, heads_q, max_seqlen_q, max_seqlen_k).
+        max_logits (with return_max_logits): (heads_q).
 
     Raises: as flash_attn_func.
     """
@@ -256,9 +276,9 @@ def flash_attn_varlen_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
-        out, softmax_lse, S_dmask = fwd(arguments)
-        return (out, softmax_lse, S_dmask) if return_attn_probs else out
+        return _chosen(fwd(arguments), return_attn_probs, return_max_logits)
     except Exception as error:
         explain(error, flash_attn_varlen_func, locals())
         raise
@@ -289,6 +309,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func(q, k, v, …) of qkv (batch, seqlen, 3, heads, d); packed gradient."""
     try:
@@ -308,6 +329,7 @@ def flash_attn_qkvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         explain(error, flash_attn_qkvpacked_func, locals(), {"q": "qkv", "k": "qkv", "v": "qkv"})
@@ -329,6 +351,7 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func(q, k, v, …) of q and kv (batch, seqlen_k, 2, heads_kv, d)."""
     try:
@@ -348,6 +371,7 @@ def flash_attn_kvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         explain(error, flash_attn_kvpacked_func, locals(), {"k": "kv", "v": "kv"})
@@ -370,6 +394,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_varlen_func(q, k, v, …) of qkv (total, 3, heads, d), one set of lengths."""
     try:
@@ -393,6 +418,7 @@ def flash_attn_varlen_qkvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         packed = {"q": "qkv", "k": "qkv", "v": "qkv"}
@@ -422,6 +448,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_varlen_func(q, k, v, …) of q and kv (total_k, 2, heads_kv, d)."""
     try:
@@ -445,6 +472,7 @@ def flash_attn_varlen_kvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         explain(error, flash_attn_varlen_kvpacked_func, locals(), {"k": "kv", "v": "kv"})

@@ -65,6 +65,7 @@ def flash_attn_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -83,6 +84,7 @@ def flash_attn_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_func(
@@ -101,7 +103,8 @@ def flash_attn_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_func(
     q: Tensor,
@@ -127,6 +130,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -153,6 +157,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_varlen_func(
@@ -179,7 +184,8 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -195,6 +201,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -211,6 +218,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -227,7 +235,8 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_kvpacked_func(
     q: Tensor,
@@ -244,6 +253,7 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -261,6 +271,7 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -278,7 +289,8 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
@@ -296,6 +308,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -314,6 +327,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -332,7 +346,8 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
@@ -353,6 +368,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -374,6 +390,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -395,4 +412,5 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...

@@ -59,7 +59,7 @@ class Attention : public torch::autograd::Function<Attention> {
                                const Tensor& /*v*/, const OptTensor& /*attn_bias*/,
                                const OptTensor& /*learnable_sink*/, FwdArgs args) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, softmax_lse, probs] = call_fwd(args);
+    auto [out, softmax_lse, probs, max_logits] = call_fwd(args);
 
     SavedArgs saved;
     saved.put(out);
@@ -69,9 +69,9 @@ class Attention : public torch::autograd::Function<Attention> {
                                            : c10::IValue());
     ctx->save_for_backward(std::move(saved.tensors));
     ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
-    ctx->mark_non_differentiable({probs});
+    ctx->mark_non_differentiable({probs, max_logits});
     ctx->set_materialize_grads(false);
-    return {out, softmax_lse, probs};
+    return {out, softmax_lse, probs, max_logits};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -132,7 +132,7 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   if (args.backend) select_backend(backward_shape(args), args.backend);
   const variable_list results =
       Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args);
-  return {results[0], results[1], results[2]};
+  return {results[0], results[1], results[2], results[3]};
 }
 
 void check_no_tangents(const DecodeArgs& args) {
@@ -152,8 +152,8 @@ class NotDifferentiable : public torch::autograd::Function<NotDifferentiable> {
   static variable_list forward(AutogradContext*, const Tensor& /*q*/, const Tensor& /*k*/,
                                const Tensor& /*v*/, KvcacheArgs args) {
     const at::AutoDispatchBelowAutograd below_autograd;
-    auto [out, softmax_lse] = call_kvcache(std::move(args));
-    return {out, softmax_lse};
+    auto [out, softmax_lse, max_logits] = call_kvcache(std::move(args));
+    return {out, softmax_lse, max_logits};
   }
   static variable_list backward(AutogradContext*, variable_list) {
     TORCH_CHECK_NOT_IMPLEMENTED(false,
@@ -175,7 +175,7 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
   check_no_tangent("rotary_sin", args.rotary_sin);
   check_no_tangents(args.decode);
   const variable_list results = NotDifferentiable::apply(args.decode.q, args.k, args.v, args);
-  return {results[0], results[1]};
+  return {results[0], results[1], results[2]};
 }
 
 // The write counts as a new version of the caches: whoever saved one for a backward pass hears of it.

@@ -2,6 +2,8 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -30,7 +32,7 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .head_dim_v = value(v.sym_size(-1))};
 }
 
-CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
+CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max_logits) {
   CallShape call = call_shape_of(op, args.q, args.v);
   call.bias = args.attn_bias.has_value();
   call.dense_bias = call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
@@ -46,11 +48,12 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   call.dropout = args.dropout_p > 0;
   call.sink = args.learnable_sink.has_value();
   call.return_probs = return_probs;
+  call.max_logits = max_logits;
   return call;
 }
 
 CallShape backward_shape_of(const AttnArgs& args, bool bias_gradient) {
-  CallShape call = call_shape_of(Op::kBackward, args, false);
+  CallShape call = call_shape_of(Op::kBackward, args, false, false);
   call.deterministic = is_deterministic(args);
   call.bias_gradient = bias_gradient;
   return call;
@@ -73,7 +76,7 @@ void warn_once(const std::string& reasons) {
 }  // namespace
 
 CallShape call_shape(const FwdArgs& args) {
-  return call_shape_of(Op::kForward, args.attn, args.return_probs);
+  return call_shape_of(Op::kForward, args.attn, args.return_probs, args.return_max_logits);
 }
 CallShape call_shape(const BwdArgs& args) {
   return backward_shape_of(args.attn, args.attn.attn_bias && args.grad_mask[3]);
@@ -96,6 +99,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
   call.batch_invariant = args.batch_invariant;
+  call.max_logits = args.return_max_logits;
   return call;
 }
 
@@ -151,7 +155,8 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
           .window_right = args.causal ? 0 : value(args.window_right),
           .softcap = finite_softcap(args.softcap),
           .num_splits = args.num_splits,
-          .batch_invariant = args.batch_invariant};
+          .batch_invariant = args.batch_invariant,
+          .wants_max_logits = args.return_max_logits};
 }
 
 bool is_readable(const at::Tensor& tensor) {
@@ -321,6 +326,16 @@ int window_to_params(const c10::SymInt& window) {
 
 const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor) {
   return cuda::device_info(tensor.get_device());
+}
+
+at::Tensor start_max_logits(const at::Tensor& q, bool wanted) {
+  const auto options = q.options().dtype(at::kFloat);
+  if (!wanted) return at::empty({0}, options);
+  return at::full({q.size(-2)}, -std::numeric_limits<float>::infinity(), options);
+}
+
+float* max_logits_pointer(const at::Tensor& max_logits) {
+  return max_logits.numel() == 0 ? nullptr : max_logits.data_ptr<float>();
 }
 
 Stream stream_of(const at::Tensor& tensor) {

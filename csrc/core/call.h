@@ -23,7 +23,7 @@ struct CallShape {
   bool bias = false, alibi = false, softcap = false, dropout = false, sink = false;
   bool dense_bias = false;  // a bias of q's dtype, and no varlen call
   bool ragged = false;      // varlen, or seqused or leftpad
-  bool return_probs = false;
+  bool return_probs = false, max_logits = false;
   bool deterministic = false, bias_gradient = false;  // backward only
   bool bias_of_keys = false;  // one number for all queries, and not for all keys
 

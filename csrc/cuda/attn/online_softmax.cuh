@@ -219,8 +219,6 @@ class OnlineSoftmax : Record {
   __device__ __forceinline__ bool negates() const { return negate_; }
   __device__ __forceinline__ float scale_log2() const { return scale_log2_; }
   __device__ __forceinline__ Record& record() { return *this; }
-  // Without slack, and before add_sink(): the largest score of the row, log 2; where it started, if none.
-  __device__ __forceinline__ float row_max(int row) const { return row_max_[row]; }
 
   // The score of one key becomes its probability.
   __device__ __forceinline__ float exponentiate(int row, float score) {
@@ -237,6 +235,12 @@ class OnlineSoftmax : Record {
       row_sum_[row] += __shfl_xor_sync(~0u, row_sum_[row], 1);
       row_sum_[row] += __shfl_xor_sync(~0u, row_sum_[row], 2);
     }
+  }
+
+  // After finish() and before add_sink(), without slack: the row's largest score; -inf without keys.
+  __device__ __forceinline__ float largest_score(int row) const {
+    static_assert(kSlackLog2 == 0);
+    return row_sum_[row] == 0.f ? -INFINITY : row_max_[row] * kLn2;
   }
 
   // After finish(). A key with this score, of bounded_sink(), and a value of 0 joins each row.
