@@ -86,21 +86,6 @@ struct PlainScores {
   }
 };
 
-// PlainScores beside a record of the largest score (LogitRecord): what is known of the head when a tile
-// begins, in units of log 2.
-class RecordedScores : public PlainScores {
- public:
-  template <typename Params>
-  __device__ __forceinline__ RecordedScores(const Params& params, int /*batch_idx*/, int head,
-                                            int64_t /*diagonal*/)
-      : known_(*static_cast<volatile const float*>(params.max_logits + head) * kLog2E) {}
-
-  __device__ __forceinline__ float known() const { return known_; }
-
- private:
-  float known_;
-};
-
 // What a kernel is compiled for.
 struct ScoreTerms {
   bool softcap = false, alibi = false, bias = false, dropout = false;
