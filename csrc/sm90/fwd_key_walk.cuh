@@ -172,20 +172,21 @@ class KeyWalk {
     }
     if constexpr (Traits::kSoftcap) {
       using First = SoftcapStep<typename Traits::ScorePolicy, 1>;
-      if (is_full() && !softmax.negates() && First::fits(score)) {
+      using Second = SoftcapStep<typename Traits::ScorePolicy, 2>;
+      if (is_full() && !softmax.negates()) {
         // A score that came too near the cap is not the last of its tile.
         const auto try_step = [&](auto& step, bool& serves) {
           const bool moved = with(step);
           if (moved) serves = !__any_sync(~0u, step.failed());
           return moved;
         };
-        if (first_serves) {
+        if (first_serves && First::fits(score)) {
           First step(score, softmax.scale_log2());
           return try_step(step, first_serves);
         }
         if constexpr (Traits::kConsumers < 3) {  // registers of three are too few for one more
-          if (second_serves) {
-            SoftcapStep<typename Traits::ScorePolicy, 2> step(score, softmax.scale_log2());
+          if (second_serves && Second::fits(score)) {
+            Second step(score, softmax.scale_log2());
             return try_step(step, second_serves);
           }
         }

@@ -51,15 +51,17 @@ class AlibiStep : public NoStep {
 };
 
 // Softcap where no score comes near the cap: tanh(x) = x · p(x²), p minimax up to kLimit, relative error
-// 3e-6. That the scores were as small as that is found out beside the exponentials, each instruction of
-// which a busy tensor core makes felt: so the lowest degree that serves.
+// 2e-6, of scores up to kLargestScore, and 8e-7. That the scores were as small as that is found out beside
+// the exponentials, each instruction of which a busy tensor core makes felt: so the lowest degree that
+// serves.
 template <int kDegree>
 struct SoftcapPolynomial {
   static_assert(kDegree == 1 || kDegree == 2);
-  static constexpr float kLimit = kDegree == 1 ? 0.115f : 0.34f;
+  static constexpr float kLimit = kDegree == 1 ? 0.1f : 0.28f;
+  static constexpr float kLargestScore = kDegree == 1 ? 15.f : INFINITY;
   __device__ static constexpr float coefficient(int power) {
-    constexpr float kFirst[] = {0.999997079f, -0.331578434f};
-    constexpr float kSecond[] = {0.999997556f, -0.332954437f, 0.124451779f};
+    constexpr float kFirst[] = {0.999998331f, -0.332004815f};
+    constexpr float kSecond[] = {0.999999225f, -0.333155245f, 0.127209172f};
     return kDegree == 1 ? kFirst[power] : kSecond[power];
   }
 };
@@ -71,7 +73,8 @@ class SoftcapStep : public NoStep {
  public:
   __device__ __forceinline__ static bool fits(const Policy& score) {
     constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    return score.cap() >= kLeastCap;
+    const float largest_score = Polynomial::kLargestScore * fabsf(score.inverse_scale());
+    return score.cap() >= kLeastCap && Polynomial::kLimit * score.cap() <= largest_score;
   }
   __device__ __forceinline__ SoftcapStep(const Policy& score, float scale_log2) : score_(score) {
     const float square = score.cap() * score.cap();
