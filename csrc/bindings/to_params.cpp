@@ -35,11 +35,14 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max_logits) {
   CallShape call = call_shape_of(op, args.q, args.v);
   call.bias = args.attn_bias.has_value();
-  call.dense_bias = call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
-                    args.attn_bias->scalar_type() == args.q.scalar_type();
   if (call.bias && args.attn_bias->dim() > 0) {
     const at::Tensor& bias = *args.attn_bias;
     call.bias_of_keys = bias.sym_size(-1) != 1 && (bias.dim() == 1 || bias.sym_size(-2) == 1);
+  }
+  if (call.bias && !args.cu_seqlens_q && !args.cu_seqlens_k) {
+    const auto dtype = args.attn_bias->scalar_type();
+    call.dense_bias =
+        dtype == args.q.scalar_type() || (call.bias_of_keys && dtype == at::kBool);
   }
   call.ragged =
       args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k;
@@ -198,15 +201,16 @@ at::Tensor readable_bias(at::Tensor bias, at::ScalarType dtype_of_q) {
   return bias;
 }
 
-// bias: of readable_bias().
-BiasParams bias_params(const at::Tensor& bias) {
+// bias: of readable_bias(). seqlen_q: of dense tensors, or 0.
+BiasParams bias_params(const at::Tensor& bias, int64_t seqlen_q) {
   const auto stride = [&](int64_t d) { return bias.size(d) == 1 ? 0 : bias.stride(d); };
   const auto length = [&](int64_t d) {
     return bias.size(d) == 1 ? std::numeric_limits<int>::max() : static_cast<int>(bias.size(d));
   };
   BiasParams params = {.data = bias.const_data_ptr(),
                        .dtype = bias.scalar_type() == at::kBool ? DType::kBool : dtype_of(bias),
-                       .rows = length(2),
+                       .rows = bias.size(2) == 1 && seqlen_q > 0 ? static_cast<int>(seqlen_q)
+                                                                 : length(2),
                        .keys = length(3),
                        .batch_stride = stride(0),
                        .head_stride = stride(1),
@@ -295,7 +299,9 @@ ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
 ScoreParams score_params(const AttnArgs& args) {
   ScoreParams params = score_params(args.softcap, args.alibi_slopes, args.learnable_sink,
                                     static_cast<int>(args.q.size(-2)));
-  if (args.attn_bias) params.bias = bias_params(*args.attn_bias);
+  if (args.attn_bias) {
+    params.bias = bias_params(*args.attn_bias, args.is_varlen() ? 0 : args.q.size(1));
+  }
   return params;
 }
 

@@ -87,12 +87,30 @@ __device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUten
   Ring<Traits::kQStages> ring(smem.q_ring);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
     if (!work.has_keys()) return;
-    new (smem.score_storage[slot]) typename Traits::ScorePolicy(
-        params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
-    ring.wait_empty();
-    ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
-    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),
-              ptx::CacheHint::kEvictFirst);
+    const auto start_score = [&] {
+      new (smem.score_storage[slot]) typename Traits::ScorePolicy(
+          params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
+    };
+    const auto load = [&] {
+      load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),
+                ptx::CacheHint::kEvictFirst);
+    };
+    const auto expect = [&] {
+      ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
+    };
+    if constexpr (Traits::kMaxLogits) {
+      // What is known of the head comes from memory, beside Q. Without this thread's arrival the slot is
+      // not full, whatever has come.
+      ring.wait_empty();
+      load();
+      start_score();
+      expect();
+    } else {
+      start_score();
+      ring.wait_empty();
+      expect();
+      load();
+    }
     ring.advance();
   });
 }
