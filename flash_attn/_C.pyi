@@ -32,10 +32,11 @@ def fwd(
     softcap: float,
     deterministic: bool,
     return_probs: bool,
+    return_max_logits: bool,
     backend: str | None,
     /,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, softmax_lse, S_dmask. Differentiable in q, k, v, attn_bias and learnable_sink."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, softmax_lse, S_dmask, max_logits. Differentiable in q, k, v, attn_bias and learnable_sink."""
 
 def bwd(
     dout: Tensor,
@@ -93,10 +94,11 @@ def decode(
     softcap: float,
     num_splits: int,
     batch_invariant: bool,
+    return_max_logits: bool,
     backend: str | None,
     /,
-) -> tuple[Tensor, Tensor]:
-    """out, softmax_lse. Not differentiable."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, softmax_lse, max_logits. Not differentiable."""
 
 def kvcache(
     k: Tensor,
@@ -122,10 +124,11 @@ def kvcache(
     softcap: float,
     num_splits: int,
     batch_invariant: bool,
+    return_max_logits: bool,
     backend: str | None,
     /,
-) -> tuple[Tensor, Tensor]:
-    """Writes k and v into the caches, then decode: out, softmax_lse. cache_seqlens: before them.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes k and v into the caches, then decode: out, softmax_lse, max_logits. cache_seqlens: before them.
 
     Without cache_seqlens the new tokens are the caches' last. Not differentiable.
     """

@@ -210,6 +210,7 @@ def fwd_arguments(
     softcap=0.0,
     deterministic=False,
     return_probs=False,
+    return_max_logits=False,
 ):
     """The argument list of the op `fwd`.
 
@@ -282,6 +283,7 @@ def fwd_arguments(
         softcap,
         deterministic,
         return_probs,
+        return_max_logits,
         forced_backend(),
     )
 
@@ -295,7 +297,7 @@ def _with_largest_1(probabilities):
 
 
 def fwd(arguments):
-    """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask."""
+    """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask, max_logits."""
     if torch.compiler.is_compiling():
         results = torch.ops.flash_attn.fwd(*arguments)
     else:
@@ -303,10 +305,10 @@ def fwd(arguments):
             _log.call("fwd", arguments)
         run = _functorch.fwd if _functorch.is_active() else C.fwd
         results = run(*arguments)
-    return_probs = arguments[-2]
+    return_probs = arguments[-3]
     if return_probs:
-        out, softmax_lse, probabilities = results
-        return out, softmax_lse, _with_largest_1(probabilities)
+        out, softmax_lse, probabilities, max_logits = results
+        return out, softmax_lse, _with_largest_1(probabilities), max_logits
     return results
 
 
@@ -373,7 +375,7 @@ def attend(
     else:
         cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
     window = lowering.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
-    out, softmax_lse, S_dmask = fwd(
+    out, softmax_lse, *rest = fwd(
         fwd_arguments(
             *(x.flatten(0, 1) for x in (q, k, v)),
             cu_seqlens_q=cu_seqlens,
@@ -387,7 +389,7 @@ def attend(
         )
     )
     softmax_lse = softmax_lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
-    return out.unflatten(0, (batch, seqlen)), softmax_lse, S_dmask
+    return out.unflatten(0, (batch, seqlen)), softmax_lse, *rest
 
 
 def draw_rng_state(like):
@@ -481,6 +483,7 @@ def decode_arguments(
     softcap=0.0,
     num_splits=0,
     batch_invariant=False,
+    return_max_logits=False,
     new=0,
 ):
     """The argument list of the op `decode`, and the end of that of `kvcache`, with `new` tokens."""
@@ -514,12 +517,13 @@ def decode_arguments(
         softcap,
         num_splits,
         batch_invariant,
+        return_max_logits,
         forced_backend(),
     )
 
 
 def decode(arguments):
-    """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse."""
+    """Runs the op `decode` on decode_arguments(…). Returns out, softmax_lse, max_logits."""
     if _log.ENABLED:
         _log.call("decode", arguments)
     return _ops().decode(*arguments)

@@ -13,7 +13,7 @@ is_active = torch._C._are_functorch_transforms_active
 
 # Where the inputs that have a gradient stand among the arguments of `fwd`, in grad_mask's order.
 DIFFERENTIABLE = (0, 1, 2, 9, 11)  # q, k, v, attn_bias, learnable_sink
-ARGUMENTS_OF_BWD = 26  # as many of them `bwd` takes too: all but return_probs and backend
+ARGUMENTS_OF_BWD = 26  # as many of them `bwd` takes too: all but the last three
 
 
 class _Attention(torch.autograd.Function):
@@ -27,15 +27,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        out, softmax_lse, probabilities = output
-        ctx.mark_non_differentiable(probabilities)
+        out, softmax_lse, probabilities, max_logits = output
+        ctx.mark_non_differentiable(probabilities, max_logits)
         ctx.set_materialize_grads(False)
         tensors = [x if isinstance(x, Tensor) else None for x in inputs]
         ctx.save_for_backward(*tensors, out, softmax_lse)
         ctx.values = [None if isinstance(x, Tensor) else x for x in inputs]
 
     @staticmethod
-    def backward(ctx, dout, dlse, _):
+    def backward(ctx, dout, dlse, *_):
         *tensors, out, softmax_lse = ctx.saved_tensors
         arguments = [
             value if tensor is None else tensor

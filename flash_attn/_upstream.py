@@ -18,7 +18,8 @@ _NAMES = {"window_size": "window_size_left, window_size_right"}
 def _forward(q, k, v, *, dropout_p, **options):
     rng_state = draw_rng_state(q) if dropout_p > 0.0 else q.new_zeros(2, dtype=torch.int64)
     arguments = fwd_arguments(q, k, v, dropout_p=dropout_p, rng_state=rng_state, **options)
-    return *fwd(arguments), rng_state
+    out, softmax_lse, S_dmask, _ = fwd(arguments)
+    return out, softmax_lse, S_dmask, rng_state
 
 
 def _flash_attn_forward(

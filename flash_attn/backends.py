@@ -93,6 +93,7 @@ def can_use(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    return_max_logits: bool = False,
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
@@ -155,6 +156,7 @@ def can_use(
                     softcap=softcap,
                     deterministic=deterministic,
                     return_probs=return_attn_probs and dropout,
+                    return_max_logits=return_max_logits,
                 )[:-1],
                 None,
             )
@@ -177,6 +179,7 @@ def can_use(
                 softcap=softcap,
                 num_splits=num_splits,
                 batch_invariant=batch_invariant,
+                return_max_logits=return_max_logits,
             )
             chosen, reasons, plans = C.explain_decode(*arguments[:-1], None)
         else:

@@ -48,7 +48,7 @@ __all__ = [
 USE_TRITON_ROCM = False
 
 Window = Sequence[int | None] | Tensor
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_func(
@@ -67,6 +67,7 @@ def flash_attn_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """Exact attention in O(seqlen) memory (Dao et al. 2022, 2023); differentiable, in reverse mode.
 
@@ -121,6 +122,10 @@ def flash_attn_func(
                                  1 1
                                  1 1
 
+        return_max_logits: also return max_logits, as the last of the results. It costs next to nothing
+            without softcap, alibi_slopes, attn_bias and dropout; with them it may take another
+            backend (can_use tells).
+
     Extreme scores have one meaning in every dtype and on every backend: with softcap, attn_bias,
     alibi_slopes or dropout, a key of a score below -2^26 is hidden, and a query with no other key
     has nothing to attend to. Slopes count as -64 to 1024, a sink as at most 2.358e38. A query whose
@@ -135,6 +140,10 @@ def flash_attn_func(
         S_dmask (with return_attn_probs): with dropout, (batch, heads_q, seqlen_q, seqlen_k), the
             probabilities before dropout, negative where dropped, each row divided by its largest,
             as upstream has them: O(seqlen²) memory, for tests. Without dropout: empty.
+        max_logits (with return_max_logits): (heads_q), fp32 (fp64 for fp64 inputs): the largest
+            softmax_scale · q·k of each head, before softcap, bias and ALiBi, over the whole batch and
+            all keys that a query sees: what QK-clip asks for. -inf if there are none; a score of NaN
+            is passed over. No gradient.
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or
@@ -143,7 +152,7 @@ def flash_attn_func(
             input has a tangent of forward-mode AD.
     """
     try:
-        out, softmax_lse, S_dmask = attend(
+        results = attend(
             q,
             k,
             v,
@@ -158,11 +167,21 @@ def flash_attn_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
-        return (out, softmax_lse, S_dmask) if return_attn_probs else out
+        return _chosen(results, return_attn_probs, return_max_logits)
     except Exception as error:
         explain(error, flash_attn_func, locals())
         raise
+
+
+def _chosen(results, return_attn_probs: bool, return_max_logits: bool) -> Result:
+    """Of out, softmax_lse, S_dmask and max_logits those that a call asks for."""
+    out, softmax_lse, S_dmask, max_logits = results
+    chosen = (out, softmax_lse, S_dmask) if return_attn_probs else (out,)
+    if return_max_logits:
+        chosen += (max_logits,)
+    return chosen if len(chosen) > 1 else out
 
 
 def _wants_probs(return_attn_probs: bool, dropout_p: float) -> bool:
@@ -192,6 +211,7 @@ def flash_attn_varlen_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
@@ -225,6 +245,7 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, d_v); rows outside every sequence are 0.
         softmax_lse (with return_attn_probs): (heads_q, total_q).
         S_dmask (with return_attn_probs): with dropout (batch, heads_q, max_seqlen_q, max_seqlen_k).
+        max_logits (with return_max_logits): (heads_q).
 
     Raises: as flash_attn_func.
     """
@@ -258,9 +279,9 @@ def flash_attn_varlen_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
-        out, softmax_lse, S_dmask = fwd(arguments)
-        return (out, softmax_lse, S_dmask) if return_attn_probs else out
+        return _chosen(fwd(arguments), return_attn_probs, return_max_logits)
     except Exception as error:
         explain(error, flash_attn_varlen_func, locals())
         raise
@@ -291,6 +312,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func(q, k, v, …) of qkv (batch, seqlen, 3, heads, d); packed gradient."""
     try:
@@ -310,6 +332,7 @@ def flash_attn_qkvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         explain(error, flash_attn_qkvpacked_func, locals(), {"q": "qkv", "k": "qkv", "v": "qkv"})
@@ -331,6 +354,7 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func(q, k, v, …) of q and kv (batch, seqlen_k, 2, heads_kv, d)."""
     try:
@@ -350,6 +374,7 @@ def flash_attn_kvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         explain(error, flash_attn_kvpacked_func, locals(), {"k": "kv", "v": "kv"})
@@ -372,6 +397,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_varlen_func(q, k, v, …) of qkv (total, 3, heads, d), one set of lengths."""
     try:
@@ -395,6 +421,7 @@ def flash_attn_varlen_qkvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         packed = {"q": "qkv", "k": "qkv", "v": "qkv"}
@@ -424,6 +451,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_varlen_func(q, k, v, …) of q and kv (total_k, 2, heads_kv, d)."""
     try:
@@ -447,6 +475,7 @@ def flash_attn_varlen_kvpacked_func(
             attn_bias=attn_bias,
             learnable_sink=learnable_sink,
             causal_alignment=causal_alignment,
+            return_max_logits=return_max_logits,
         )
     except Exception as error:
         explain(error, flash_attn_varlen_kvpacked_func, locals(), {"k": "kv", "v": "kv"})

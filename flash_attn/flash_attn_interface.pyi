@@ -66,6 +66,7 @@ def flash_attn_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -84,6 +85,7 @@ def flash_attn_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_func(
@@ -102,7 +104,8 @@ def flash_attn_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_func(
     q: Tensor,
@@ -128,6 +131,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -154,6 +158,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_varlen_func(
@@ -180,7 +185,8 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -196,6 +202,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -212,6 +219,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -228,7 +236,8 @@ def flash_attn_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_kvpacked_func(
     q: Tensor,
@@ -245,6 +254,7 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -262,6 +272,7 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -279,7 +290,8 @@ def flash_attn_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
@@ -297,6 +309,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -315,6 +328,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -333,7 +347,8 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
@@ -354,6 +369,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -375,6 +391,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -396,4 +413,5 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
-) -> Tensor | WithProbs: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...

@@ -11,6 +11,13 @@ from flash_attn._errors import explain
 Window = Sequence[int | None] | Tensor
 
 
+def _chosen(results, return_softmax_lse: bool, return_max_logits: bool):
+    """Of out, softmax_lse and max_logits those that a call asks for."""
+    wanted = (True, return_softmax_lse, return_max_logits)
+    chosen = tuple(x for x, is_wanted in zip(results, wanted, strict=True) if is_wanted)
+    return chosen if len(chosen) > 1 else chosen[0]
+
+
 def flash_decode_func(
     q: Tensor,
     k_cache: Tensor,
@@ -31,7 +38,8 @@ def flash_decode_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Attention of the newest tokens to a cache that holds their keys and values already.
 
     Split-KV: each sequence's keys are cut into pieces that run side by side; their (out, lse) pairs
@@ -66,6 +74,7 @@ def flash_decode_func(
             int8: value = stored * descale. Default: 1.
         batch_invariant: the bits of a sequence's result do not depend on the other sequences of
             the call, nor on their number.
+        return_max_logits: also return max_logits, as the last of the results.
 
     What the index tensors hold is not checked, as that would wait for the device. It is clamped:
     lengths to 0 … capacity, cache_leftpad to 0 … length. A page or a row that does not exist has no
@@ -75,11 +84,12 @@ def flash_decode_func(
         out: (batch, seqlen_q, heads_q, d_v), dtype of q; 0 where there is nothing to attend to.
         softmax_lse (with return_softmax_lse): (batch, heads_q, seqlen_q), natural logarithm, fp32
             (fp64 for fp64 inputs).
+        max_logits (with return_max_logits): (heads_q), as in flash_attn_func.
 
     Raises: as flash_attn_func.
     """
     try:
-        out, softmax_lse = decode(
+        results = decode(
             decode_arguments(
                 q,
                 k_cache,
@@ -98,9 +108,10 @@ def flash_decode_func(
                 softcap=softcap,
                 num_splits=num_splits,
                 batch_invariant=batch_invariant,
+                return_max_logits=return_max_logits,
             )
         )
-        return (out, softmax_lse) if return_softmax_lse else out
+        return _chosen(results, return_softmax_lse, return_max_logits)
     except Exception as error:
         explain(error, flash_decode_func, locals())
         raise
@@ -156,7 +167,8 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Appends k and v to the cache in place, rotates, and attends: one step of decoding, or a chunk
     of a prompt.
 
@@ -180,11 +192,11 @@ def flash_attn_with_kvcache(
         rotary_interleaved: pairs are dimensions 0 and 1, 2 and 3, …; else i and i + rotary_dim / 2.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink: as in
             flash_attn_func. Masks are aligned bottom-right to the cache with k and v in it.
-        return_softmax_lse: also return softmax_lse.
+        return_softmax_lse, return_max_logits: also return softmax_lse, and max_logits.
 
     Returns:
         out: (batch, seqlen_q, heads_q, d_v); softmax_lse: (batch, heads_q, seqlen_q), fp32 (fp64
-            for fp64 inputs).
+            for fp64 inputs); max_logits: (heads_q), as in flash_attn_func.
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it.
@@ -217,13 +229,14 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             num_splits=num_splits,
             batch_invariant=batch_invariant,
+            return_max_logits=return_max_logits,
             new=new,
         )
         if k is None:
-            out, softmax_lse = decode(arguments)
+            results = decode(arguments)
         else:
-            out, softmax_lse = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
-        return (out, softmax_lse) if return_softmax_lse else out
+            results = kvcache(k, v, rotary_cos, rotary_sin, rotary_interleaved, arguments)
+        return _chosen(results, return_softmax_lse, return_max_logits)
     except Exception as error:
         explain(error, flash_attn_with_kvcache, locals())
         raise

@@ -29,6 +29,7 @@ def flash_decode_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_decode_func(
@@ -51,6 +52,7 @@ def flash_decode_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> WithLse: ...
 @overload
 def flash_decode_func(
@@ -73,7 +75,8 @@ def flash_decode_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
-) -> Tensor | WithLse: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -100,6 +103,7 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_with_kvcache(
@@ -127,6 +131,7 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> WithLse: ...
 @overload
 def flash_attn_with_kvcache(
@@ -154,4 +159,5 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
-) -> Tensor | WithLse: ...
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...

@@ -210,7 +210,7 @@ def scaled_dot_product_attention(
             query, key, value, leading = _broadcast(query, key, value, enable_gqa)
             if isinstance(attn_mask, Tensor):
                 attn_mask = _mask_as_batch(attn_mask, leading)
-        out, _, _ = attend(
+        out, *_ = attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),

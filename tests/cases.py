@@ -397,7 +397,7 @@ def run(
         case = problem.case.with_(deterministic=deterministic)
         one_backend = case.gradients_served_by(backend)
         with torch.set_grad_enabled(one_backend):
-            out, lse, probs = torch.ops.flash_attn.fwd(**arguments)
+            out, lse, probs, _ = torch.ops.flash_attn.fwd(**arguments)
         results = {"out": out.detach(), "lse": lse.detach(), "probs": probs.detach()}
         if backward and not one_backend:
             results |= later_gradients(problem.case, arguments, out, lse, dout, dlse)

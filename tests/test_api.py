@@ -86,6 +86,12 @@ def test_stubs_say_what_the_functions_say(module: str) -> None:
             ("Literal[True]", None),
             ("bool", "False"),
         ]
+        assert [d.pop("return_max_logits") for d in described] == [
+            ("bool", "False"),
+            ("Literal[False]", "False"),
+            ("Literal[False]", "False"),
+            ("bool", "False"),
+        ]
         assert all(d == described[0] for d in described)
 
 
@@ -95,7 +101,8 @@ def test_decode_signature() -> None:
         "q, k_cache, v_cache, cache_seqlens=None, *, softmax_scale=None, causal=True,"
         " window_size=(-1, -1), softcap=0.0, alibi_slopes=None, learnable_sink=None,"
         " block_table=None, num_splits=0, return_softmax_lse=False, cache_batch_idx=None,"
-        " cache_leftpad=None, k_descale=None, v_descale=None, batch_invariant=False"
+        " cache_leftpad=None, k_descale=None, v_descale=None, batch_invariant=False,"
+        " return_max_logits=False"
     )
     wanted: dict = {}
     exec(f"def f({expected}): ...", {}, wanted)
@@ -253,7 +260,7 @@ def test_each_option_reaches_the_op(form: str, option: str, seed: int) -> None:
     if problem.case.dropout_p:
         arguments["rng_state"] = torch.ops.flash_attn.rng_state(problem.q)
         arguments["return_probs"] = True
-    out, lse, probs = torch.ops.flash_attn.fwd(**arguments, backend="aten")
+    out, lse, probs, _ = torch.ops.flash_attn.fwd(**arguments, backend="aten")
     torch.manual_seed(1)
     call = [problem.q, problem.k, problem.v]
     function = flash_attn.flash_attn_func

@@ -29,12 +29,15 @@ struct Args {
   int64_t window_left = -1, window_right = -1;  // -1: no limit
   bool top_left = false;
   double softcap = 0.0;
+  bool wants_max_logits = false;  // forward only
 };
 
 // out like q with v's head dim; lse (batch, heads_q, seqlen_q) or (heads_q, total_q), fp64 for fp64
 // inputs, else fp32; S_dmask (batch, heads_q, max_seqlen_q, max_seqlen_k) when return_probs, else
-// empty: the normalised probabilities, negated where dropout drops them.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd(const Args& args, bool return_probs);
+// empty: the normalised probabilities, negated where dropout drops them; max_logits (heads_q), of lse's
+// dtype, when args.wants_max_logits, else empty: the largest softmax_scale · q·k that is seen, -inf if
+// none is.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fwd(const Args& args, bool return_probs);
 
 struct Grads {
   at::Tensor dq, dk, dv, dbias, dsink;  // those that grad_mask leaves out are empty (0,) tensors
@@ -60,10 +63,10 @@ struct DecodeArgs {
   int64_t window_left = -1, window_right = -1;
   double softcap = 0.0;
   int64_t num_splits = 0;  // 0: chosen here
-  bool batch_invariant = false;
+  bool batch_invariant = false, wants_max_logits = false;
 };
-// out like q (v's head dim), lse (batch, heads_q, seqlen_q).
-std::tuple<at::Tensor, at::Tensor> decode(const DecodeArgs& args);
+// out like q (v's head dim), lse (batch, heads_q, seqlen_q), max_logits as in fwd().
+std::tuple<at::Tensor, at::Tensor, at::Tensor> decode(const DecodeArgs& args);
 
 struct NewTokens {
   at::Tensor k, v;  // (batch, seqlen_new, heads_kv, d) of q's dtype

@@ -60,7 +60,8 @@ Args as_attention(const DecodeArgs& args) {
           .softmax_scale = args.softmax_scale,
           .window_left = args.window_left,
           .window_right = args.window_right,
-          .softcap = args.softcap};
+          .softcap = args.softcap,
+          .wants_max_logits = args.wants_max_logits};
 }
 
 // A slice and the positions of the cache that any of its sequences has keys at.
@@ -135,11 +136,12 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> decode(const DecodeArgs& args) {
+std::tuple<Tensor, Tensor, Tensor> decode(const DecodeArgs& args) {
   const Cache cache(args);
   const Args attention = as_attention(args);
   const Sequences queries({args.q, {}, {}, {}, args.q.size(1)});
   const auto [out, lse] = make_outputs(attention);
+  const Tensor max_logits = make_max_logits(attention);
   const Result out_rows(queries, out), lse_rows(queries, lse_tokens(lse));
 
   const std::vector<CacheSlice> slices = cut_into_slices(args, attention, cache);
@@ -168,8 +170,9 @@ std::tuple<Tensor, Tensor> decode(const DecodeArgs& args) {
     Piece& whole = pieces[i];
     for (++i; i < pieces.size() && !pieces[i].first; ++i) whole.state.merge(pieces[i].state);
     write_rows(out_rows, lse_rows, *whole.slice, whole.rows, whole.state);
+    write_max_logits(max_logits, *whole.slice, whole.state);
   }
-  return {out, lse};
+  return {out, lse, max_logits};
 }
 
 }  // namespace flash_attn::aten

@@ -15,9 +15,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -33,6 +35,7 @@ OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Bloc
                      const Tensor& sink) {
   const Tensor q = slice.scaled_queries(rows);
   OnlineSoftmax state = OnlineSoftmax::start(q, tiles.head_dim_v, sink, slice.terms.bounded());
+  state.max_logits = slice.terms.no_max_logits(q.options());
 
   Block left = slice.terms.visible_keys(rows, keys);
   while (left.size() > 0) {
@@ -40,6 +43,7 @@ OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Bloc
     const auto [k, v] = tiles.load(block);
 
     const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ …
+    state.raise_max_logits(tile.max_logits);
     Tensor p = state.step(tile.s);  // P = exp(S − m'); m, l, o
     if (slice.terms.dropout) p.mul_(slice.dropout_factors(rows, block));  // P = dropout(P)
     tile.add_product(state.o, p, v);                                      // o += P V
@@ -58,6 +62,18 @@ std::tuple<Tensor, Tensor> make_outputs(const Args& args) {
   sizes.pop_back();
   std::swap(sizes[sizes.size() - 2], sizes.back());
   return {out, at::full(sizes, -kInf, options.dtype(compute_dtype(args.q)))};
+}
+
+Tensor make_max_logits(const Args& args) {
+  const auto options = args.q.options().dtype(compute_dtype(args.q));
+  return args.wants_max_logits ? at::full({args.q.size(-2)}, -kInf, options)
+                               : at::empty({0}, options);
+}
+
+void write_max_logits(const Tensor& max_logits, const Slice& slice, const OnlineSoftmax& state) {
+  if (!state.max_logits.defined()) return;
+  Tensor part = max_logits.narrow(0, slice.heads.first, slice.heads.size());
+  at::maximum_out(part, part, state.max_logits);
 }
 
 void write_rows(const Result& out, const Result& lse, const Slice& slice, Block rows,
@@ -90,7 +106,7 @@ void write_probabilities(const Slice& slice, Block rows, const Tensor& lse, cons
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
   const Call call(args);
   const auto [out, lse] = make_outputs(args);
   const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
@@ -100,14 +116,20 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
         at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
                   args.q.options());
   }
+  const Tensor max_logits = make_max_logits(args);
+  std::mutex writes_max_logits;  // which row blocks share
   call.for_row_blocks([&](const Slice& slice, Block rows) {
     const KeyTiles tiles = {slice.v.size(-1), [&](Block keys) {
                               return std::tuple(slice.tile(slice.k, keys),
                                                 slice.tile(slice.v, keys));
                             }};
     const Block keys = {0, slice.seqlen_k()};
-    write_rows(out_rows, lse_rows, slice, rows,
-               attend(slice, tiles, rows, keys, slice.sink_column(rows)));
+    const OnlineSoftmax state = attend(slice, tiles, rows, keys, slice.sink_column(rows));
+    write_rows(out_rows, lse_rows, slice, rows, state);
+    {
+      const std::lock_guard<std::mutex> lock(writes_max_logits);
+      write_max_logits(max_logits, slice, state);
+    }
     if (return_probs) {
       write_probabilities(slice, rows, lse_rows.part(slice.batches, slice.heads),
                           broadcast_part(probabilities, slice));
@@ -120,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
     out.masked_fill_(lost.unsqueeze(-1).unsqueeze(-1), std::numeric_limits<double>::quiet_NaN());
     lse.masked_fill_(lost, std::numeric_limits<double>::quiet_NaN());
   }
-  return {out, lse, probabilities};
+  return {out, lse, probabilities, max_logits};
 }
 
 }  // namespace flash_attn::aten

@@ -54,6 +54,11 @@ void OnlineSoftmax::merge(const OnlineSoftmax& other) {
   row_sum = row_sum * ours + other.row_sum * theirs;
   o = o * ours + other.o * theirs;
   row_max = new_max;
+  raise_max_logits(other.max_logits);
+}
+
+void OnlineSoftmax::raise_max_logits(const Tensor& others) {
+  if (others.defined()) max_logits = at::maximum(max_logits, others);
 }
 
 Tensor OnlineSoftmax::normalized() const { return o / row_sum.masked_fill(row_sum.eq(0), 1); }

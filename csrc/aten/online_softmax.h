@@ -15,6 +15,7 @@ struct OnlineSoftmax {
   // m, (…, rows, 1). Without keys a finite number, so that S − m is never −inf + inf: the lowest, or
   // where scores are bounded the border, which hides what is below (core/score_range.h).
   at::Tensor row_max;
+  at::Tensor max_logits;  // ScoreTile's, of all keys; or undefined
 
   // No keys. A sink (…, rows, 1), its logits in natural units, is a key without a value.
   static OnlineSoftmax start(const at::Tensor& q, int64_t head_dim_v, const at::Tensor& sink,
@@ -23,6 +24,7 @@ struct OnlineSoftmax {
   // Takes the next scores in: brings what came before to the new m, adds P = 2^(s − m) to l and
   // returns it (in place of s). The caller then adds P V to o.
   at::Tensor step(at::Tensor s);
+  void raise_max_logits(const at::Tensor& others);  // (heads), or undefined
   void merge(const OnlineSoftmax& other);
 
   at::Tensor normalized() const;  // o / l; rows without keys: 0

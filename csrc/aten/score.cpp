@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/where.h>
 
@@ -36,6 +37,7 @@ ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows
                              std::initializer_list<Tensor> operands) const {
   ScoreTile tile;
   tile.s = product(scaled_q, k.transpose(-2, -1));  // S = scale · Q Kᵀ
+  const Tensor logits = wants_max_logits ? tile.s * (softcap > 0 ? softcap : kLn2) : Tensor();
   if (softcap > 0) {
     tile.tanh = tile.s.tanh_();
     tile.s = tile.tanh * (softcap * kLog2E);  // S = softcap · tanh(S / softcap)
@@ -67,7 +69,16 @@ ScoreTile ScoreTerms::scores(const Tensor& scaled_q, const Tensor& k, Block rows
     tile.remask(tile.s, -kInf);
     if (tile.tanh.defined()) tile.remask(tile.tanh, 0);
   }
+  if (wants_max_logits) {
+    const Tensor seen = bounded() ? tile.s.ge(-kMaxScore * kLog2E) : tile.s.gt(-kInf);  // not NaN
+    tile.max_logits =
+        unpack(logits.masked_fill(seen.logical_not(), -kInf), batch, heads).amax({0, 2, 3});
+  }
   return tile;
+}
+
+Tensor ScoreTerms::no_max_logits(at::TensorOptions options) const {
+  return wants_max_logits ? at::full({heads}, -kInf, options) : Tensor();
 }
 
 Tensor ScoreTerms::steps_beyond(int64_t step, Block rows, Block keys,

@@ -25,6 +25,8 @@ struct ScoreTile {
   at::Tensor s;       // scores · log2 e, a tile (tile.h)
   at::Tensor masked;  // bool, shaped like s; undefined unless careful
   at::Tensor tanh;    // tanh(S / softcap), shaped like s; undefined without softcap
+  // (heads) the largest softmax_scale · q·k that is seen; undefined unless ScoreTerms::wants_max_logits
+  at::Tensor max_logits;
   // Something is masked, and NaN or inf may be in what is multiplied with this tile.
   bool careful = false;
 
@@ -42,6 +44,7 @@ struct ScoreTerms {
   int64_t batch, heads;  // query heads
   double softmax_scale;
   double softcap = 0;
+  bool wants_max_logits = false;
   Band band;
 
   // Undefined where the call has no such term.
@@ -64,6 +67,8 @@ struct ScoreTerms {
   // `operands`: all tensors that are multiplied with this tile or enter it, for ScoreTile::careful.
   ScoreTile scores(const at::Tensor& scaled_q, const at::Tensor& k, Block rows, Block keys,
                    std::initializer_list<at::Tensor> operands) const;
+  // ScoreTile::max_logits of no keys: -inf. Undefined if not wanted.
+  at::Tensor no_max_logits(at::TensorOptions options) const;
   // The part of bias, or of a tensor shaped like it, that belongs to a tile; size 1 stays 1.
   static at::Tensor bias_tile(const at::Tensor& bias, Block rows, Block keys);
 

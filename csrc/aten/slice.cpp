@@ -155,6 +155,7 @@ Slice start_slice(const Args& args, Block batches, Block kv_heads) {
   slice.terms.heads = slice.heads.size();
   slice.terms.softmax_scale = args.softmax_scale;
   slice.terms.softcap = args.softcap;
+  slice.terms.wants_max_logits = args.wants_max_logits;
   slice.terms.band = {0, limit(args.window_left), limit(args.window_right)};
   if (args.alibi_slopes) {
     slice.terms.alibi_slopes = broadcast_part(args.alibi_slopes->unsqueeze(-1).unsqueeze(-1), slice)

@@ -47,12 +47,15 @@ struct AttnArgs {
 
 struct FwdArgs {
   AttnArgs attn;
-  bool return_probs;
+  bool return_probs, return_max_logits;
   OptName backend;
 
-  auto tie() { return std::tuple_cat(attn.tie(), std::tie(return_probs, backend)); }
+  auto tie() {
+    return std::tuple_cat(attn.tie(), std::tie(return_probs, return_max_logits, backend));
+  }
 };
-using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_lse, S_dmask
+using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor,
+                             at::Tensor>;  // out, softmax_lse, S_dmask, max_logits
 
 struct BwdArgs {
   at::Tensor dout;
@@ -79,13 +82,14 @@ struct DecodeArgs {
   c10::SymInt window_left, window_right;
   double softcap;
   int64_t num_splits;  // 0: chosen
-  bool batch_invariant;
+  bool batch_invariant, return_max_logits;
   OptName backend;
 
   auto tie() {
     return std::tie(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, leftpad_k, block_table,
                     alibi_slopes, learnable_sink, k_descale, v_descale, softmax_scale, causal,
-                    window_left, window_right, softcap, num_splits, batch_invariant, backend);
+                    window_left, window_right, softcap, num_splits, batch_invariant,
+                    return_max_logits, backend);
   }
 };
 
@@ -100,7 +104,7 @@ struct KvcacheArgs {
     return std::tuple_cat(std::tie(k, v, rotary_cos, rotary_sin, rotary_interleaved), decode.tie());
   }
 };
-using DecodeResult = std::tuple<at::Tensor, at::Tensor>;  // out, softmax_lse
+using DecodeResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_lse, max_logits
 
 // How a field travels as an argument of a dispatcher function: tensors by reference, the rest by
 // value.

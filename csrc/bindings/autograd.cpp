@@ -74,7 +74,7 @@ class Attention : public torch::autograd::Function<Attention> {
                                const OptTensor& /*learnable_sink*/, FwdArgs args,
                                bool heads_first) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, softmax_lse, probs] = call_fwd(heads_first ? turned(args) : args);
+    auto [out, softmax_lse, probs, max_logits] = call_fwd(heads_first ? turned(args) : args);
 
     // The inputs as they came: a view made here would not hear of a write to what it views.
     SavedArgs saved;
@@ -94,8 +94,8 @@ class Attention : public torch::autograd::Function<Attention> {
                                                  torch::autograd::impl::version_counter(out));
       return {result};
     }
-    ctx->mark_non_differentiable({probs});
-    return {out, softmax_lse, probs};
+    ctx->mark_non_differentiable({probs, max_logits});
+    return {out, softmax_lse, probs, max_logits};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -172,7 +172,7 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   if (args.backend) select_backend(backward_shape(args), args.backend);
   const variable_list results =
       Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args, false);
-  return {results[0], results[1], results[2]};
+  return {results[0], results[1], results[2], results[3]};
 }
 
 // A tensor of a device's own kernels, with nothing between them and autograd: no subclass, no view
@@ -252,8 +252,8 @@ class NotDifferentiable : public torch::autograd::Function<NotDifferentiable> {
   static variable_list forward(AutogradContext*, const Tensor& /*q*/, const Tensor& /*k*/,
                                const Tensor& /*v*/, KvcacheArgs args) {
     const at::AutoDispatchBelowAutograd below_autograd;
-    auto [out, softmax_lse] = call_kvcache(std::move(args));
-    return {out, softmax_lse};
+    auto [out, softmax_lse, max_logits] = call_kvcache(std::move(args));
+    return {out, softmax_lse, max_logits};
   }
   static variable_list backward(AutogradContext*, variable_list) {
     TORCH_CHECK_NOT_IMPLEMENTED(false,
@@ -275,7 +275,7 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
   check_no_tangent("rotary_sin", args.rotary_sin);
   check_no_tangents(args.decode);
   const variable_list results = NotDifferentiable::apply(args.decode.q, args.k, args.v, args);
-  return {results[0], results[1]};
+  return {results[0], results[1], results[2]};
 }
 
 // The write counts as a new version of the caches: whoever saved one for a backward pass hears of it.

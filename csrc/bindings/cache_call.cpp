@@ -68,7 +68,7 @@ CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens) {
 
 DecodeParams decode_params(const Plan& plan, const DecodeArgs& args, const CacheParams& cache,
                            const DecodeResult& results) {
-  const auto& [out, lse] = results;
+  const auto& [out, lse, max_logits] = results;
   const at::Tensor& q = args.q;
   DecodeParams params = {};
   static_cast<CacheParams&>(params) = cache;
@@ -87,6 +87,7 @@ DecodeParams decode_params(const Plan& plan, const DecodeArgs& args, const Cache
   params.out = out.data_ptr();
   params.out_strides = strides_of(out);
   params.lse = lse.data_ptr<float>();
+  params.max_logits = max_logits_pointer(max_logits);
   return params;
 }
 

@@ -12,7 +12,8 @@ namespace {
 DecodeResult allocate_results(const DecodeArgs& args) {
   const at::Tensor& q = args.q;
   return {at::empty({q.size(0), q.size(1), q.size(2), args.v_cache.size(3)}, q.options()),
-          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
+          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat)),
+          start_max_logits(q, args.return_max_logits)};
 }
 
 // A workspace a call: streams and graphs run side by side.

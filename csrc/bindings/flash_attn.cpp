@@ -40,8 +40,9 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                            .softcap = options.softcap,
                            .deterministic = options.deterministic},
                   .return_probs = false,
+                  .return_max_logits = false,
                   .backend = options.backend};
-  auto [out, softmax_lse, probs] = call_fwd(std::move(args));
+  auto [out, softmax_lse, probs, max_logits] = call_fwd(std::move(args));
   return {out, softmax_lse};
 }
 
@@ -67,7 +68,8 @@ std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_ca
                                              const Tensor& v_cache,
                                              const std::optional<Tensor>& cache_seqlens,
                                              const DecodeOptions& options) {
-  return call_decode({.q = q,
+  auto [out, softmax_lse, max_logits] =
+      call_decode({.q = q,
                       .k_cache = k_cache,
                       .v_cache = v_cache,
                       .cache_seqlens = cache_seqlens,
@@ -85,7 +87,9 @@ std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_ca
                       .softcap = options.softcap,
                       .num_splits = options.num_splits,
                       .batch_invariant = options.batch_invariant,
+                      .return_max_logits = false,
                       .backend = options.backend});
+  return {out, softmax_lse};
 }
 
 }  // namespace flash_attn

@@ -27,7 +27,7 @@ void launch_masked(FwdParams& params, const AttnArgs& attn, const at::Tensor& ou
   sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
 }
 
-FwdResult run(const Plan& plan, AttnArgs attn) {
+FwdResult run(const Plan& plan, AttnArgs attn, bool wants_max_logits) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -39,6 +39,7 @@ FwdResult run(const Plan& plan, AttnArgs attn) {
   const auto lse_options = q.options().dtype(at::kFloat);
   at::Tensor lse = attn.is_varlen() ? at::empty({q.size(1), q.size(0)}, lse_options)
                                     : at::empty({q.size(0), q.size(2), q.size(1)}, lse_options);
+  const at::Tensor max_logits = start_max_logits(q, wants_max_logits);
   if (q.numel() == 0 || attn.k.numel() == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
@@ -46,10 +47,11 @@ FwdResult run(const Plan& plan, AttnArgs attn) {
     FwdParams params = {};
     fill_params(params, attn);
     params.score = score_params(attn);
+    params.max_logits = max_logits_pointer(max_logits);
     plan.skips_tiles ? launch_masked(params, attn, out, lse) : launch_fwd(plan, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
-  return {out, lse, at::empty({0}, q.options())};
+  return {out, lse, at::empty({0}, q.options()), max_logits};
 }
 
 }  // namespace
@@ -73,9 +75,11 @@ FwdResult fwd(const FwdArgs& args) {
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   if (plan.backend == Backend::kAten || only_sink) {
-    return aten::fwd(to_aten(attn), args.return_probs);
+    aten::Args call = to_aten(attn);
+    call.wants_max_logits = args.return_max_logits;
+    return aten::fwd(call, args.return_probs);
   }
-  return run(plan, attn);
+  return run(plan, attn, args.return_max_logits);
 }
 
 }  // namespace flash_attn

@@ -23,6 +23,10 @@ at::ScalarType lse_dtype(const Tensor& q) {
   return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+Tensor max_logits_of(const Tensor& q, bool wanted) {
+  return empty({wanted ? q.sym_size(-2) : SymInt(0)}, q, lse_dtype(q));
+}
+
 FwdResult fwd_meta(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
   check(attn);
@@ -39,7 +43,7 @@ FwdResult fwd_meta(const FwdArgs& args) {
                    attn.is_varlen() ? attn.max_seqlen_k : attn.k.sym_size(1)};
   }
   return {empty(out_sizes, q, q.scalar_type()), empty(lse_sizes, q, lse_dtype(q)),
-          empty(probs_sizes, q, q.scalar_type())};
+          empty(probs_sizes, q, q.scalar_type()), max_logits_of(q, args.return_max_logits)};
 }
 
 BwdResult bwd_meta(const BwdArgs& args) {
@@ -57,7 +61,8 @@ DecodeResult decode_results(const DecodeArgs& args) {
   auto out_sizes = q.sym_sizes().vec();
   out_sizes.back() = args.v_cache.sym_size(-1);
   return {empty(out_sizes, q, q.scalar_type()),
-          empty({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q, lse_dtype(q))};
+          empty({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q, lse_dtype(q)),
+          max_logits_of(q, args.return_max_logits)};
 }
 
 DecodeResult decode_meta(const DecodeArgs& args) {

@@ -48,7 +48,7 @@ FwdParams forward_params(const DecodeParams& call) {
 // The forward kernel; with few tiles their keys in pieces, and decode's kernel that merges.
 void launch_forward(const Plan& plan, FwdParams& params, const DecodeParams& call,
                     const DecodeResult& results) {
-  const auto& [out, lse] = results;
+  const auto& [out, lse, max_logits] = results;
   launch_fwd(plan, params, out, lse);
   if (plan.splits.count > 1) cuda::run_decode_combine(call, stream_of(lse));
 }

@@ -2,6 +2,8 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -30,15 +32,18 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
       .head_dim_v = value(v.sym_size(-1))};
 }
 
-CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
+CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max_logits) {
   CallShape call = call_shape_of(op, args.q, args.v);
   call.tile_mask = args.mask_tiles.has_value();
   call.bias = args.attn_bias || call.tile_mask;
-  call.dense_bias = args.attn_bias && !args.cu_seqlens_q && !args.cu_seqlens_k &&
-                    args.attn_bias->scalar_type() == args.q.scalar_type();
   if (args.attn_bias && args.attn_bias->dim() > 0) {
     const at::Tensor& bias = *args.attn_bias;
     call.bias_of_keys = bias.sym_size(-1) != 1 && (bias.dim() == 1 || bias.sym_size(-2) == 1);
+  }
+  if (args.attn_bias && !args.cu_seqlens_q && !args.cu_seqlens_k) {
+    const auto dtype = args.attn_bias->scalar_type();
+    call.dense_bias =
+        dtype == args.q.scalar_type() || (call.bias_of_keys && dtype == at::kBool);
   }
   call.ragged =
       args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k;
@@ -47,11 +52,12 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs) {
   call.dropout = args.dropout_p > 0;
   call.sink = args.learnable_sink.has_value();
   call.return_probs = return_probs;
+  call.max_logits = max_logits;
   return call;
 }
 
 CallShape backward_shape_of(const AttnArgs& args, bool bias_gradient) {
-  CallShape call = call_shape_of(Op::kBackward, args, false);
+  CallShape call = call_shape_of(Op::kBackward, args, false, false);
   call.deterministic = is_deterministic(args);
   call.bias_gradient = bias_gradient;
   return call;
@@ -74,7 +80,7 @@ void warn_once(const std::string& reasons) {
 }  // namespace
 
 CallShape call_shape(const FwdArgs& args) {
-  return call_shape_of(Op::kForward, args.attn, args.return_probs);
+  return call_shape_of(Op::kForward, args.attn, args.return_probs, args.return_max_logits);
 }
 CallShape call_shape(const BwdArgs& args) {
   return backward_shape_of(args.attn, args.attn.attn_bias && args.grad_mask[3]);
@@ -97,6 +103,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
   call.batch_invariant = args.batch_invariant;
+  call.max_logits = args.return_max_logits;
   return call;
 }
 
@@ -152,7 +159,8 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
           .window_right = args.causal ? 0 : value(args.window_right),
           .softcap = finite_softcap(args.softcap),
           .num_splits = args.num_splits,
-          .batch_invariant = args.batch_invariant};
+          .batch_invariant = args.batch_invariant,
+          .wants_max_logits = args.return_max_logits};
 }
 
 bool is_readable(const at::Tensor& tensor) {
@@ -194,15 +202,16 @@ at::Tensor readable_bias(at::Tensor bias, at::ScalarType dtype_of_q) {
   return bias;
 }
 
-// bias: of readable_bias().
-BiasParams bias_params(const at::Tensor& bias) {
+// bias: of readable_bias(). seqlen_q: of dense tensors, or 0.
+BiasParams bias_params(const at::Tensor& bias, int64_t seqlen_q) {
   const auto stride = [&](int64_t d) { return bias.size(d) == 1 ? 0 : bias.stride(d); };
   const auto length = [&](int64_t d) {
     return bias.size(d) == 1 ? std::numeric_limits<int>::max() : static_cast<int>(bias.size(d));
   };
   BiasParams params = {.data = bias.const_data_ptr(),
                        .dtype = bias.scalar_type() == at::kBool ? DType::kBool : dtype_of(bias),
-                       .rows = length(2),
+                       .rows = bias.size(2) == 1 && seqlen_q > 0 ? static_cast<int>(seqlen_q)
+                                                                 : length(2),
                        .keys = length(3),
                        .batch_stride = stride(0),
                        .head_stride = stride(1),
@@ -295,7 +304,9 @@ ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
 ScoreParams score_params(const AttnArgs& args) {
   ScoreParams params = score_params(args.softcap, args.alibi_slopes, args.learnable_sink,
                                     static_cast<int>(args.q.size(-2)));
-  if (args.attn_bias) params.bias = bias_params(*args.attn_bias);
+  if (args.attn_bias) {
+    params.bias = bias_params(*args.attn_bias, args.is_varlen() ? 0 : args.q.size(1));
+  }
   return params;
 }
 
@@ -326,6 +337,16 @@ int window_to_params(const c10::SymInt& window) {
 
 const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor) {
   return cuda::device_info(tensor.get_device());
+}
+
+at::Tensor start_max_logits(const at::Tensor& q, bool wanted) {
+  const auto options = q.options().dtype(at::kFloat);
+  if (!wanted) return at::empty({0}, options);
+  return at::full({q.size(-2)}, -std::numeric_limits<float>::infinity(), options);
+}
+
+float* max_logits_pointer(const at::Tensor& max_logits) {
+  return max_logits.numel() == 0 ? nullptr : max_logits.data_ptr<float>();
 }
 
 Stream stream_of(const at::Tensor& tensor) {

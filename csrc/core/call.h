@@ -21,10 +21,10 @@ struct CallShape {
   DType dtype = DType::kFp16;
   int64_t head_dim = 0, head_dim_v = 0;
   bool bias = false, alibi = false, softcap = false, dropout = false, sink = false;
-  bool dense_bias = false;  // a bias of q's dtype, and no varlen call
+  bool dense_bias = false;  // a bias of q's dtype, or a mask of the keys alone; and no varlen call
   bool tile_mask = false;   // a mask of tiles; bias is true too, as which it can be read
   bool ragged = false;      // varlen, or seqused or leftpad
-  bool return_probs = false;
+  bool return_probs = false, max_logits = false;
   bool deterministic = false, bias_gradient = false;  // backward only
   bool bias_of_keys = false;  // one number for all queries, and not for all keys
 

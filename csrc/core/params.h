@@ -90,11 +90,16 @@ struct AttnParams {
 struct BiasParams {
   const void* data = nullptr;  // null: none
   DType dtype = DType::kFp32;  // that of q, kFp32 or kBool (false: hidden)
-  int rows = 0, keys = 0;      // 2³¹ - 1 in a dimension that it broadcasts
+  int rows = 0, keys = 0;      // 2³¹ - 1 in a dimension that it broadcasts, but queries of dense tensors
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
   // Keys lie side by side, and those of an even number and the next are aligned, and both exist.
   bool in_pairs = false;
 };
+
+// One number for all queries.
+constexpr bool broadcasts_queries(const BiasParams& bias) {
+  return bias.data != nullptr && bias.row_stride == 0;
+}
 
 // What happens to the scores between Q Kᵀ and the mask. All zero: plain.
 //
@@ -145,6 +150,9 @@ struct FwdParams : AttnParams {
   Strides out_strides;
   float* lse = nullptr;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
   int64_t lse_batch_stride = 0, lse_head_stride = 0;  // varlen: batch stride 0. Rows are contiguous
+  // (heads_q) fp32, or null: not wanted. The largest softmax_scale · q·k that any query of the head sees;
+  // -inf before the launch.
+  float* max_logits = nullptr;
 
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch
 
@@ -280,6 +288,7 @@ struct DecodeParams : CacheParams {
   void* out = nullptr;  // like q, with head_dim_v
   Strides out_strides;
   float* lse = nullptr;  // (batch, heads_q, seqlen_q) contiguous, or null
+  float* max_logits = nullptr;  // as in FwdParams
 };
 
 // The keys of a paged cache that count, sequence after sequence, as the forward reads varlen ones.

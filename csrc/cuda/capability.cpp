@@ -76,6 +76,7 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.num_splits > 1, "num_splits above 1 is not supported");
   // Whether they are chosen depends on the batch.
   reasons.refuse_if(call.batch_invariant, "batch_invariant is not supported");
+  reasons.refuse_if(call.max_logits, "return_max_logits is not supported");
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
   reasons.refuse_if(call.softcap, "softcap is not supported");
   reasons.refuse_if(call.sink, "learnable_sink is not supported");

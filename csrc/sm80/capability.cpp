@@ -65,6 +65,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
     refuse_head_dims(reasons, call);
   }
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
+  reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias),
+                    "return_max_logits with score terms is not supported");
 }
 
 // Whether the kernels that skip the hidden tiles of a mask serve the call.

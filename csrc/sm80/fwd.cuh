@@ -81,6 +81,7 @@ struct FwdWork {
   const Element *q, *k, *v;  // row 0 of the sequence, at this head
   Element* out;
   float* lse;
+  float* max_logit;  // of the head, or null
   // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
   [[no_unique_address]] typename Traits::ScorePolicy score;
   AttentionWindow window;
@@ -110,6 +111,7 @@ struct FwdWork {
     out = static_cast<Element*>(params.out) + of_q(params.out_strides);
     lse = params.lse + tile.batch_idx * params.lse_batch_stride +
           tile.head * params.lse_head_stride + seqlen.q_begin;
+    max_logit = params.max_logits == nullptr ? nullptr : params.max_logits + tile.head;
     range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
     first_key = window.first_key(first_row);
     end_key = window.end_key(min(first_row + Traits::kBlockM, window.len_q()) - 1);
@@ -264,6 +266,15 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
   softmax.finish();
+  if (work.max_logit != nullptr) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int row = 0; row < O.kRows; ++row) {
+      const int query = work.first_row + warp_row + row / 2 * 16 + fragment_row(row, lane);
+      if (query < work.window.len_q()) largest = fmaxf(largest, softmax.largest_score(row));
+    }
+    raise_to_largest(work.max_logit, largest, lane);
+  }
   if (work.sink != -INFINITY) softmax.add_sink(O, bounded_sink(work.sink));
   float inverse_sum[Traits::Output::kRows];
 #pragma unroll

@@ -54,6 +54,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   cuda::refuse_tensors(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
+  reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias || call.dropout),
+                    "return_max_logits with score terms or dropout is not supported");
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 

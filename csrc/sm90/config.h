@@ -175,6 +175,17 @@ auto with_pieces_class(int head_dim, F&& f) {
   return f.template operator()<128>();
 }
 
+// With max_logits: four classes, as each is one more kernel; among them that of multi-head latent
+// attention.
+template <typename F>
+auto with_max_logits_class(int head_dim, int head_dim_v, F&& f) {
+  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest <= 64) return f.template operator()<64, 64>();
+  if (widest <= 128) return f.template operator()<128, 128>();
+  if (head_dim <= 192 && head_dim_v <= 128) return f.template operator()<192, 128>();
+  return f.template operator()<256, 256>();
+}
+
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.
 template <int kHeadDim, int kHeadDimV, typename F>
 auto with_fwd_tile(int seqlen_q, bool masked, F&& f) {

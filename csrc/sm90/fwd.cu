@@ -12,7 +12,7 @@ bool has_one_term(const FwdParams& params) {
   const bool has_bias = score.bias.data != nullptr;
   const bool has_dropout = params.dropout.rng_state != nullptr;
   return (score.softcap != 0) + (score.alibi_slopes != nullptr) + has_bias + has_dropout == 1 &&
-         (!has_bias || can_stage_bias(params));
+         (!has_bias || broadcasts_queries(score.bias) || can_stage_bias(params));
 }
 
 }  // namespace
@@ -23,6 +23,11 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
       with_pieces_class(params.head_dim, [&]<int kHeadDim> {
         launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
       });
+    } else if (params.max_logits != nullptr) {
+      with_max_logits_class(
+          params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+            launch_fwd_with_max_logits<kDType, kHeadDim, kHeadDimV>(params, device, stream);
+          });
     } else if (has_score_terms(params) && params.head_dim <= kOneTermHeadDim &&
                params.head_dim_v <= kOneTermHeadDim && has_one_term(params)) {
       with_one_term_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {

@@ -17,7 +17,7 @@
 //   for n:  S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S); dropout
 //           O = O · exp(m_old - m) + P V(n)
 //
-// The loop here departs from it in four ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
+// The loop here (fwd_key_walk.cuh) departs from it in four ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
 // softmax(n) hides behind that product. Consumers take turns to issue, so that one's softmax also
 // hides behind the others' products. The exponentials do not wait for the maxima of their own block
 // (OnlineSoftmax::step_ahead): O is rescaled only where it must be. And a tile's first S is issued
@@ -36,270 +36,12 @@
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
 #pragma once
 
-#include "../cuda/attn/mask.cuh"
 #include "../cuda/launch.h"
-#include "fwd_consumer.cuh"
+#include "fwd_key_walk.cuh"
 #include "fwd_output.cuh"
 #include "fwd_producer.cuh"
-#include "fwd_steps.cuh"
 
 namespace flash_attn::sm90 {
-
-// A consumer's walk over the keys of a tile; leaves O (not yet normalised) and the softmax state of
-// its rows, and the last product under way.
-template <typename Traits>
-class KeyWalk {
-  using Element = typename Traits::Element;
-  using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
-  using Probabilities = OperandA<1, Traits::kBlockN>;
-  static constexpr float kShare = 0.125f;
-
- public:
-  // S: of the first block.
-  __device__ __forceinline__ KeyWalk(const FwdWork& work, const typename Traits::ScorePolicy& score,
-                                     FwdConsumer<Traits>& self, typename Traits::Scores& S,
-                                     typename Traits::Output& O, typename Traits::Softmax& softmax)
-      : work(work),
-        score(score),
-        self(self),
-        S(S),
-        O(O),
-        softmax(softmax),
-        range(work.range),
-        n(work.range.end - 1) {}
-
-  __device__ __forceinline__ void run() {
-    if constexpr (Traits::kTile.blocks > 1) {
-      Probabilities P;
-      first(P);
-#pragma unroll 1
-      while (--n >= range.begin) next_in_steps(P);
-      return last(P);
-    }
-    Probabilities P, P_next;  // two, so that one can come while the other is read
-    first(P);
-#pragma unroll 1
-    for (;;) {
-      if (--n < range.begin) return last(P);
-      next(P, P_next);
-      if (--n < range.begin) return last(P_next);
-      next(P_next, P);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void first(Probabilities& P) {
-    bring_bias(P);
-    self.release(self.k_ring);
-    finish_scores(P);
-    softmax.update_max(S, correction);
-    softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
-    if constexpr (Traits::kTile.blocks == 1) self.send_staged();
-    if constexpr (Traits::kDropout) {
-      query_word =
-          score.draw_query_word(self.params.dropout, work.first_row + self.warp_row, self.lane);
-    }
-    drop(P);
-    wait_values();
-  }
-
-  __device__ __forceinline__ void next(Probabilities& P, Probabilities& P_next) {
-    self.k_ring.wait_full();
-    self.wait_turn();
-    self.scores(S);
-    ptx::wgmma_commit();  // S = Q K(n)ᵀ
-    accumulate(P);
-    ptx::wgmma_commit();  // O += P V(n + 1)
-    self.pass_turn();
-    bring_bias(P_next);
-    ptx::wgmma_wait<1>();
-    pin(S);
-    self.release(self.k_ring);
-    const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
-    const auto v_in_use = self.v_ring;
-    self.v_ring.advance();
-    drop(P_next);
-    // V(n) has long been there. The wait's branch keeps ptxas from moving the exponentials behind
-    // the next wait, where nothing runs beside them.
-    wait_values();
-
-    ptx::wgmma_wait<0>();
-    pin(O);
-    pin(P);
-    if (self.lane == 0) v_in_use.arrive_empty();
-    if (moved) scale_rows(O, correction);  // O = O · exp(m_old - m)
-  }
-
-  // One after the other, S in the registers of P: another block's products fill the gaps.
-  __device__ __forceinline__ void next_in_steps(Probabilities& P) {
-    accumulate(P);
-    ptx::wgmma_commit();  // O += P V(n + 1)
-    self.k_ring.wait_full();
-    ptx::wgmma_wait<0>();
-    pin(O);
-    pin(P);
-    self.release(self.v_ring);
-    self.scores(S);
-    ptx::wgmma_commit();  // S = Q K(n)ᵀ
-    self.send_staged();
-    ptx::wgmma_wait<0>();
-    pin(S);
-    self.release(self.k_ring);
-    finish_scores(P);
-    if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
-    softmax.template exponentiate_into<Element>(P, S);
-    drop(P);
-    wait_values();
-  }
-
-  __device__ __forceinline__ void last(Probabilities& P) {
-    self.release(self.q_ring);
-    accumulate(P);
-    ptx::wgmma_commit();  // O += P V(n + 1)
-    if constexpr (Traits::kTile.blocks > 1) {
-      self.send_staged();
-      ptx::wgmma_wait<0>();
-      pin(O);
-      pin(P);
-    }
-    if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
-    ptx::wgmma_wait<Traits::kStartsEarly ? 1 : 0>();
-    pin(O);
-    self.release(self.v_ring);
-  }
-
-  __device__ __forceinline__ void accumulate(Probabilities& P) {
-    gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
-  }
-
-  // What part of a thread's sum so far a P may reach without being exact, where exponentials go ahead:
-  // an eighth of what the sum will be in the end, by the blocks that are left, and at most a half. (An
-  // eighth of the sum so far would make nearly every P above 1 of the first blocks exact, though few
-  // of those keys come to dominate their row, and each takes a scan of S and a rescale of O.)
-  __device__ __forceinline__ float share() const {
-    const BlockRange& blocks = work.range;  // read again, not kept: registers are short
-    return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
-  }
-
-  // P of the next block, by the maxima of those before. Its score terms: in step with the exponentials
-  // where they can be.
-  __device__ __forceinline__ bool step_ahead(Probabilities& P_next) {
-    const auto with = [&](auto& step) {
-      return softmax.template step_ahead<Element>(P_next, S, correction, share(), step);
-    };
-    if constexpr (Traits::kStagedBias) {
-      if (is_full() && !softmax.negates()) {
-        BiasStep step(score.inverse_scale());
-        return with(step);
-      }
-    }
-    if constexpr (Traits::kAlibi) {
-      const int to_diagonal = score.to_diagonal(place());
-      if (is_full() && !softmax.negates() && AlibiStep::fits<Traits::kBlockN>(to_diagonal)) {
-        AlibiStep step(score.alibi(), to_diagonal, self.lane);
-        return with(step);
-      }
-    }
-    if constexpr (Traits::kSoftcap) {
-      using Step = SoftcapStep<typename Traits::ScorePolicy>;
-      if (is_full() && !softmax.negates() && far_from_cap && Step::fits(score)) {
-        Step step(score, softmax.scale_log2());
-        const bool moved = with(step);
-        // One that came near is not the last of its tile.
-        if (moved) far_from_cap = !__any_sync(~0u, step.failed());
-        return moved;
-      }
-    }
-    finish_scores(P_next);
-    NoStep step;
-    return with(step);
-  }
-
-  // Of a staged bias, while the products run: what the queries of this warp add to the next S, in the
-  // registers of their P.
-  __device__ __forceinline__ void bring_bias(Probabilities& P) {
-    if constexpr (Traits::kStagedBias) {
-      auto& ring = self.bias_ring;
-      ring.wait_full();
-      load_operand(P, self.smem.bias[self.warpgroup][ring.stage()], self.warp_row % 64, self.lane);
-      // Reads that are still under way would meet what TMA writes next.
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-      __syncwarp();
-      self.release(ring);
-    }
-  }
-
-  __device__ __forceinline__ bool is_full() const {
-    return n >= blocks().full_begin && n < blocks().full_end;
-  }
-  // With score terms registers are too short to keep them.
-  __device__ __forceinline__ const BlockRange& blocks() const {
-    if constexpr (Traits::kPlainScores) return range;
-    return work.range;
-  }
-
-  // Score terms; S = -inf where nothing is seen. P: a staged bias.
-  __device__ __forceinline__ void finish_scores(const Probabilities& P) {
-    score.finish(S, place(), self.lane);
-    if constexpr (Traits::kStagedBias) {
-      score.template add_bias<Element>(S, P);
-    } else {
-      score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
-    }
-    if (n >= blocks().full_begin && n < blocks().full_end) return;
-    const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
-    const int first_key = n * Traits::kBlockN;
-    if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {
-      mask_from(
-          S, {work.window.end_key(query) - first_key, work.window.end_key(query + 8) - first_key},
-          self.lane);
-    }
-    if (n < blocks().full_begin) {
-      mask_before(
-          S,
-          {work.window.first_key(query) - first_key, work.window.first_key(query + 8) - first_key},
-          self.lane);
-    }
-  }
-
-  __device__ __forceinline__ void drop(Probabilities& P) const {
-    if constexpr (Traits::kDropout) {
-      self.v_ring.wait_full();  // the words of the keys come with V
-      score.drop(P, self.params.dropout, query_word,
-                 self.smem.dropout.key_words[self.v_ring.stage()], self.lane);
-    } else {
-      score.drop(P, self.params.dropout, place(), self.lane);
-    }
-  }
-
-  // Of this warp's scores.
-  __device__ __forceinline__ ScorePlace place() const {
-    return {work.first_row + self.warp_row, work.first_key + n * Traits::kBlockN};
-  }
-
-  // V(n) is there. The values of keys in front of the first that the tile's queries see become 0:
-  // their P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
-  __device__ __forceinline__ void wait_values() const {
-    self.v_ring.wait_full();
-    if constexpr (Traits::ScorePolicy::kGeneral) {
-      if (n > blocks().begin) return;
-      const int unseen = work.window.first_key(work.first_row) - n * Traits::kBlockN;
-      if (unseen > 0) self.clear_values(unseen);
-    }
-  }
-
-  const FwdWork& work;
-  const typename Traits::ScorePolicy& score;
-  FwdConsumer<Traits>& self;
-  typename Traits::Scores& S;
-  typename Traits::Output& O;
-  typename Traits::Softmax& softmax;
-  const BlockRange range;
-  int n;  // block of keys
-  float correction[2];
-  bool far_from_cap = true;  // all scores so far
-  uint32_t query_word;       // dropout's, of the lane's rows
-};
 
 template <typename Traits>
 __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUtensorMap& out_map,
@@ -316,6 +58,12 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     const FwdWork& work = smem.work[slot].work();
     typename Traits::Output O;
     typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
+    if constexpr (Traits::kMaxLogits) {
+      if (work.has_keys()) {
+        softmax.record().start(smem.score(slot).known(),
+                               work.window.len_q() - work.first_row - self.warp_row, self.lane);
+      }
+    }
     O.fill(0.f);
     if (work.has_keys()) {
       KeyWalk<Traits>(work, smem.score(slot), self, S, O, softmax).run();
@@ -328,6 +76,10 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
       self.release_work(slot);
     } else {
       stage_output<Traits>(work, self, O, softmax);
+      if constexpr (Traits::kMaxLogits) {
+        if (work.has_keys()) 
+          softmax.record().publish(params.max_logits + work.q.head, smem.score(slot).known(), self.lane);
+      }
       self.staged = slot;
     }
     if constexpr (!Traits::kStartsEarly) self.start_next_tile(S);
@@ -354,8 +106,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0) {
       schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
-    } else if (Traits::kDropout && warp == 3) {
+    } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
       if constexpr (Traits::kDropout) draw_key_words_loop<Traits>(params, smem);
+      if constexpr (Traits::kKeyBias) load_key_bias_loop<Traits>(params, smem);
     } else if (warp < (Traits::kStagedBias ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
       if (warp == 2) load_v_loop<Traits>(maps.v, params.head_dim_v, smem);
@@ -421,7 +174,9 @@ void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& d
   const auto launch = [&]<FwdForm kForm, FwdTile kTile> {
     launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, kForm>>(params, device, stream);
   };
-  if (params.score.bias.data != nullptr) {
+  if (broadcasts_queries(params.score.bias)) {
+    launch.template operator()<FwdForm::kKeyBias, kFwdTile<kHeadDim, kHeadDim>>();
+  } else if (params.score.bias.data != nullptr) {
     launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
   } else if (params.dropout.rng_state != nullptr) {
     launch.template operator()<FwdForm::kDropout, kFwdTile<kHeadDim, kHeadDim>>();
@@ -430,6 +185,14 @@ void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& d
   } else {
     launch.template operator()<FwdForm::kSoftcap, kFwdTile<kHeadDim, kHeadDim>>();
   }
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo& device,
+                                Stream stream) {
+  constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDimV>;
+  launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDimV, kTile, FwdForm::kMaxLogits>>(params, device,
+                                                                                   stream);
 }
 
 template <DType kDType, int kHeadDim>

@@ -1,5 +1,6 @@
 // The forward kernel, and its instances for both dtypes by head-dim class: plain in inst/fwd_d*.cu,
-// with score terms in inst/fwd_scores_d*.cu, with one of them in inst/fwd_one_term_d*.cu, with the keys in pieces in inst/fwd_pieces_d*.cu.
+// with score terms in inst/fwd_scores_d*.cu, with one of them in inst/fwd_one_term_d*.cu, with the keys in pieces in
+// inst/fwd_pieces_d*.cu, without terms but with max_logits in inst/fwd_max_logits_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -15,10 +16,15 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// Head dims up to 128. Softcap, ALiBi, dropout, or a bias for which can_stage_bias(), and no other term.
+// Head dims up to 128. Softcap, ALiBi, dropout, or a bias for which can_stage_bias() or
+// broadcasts_queries(), and no other term.
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& device,
                               Stream stream);
+// params.max_logits, no score term.
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo& device,
+                                Stream stream);
 // head_dim_v = head_dim <= 128, params.num_splits > 1.
 template <DType kDType, int kHeadDim>
 void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);

@@ -9,8 +9,8 @@
 
 namespace flash_attn::sm90 {
 
-// A consumer's place among its blocks of a staged bias.
-template <typename Traits, bool kStaged = Traits::kStagedBias>
+// A consumer's place among its blocks of a bias in shared memory.
+template <typename Traits, bool kHasBias = Traits::kStagedBias || Traits::kKeyBias>
 struct FwdBiasPlace {
   __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>&, int /*consumer*/) {}
 };
@@ -19,7 +19,17 @@ struct FwdBiasPlace<Traits, true> {
   Ring<Traits::kBiasStages> bias_ring;
 
   __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>& smem, int consumer)
-      : bias_ring(smem.bias_rings[consumer]) {}
+      : bias_ring(ring_of(smem, consumer)) {}
+
+ private:
+  __device__ __forceinline__ static RingBarriers<Traits::kBiasStages>& ring_of(
+      FwdSharedStorage<Traits>& smem, int consumer) {
+    if constexpr (Traits::kKeyBias) {
+      return smem.key_bias.ring;
+    } else {
+      return smem.bias_rings[consumer];
+    }
+  }
 };
 
 // What a consumer keeps from tile to tile.

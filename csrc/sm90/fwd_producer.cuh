@@ -87,12 +87,30 @@ __device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUten
   Ring<Traits::kQStages> ring(smem.q_ring);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
     if (!work.has_keys()) return;
-    new (smem.score_storage[slot]) typename Traits::ScorePolicy(
-        params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
-    ring.wait_empty();
-    ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
-    load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),
-              ptx::CacheHint::kEvictFirst);
+    const auto start_score = [&] {
+      new (smem.score_storage[slot]) typename Traits::ScorePolicy(
+          params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
+    };
+    const auto load = [&] {
+      load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),
+                ptx::CacheHint::kEvictFirst);
+    };
+    const auto expect = [&] {
+      ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
+    };
+    if constexpr (Traits::kMaxLogits) {
+      // What is known of the head comes from memory, beside Q. Without this thread's arrival the slot is
+      // not full, whatever has come.
+      ring.wait_empty();
+      load();
+      start_score();
+      expect();
+    } else {
+      start_score();
+      ring.wait_empty();
+      expect();
+      load();
+    }
     ring.advance();
   });
 }
@@ -122,6 +140,49 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUt
       }
     }
   });
+}
+
+// A bias of the keys alone, block by block. A whole warp.
+template <typename Traits>
+__device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
+                                                   FwdSharedStorage<Traits>& smem) {
+  constexpr int kKeys = Traits::kBlockN / 32;  // of a lane
+  static_assert(kKeys * 32 == Traits::kBlockN);
+  const BiasParams& bias = params.score.bias;
+  const int lane = threadIdx.x % 32;
+  const float factor = 1.f / params.softmax_scale;
+  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<Traits::kBiasStages> ring(smem.key_bias.ring);
+#pragma unroll 1
+  for (;; slots.advance()) {
+    slots.wait_full();
+    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    if (slot.end) break;
+    const FwdWork& work = slot.work();
+    with_bias_type<typename Traits::Element>(bias.dtype, [&]<typename Number>(const Number*) {
+      const Number* const numbers = static_cast<const Number*>(bias.data) +
+                                    work.batch_idx * bias.batch_stride +
+                                    work.q.head * bias.head_stride;
+#pragma unroll 1
+      for (int n = work.range.end - 1; n >= work.range.begin; --n, ring.advance()) {
+        float of_keys[kKeys];
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+          const int key = work.first_key + n * Traits::kBlockN + i * 32 + lane;
+          of_keys[i] = key < bias.keys ? load_bias(numbers + key * bias.key_stride) : -INFINITY;
+        }
+        ring.wait_empty();
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+          smem.key_bias.of_keys[ring.stage()][i * 32 + lane] = of_keys[i] * factor;
+        }
+        __syncwarp();
+        if (lane == 0) ring.arrive_full();
+      }
+    });
+    __syncwarp();
+    if (lane == 0) slots.arrive_empty();
+  }
 }
 
 // Dropout's words of the keys of each block of V. A whole warp.

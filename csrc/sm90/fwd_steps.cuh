@@ -50,23 +50,40 @@ class AlibiStep : public NoStep {
   float per_column_, of_row_[2];
 };
 
-// Softcap where no score comes near the cap: tanh(x) = x · p(x²), p of degree 2, minimax up to kLimit,
-// relative error 8e-7. That the scores were as small as that is found out beside the exponentials.
-template <typename Policy>
+// Softcap where no score comes near the cap: tanh(x) = x · p(x²), p minimax up to kLimit, relative error
+// 2e-6, of scores up to kLargestScore, and 8e-7. That the scores were as small as that is found out beside
+// the exponentials, each instruction of which a busy tensor core makes felt: so the lowest degree that
+// serves.
+template <int kDegree>
+struct SoftcapPolynomial {
+  static_assert(kDegree == 1 || kDegree == 2);
+  static constexpr float kLimit = kDegree == 1 ? 0.1f : 0.28f;
+  static constexpr float kLargestScore = kDegree == 1 ? 15.f : INFINITY;
+  __device__ static constexpr float coefficient(int power) {
+    constexpr float kFirst[] = {0.999998331f, -0.332004815f};
+    constexpr float kSecond[] = {0.999999225f, -0.333155245f, 0.127209172f};
+    return kDegree == 1 ? kFirst[power] : kSecond[power];
+  }
+};
+
+template <typename Policy, int kDegree>
 class SoftcapStep : public NoStep {
+  using Polynomial = SoftcapPolynomial<kDegree>;
+
  public:
   __device__ __forceinline__ static bool fits(const Policy& score) {
     constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    return score.cap() >= kLeastCap;
+    const float largest_score = Polynomial::kLargestScore * fabsf(score.inverse_scale());
+    return score.cap() >= kLeastCap && Polynomial::kLimit * score.cap() <= largest_score;
   }
   __device__ __forceinline__ SoftcapStep(const Policy& score, float scale_log2) : score_(score) {
-    constexpr float kLimit = 0.28f;
-    constexpr float kP[] = {0.999999227f, -0.33315523f, 0.12720917f};
-    const float of_square = 1.f / (score.cap() * score.cap());
-    c0_ = kP[0] * scale_log2;
-    c1_ = kP[1] * scale_log2 * of_square;
-    c2_ = kP[2] * scale_log2 * of_square * of_square;
-    limit_ = __float_as_uint(kLimit * kLimit * score.cap() * score.cap());
+    const float square = score.cap() * score.cap();
+    float factor = scale_log2;  // coefficients of X² instead of x²
+#pragma unroll
+    for (int power = 0; power <= kDegree; ++power) {
+      c_[power] = Polynomial::coefficient(power) * factor;
+      factor = __fdividef(factor, square);
+    }
   }
 
   template <typename Element>
@@ -76,10 +93,12 @@ class SoftcapStep : public NoStep {
     const float first2 = first * first, second2 = second * second;
     // Numbers that are not negative compare as their bits do, NaN above all.
     largest_ = __vimax3_u32(largest_, __float_as_uint(first2), __float_as_uint(second2));
-    return {fmaf(first, fmaf(first2, fmaf(first2, c2_, c1_), c0_), addend),
-            fmaf(second, fmaf(second2, fmaf(second2, c2_, c1_), c0_), addend)};
+    return {fmaf(first, polynomial(first2), addend), fmaf(second, polynomial(second2), addend)};
   }
-  __device__ __forceinline__ bool failed() const { return largest_ > limit_; }
+  __device__ __forceinline__ bool failed() const {
+    const float limit = Polynomial::kLimit * score_.cap();
+    return largest_ > __float_as_uint(limit * limit);
+  }
   template <typename Scores>
   __device__ __forceinline__ void complete(Scores& S) const {
 #pragma unroll
@@ -90,9 +109,16 @@ class SoftcapStep : public NoStep {
   }
 
  private:
+  __device__ __forceinline__ float polynomial(float square) const {
+    float value = c_[kDegree];
+#pragma unroll
+    for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
+    return value;
+  }
+
   const Policy& score_;
-  float c0_, c1_, c2_;
-  uint32_t limit_, largest_ = 0;
+  float c_[kDegree + 1];
+  uint32_t largest_ = 0;
 };
 
 // A bias, of which each pair lies where its P will.
@@ -111,6 +137,25 @@ class BiasStep : public NoStep {
 
  private:
   float factor_;
+};
+
+// A bias that broadcasts the queries, of a block's keys, in the unit of S.
+class KeyBiasStep : public NoStep {
+ public:
+  __device__ __forceinline__ KeyBiasStep(const float* of_keys, int lane)
+      : of_lane_(of_keys + fragment_col(0, lane)) {}
+
+  template <typename Element>
+  __device__ __forceinline__ float2 exponents(float& first, float& second, int element,
+                                              float scale_log2, float addend, uint32_t /*packed*/) {
+    const float2 bias = *reinterpret_cast<const float2*>(of_lane_ + fragment_col(element, 0));
+    first += bias.x;
+    second += bias.y;
+    return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
+  }
+
+ private:
+  const float* of_lane_;
 };
 
 }  // namespace flash_attn::sm90

@@ -21,16 +21,43 @@ constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 // The loop's instances. kScores: with score terms, each decided by a branch that all threads take
 // alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
 // result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
-// read, through shared memory), kDropout.
-enum class FwdForm { kPlain, kScores, kPieces, kSoftcap, kAlibi, kStagedBias, kDropout };
+// read, through shared memory), kKeyBias (one that broadcasts the queries), kDropout. kMaxLogits: no term,
+// and the largest score of each head is kept.
+enum class FwdForm {
+  kPlain,
+  kScores,
+  kPieces,
+  kSoftcap,
+  kAlibi,
+  kStagedBias,
+  kKeyBias,
+  kDropout,
+  kMaxLogits
+};
 
 constexpr ScoreTerms terms_of(FwdForm form) {
   if (form == FwdForm::kSoftcap) return {.softcap = true};
   if (form == FwdForm::kAlibi) return {.alibi = true};
   if (form == FwdForm::kStagedBias) return {.bias = true};
   if (form == FwdForm::kDropout) return {.dropout = true};
+  if (form == FwdForm::kKeyBias) return {};  // added from shared memory
   return kAllTerms;
 }
+
+// PlainScores beside a record of the largest score (LogitRecord): what is known of the head when a tile
+// begins, in units of log 2.
+class RecordedScores : public PlainScores {
+ public:
+  template <typename Params>
+  __device__ __forceinline__ RecordedScores(const Params& params, int /*batch_idx*/, int head,
+                                            int64_t /*diagonal*/)
+      : known_(*static_cast<volatile const float*>(params.max_logits + head) * kLog2E) {}
+
+  __device__ __forceinline__ float known() const { return known_; }
+
+ private:
+  float known_;
+};
 
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes,
           FwdForm kForm>
@@ -40,12 +67,17 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
   static constexpr bool kPieces = kForm == FwdForm::kPieces;
-  static constexpr bool kPlainScores = kForm == FwdForm::kPlain || kPieces;
-  using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
+  static constexpr bool kPlainScores =
+      kForm == FwdForm::kPlain || kForm == FwdForm::kMaxLogits || kPieces;
+  static constexpr bool kMaxLogits = kForm == FwdForm::kMaxLogits;
+  using ScorePolicy =
+      std::conditional_t<kMaxLogits, RecordedScores,
+                         std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
+  static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
   static constexpr bool kDropout = kForm == FwdForm::kDropout;
-  static constexpr int kBiasStages = kHeadDim <= 64 ? 2 : 1;
+  static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -67,7 +99,8 @@ struct FwdTraits {
   using Output = Accumulator<1, kHeadDimV>;
   // Powers of two that row maxima may rise before O is rescaled: P up to 2⁸ costs no accuracy.
   static constexpr int kSlackLog2 = 8;
-  using Softmax = OnlineSoftmax<2, kSlackLog2>;
+  using Softmax =
+      OnlineSoftmax<2, kSlackLog2, std::conditional_t<kMaxLogits, LogitRecord<2>, NoRecord>>;
   using Scheduler = TileScheduler<kBlockM>;
 };
 
@@ -156,6 +189,15 @@ struct FwdBiasStorage<Traits, true> {
   RingBarriers<Traits::kBiasStages> bias_rings[Traits::kConsumers];
 };
 
+// A bias of the keys alone, of each block of K, in the unit of S; -inf behind its end.
+template <typename Traits, bool kKeyBias = Traits::kKeyBias>
+struct FwdKeyBiasStorage {};
+template <typename Traits>
+struct FwdKeyBiasStorage<Traits, true> {
+  alignas(16) float of_keys[Traits::kBiasStages][Traits::kBlockN];
+  RingBarriers<Traits::kBiasStages> ring;
+};
+
 // Dropout's words of the keys (DropoutHead::key_word) of each block of V.
 template <typename Traits, bool kDropout = Traits::kDropout>
 struct FwdDropoutStorage {};
@@ -174,6 +216,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   alignas(1024) typename Traits::VTile v[Traits::kStages];
   alignas(1024) typename Traits::OutputSlab out[Traits::kOutputSlabs];
   [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
+  [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   FwdWorkSlot work[kWorkSlots];
   alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<kWorkSlots> work_ring;
@@ -200,8 +243,8 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    constexpr int kLoaders =
-        Traits::kStagedBias || Traits::kDropout ? 3 : 2;  // Q, V; bias or words
+    // Q, V; a bias or words.
+    constexpr int kLoaders = Traits::kStagedBias || Traits::kKeyBias || Traits::kDropout ? 3 : 2;
     work_ring.init(1, kLoaders + kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
@@ -209,6 +252,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
     if constexpr (Traits::kStagedBias) {
       for (auto& ring : this->bias_rings) ring.init(1, 4);
     }
+    if constexpr (Traits::kKeyBias) key_bias.ring.init(1, kConsumerWarps);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

@@ -73,7 +73,7 @@ def run_forward(
     arguments, lse_shift = _arguments(call, q, options)
     if len(call) > 1:
         q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
-    out, lse, _ = fwd(fwd_arguments(q, k, v, **arguments))
+    out, lse, *_ = fwd(fwd_arguments(q, k, v, **arguments))
     if len(call) > 1:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     merge.add(rows, out, lse if lse_shift is None else lse - lse_shift)

@@ -98,7 +98,7 @@ def flash_decode_func(
             # Each token is a sequence of its own, which has keys of its own.
             options |= {name: _repeated(x, tokens) for name, x in per_sequence.items()}
             options |= dict(cache_leftpad=starts.flatten(), cache_seqlens=ends.flatten())
-            out, lse = decode(
+            out, lse, _ = decode(
                 decode_arguments(q.flatten(0, 1)[:, None], k_cache, v_cache, **options)
             )
             out, lse = out.view(*q.shape[:-1], -1), lse.view(*q.shape[:-1]).transpose(1, 2)
@@ -106,7 +106,7 @@ def flash_decode_func(
                 lse = lse - alibi_slopes[..., None].to(wide) * last_seen[:, None]
         else:
             options |= per_sequence | dict(cache_seqlens=cache_seqlens)
-            out, lse = decode(decode_arguments(q, k_cache, v_cache, **options))
+            out, lse, _ = decode(decode_arguments(q, k_cache, v_cache, **options))
         partial = (out.to(wide), lse)
         for members in (ranks.inner, ranks.outer):
             if members is not None:

@@ -382,7 +382,7 @@ def _on_one_rank(call: _WholeCall, tensors):
             cu = getattr(call, f"cu_seqlens_{side}")
             lengths[f"cu_seqlens_{side}"] = on_device(cu, torch.int32, q.device)
             lengths[f"max_seqlen_{side}"] = max((b - a for a, b in pairwise(cu)), default=0)
-    out, lse, _ = fwd(
+    out, lse, *_ = fwd(
         fwd_arguments(
             q,
             k,

@@ -82,13 +82,20 @@ def _dims(call: dict) -> list[tuple[int, int, int]]:
     return dims
 
 
+def _max_logits(call: dict, dim: int):
+    """One number a head: of a shard of the batch, a part of the maximum."""
+    if not call["return_max_logits"]:
+        return Replicate()
+    return Shard(0) if dim == 1 else Partial("max")
+
+
 def _shard_fwd(*arguments):
     call = dict(zip(argument_names("fwd"), arguments, strict=True))
-    shardings = [_replicated(call, 3)]
+    shardings = [_replicated(call, 4)]
     for dim, place, place_lse in _dims(call):
         main = dict.fromkeys(("q", "k", "v"), Shard(place))
         probabilities = Shard(dim) if call["return_probs"] else Replicate()
-        outputs = [Shard(place), Shard(place_lse), probabilities]
+        outputs = [Shard(place), Shard(place_lse), probabilities, _max_logits(call, dim)]
         shardings.append((outputs, _inputs(call, main, dim)))
     return shardings
 
@@ -124,13 +131,14 @@ def _decodings(call: dict) -> list[tuple[list, list]]:
         if dim == 0 and call["cache_batch_idx"] is not None:
             continue
         main = dict.fromkeys(names, Shard(place))
-        shardings.append(([Shard(place), Shard(dim)], _inputs(call, main, dim)))
+        outputs = [Shard(place), Shard(dim), _max_logits(call, dim)]
+        shardings.append((outputs, _inputs(call, main, dim)))
     return shardings
 
 
 def _shard_decode(*arguments):
     call = dict(zip(argument_names("decode"), arguments, strict=True))
-    return [_replicated(call, 2), *_decodings(call)]
+    return [_replicated(call, 3), *_decodings(call)]
 
 
 def _shard_kvcache(*arguments):
@@ -138,7 +146,7 @@ def _shard_kvcache(*arguments):
     call = dict(zip(argument_names("kvcache"), arguments, strict=True))
     placements = {*call["k_cache"].placements, *call["v_cache"].placements}
     at = list(call).index("k_cache")
-    shardings = [_replicated(call, 2), *_decodings(call)]
+    shardings = [_replicated(call, 3), *_decodings(call)]
     fitting = [s for s in shardings if placements == {s[1][at]}]
     if not fitting:
         raise RuntimeError(

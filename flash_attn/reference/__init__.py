@@ -12,6 +12,7 @@ from flash_attn.reference.attention import (
     attention_ref,
     attention_ref_grads,
     condition_tensors,
+    max_logits_ref,
 )
 from flash_attn.reference.ladder import (
     Partial,
@@ -45,6 +46,7 @@ __all__ = [
     "flash_attention_1",
     "flash_attention_2",
     "keep_probability",
+    "max_logits_ref",
     "naive_softmax",
     "one_pass_attention",
     "online_softmax",

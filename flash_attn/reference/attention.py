@@ -73,6 +73,7 @@ class _Attended:
     weights: Tensor  # (heads_q, len_q, len_k)
     softcap_slope: Tensor | float  # d softcap(S) / dS
     largest_score: float
+    max_logits: Tensor  # (heads_q)
 
 
 def _window(causal, window_size) -> tuple[int, int]:
@@ -152,7 +153,10 @@ def _attend(
     has_gradient = lse.abs() <= max_lse
     out = torch.where(has_gradient[..., None], out, out.detach())
     lse = torch.where(has_gradient, lse, lse.detach())
-    return _Attended(out, lse, P, weights, softcap_slope, largest)
+    visible = S >= least if bounded else S > -torch.inf
+    logits = uncapped.detach().masked_fill(~visible, -torch.inf).flatten(1)
+    max_logits = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1).amax(1)
+    return _Attended(out, lse, P, weights, softcap_slope, largest, max_logits)
 
 
 @dataclass
@@ -313,6 +317,16 @@ def attention_ref(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, T
     if not call.is_varlen:
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return call.like_q(out), lse, P
+
+
+def max_logits_ref(q: Tensor, k: Tensor, **options) -> Tensor:
+    """(heads_q) the largest softmax_scale · q·k that any query of the head sees; -inf if none is.
+
+    Arguments: as attention_ref, without v.
+    """
+    call = _Call(q, k, k, **options)
+    of_sequences = [call.attend(call.sequence(rows)).max_logits for rows in call.rows]
+    return torch.stack([call.flat_q.new_full((call.heads_q,), -torch.inf), *of_sequences]).amax(0)
 
 
 @torch.enable_grad()

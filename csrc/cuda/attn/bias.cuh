@@ -104,6 +104,21 @@ __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const Bia
   }
 }
 
+// S += a bias of the keys alone, in the unit of S. of_keys: of the keys from the first column on.
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void add_key_bias(Accumulator<kMBlocks, kN>& S, const float* of_keys,
+                                             int lane) {
+#pragma unroll
+  for (int i = 0; i < S.kRowElements; i += 2) {
+    const float2 pair = *reinterpret_cast<const float2*>(of_keys + fragment_col(i, lane));
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+      S.at(row, i) += pair.x;
+      S.at(row, i + 1) += pair.y;
+    }
+  }
+}
+
 // The same with keys as rows.
 template <typename Number, int kMBlocks, int kN>
 __device__ __forceinline__ void add_bias_transposed(Accumulator<kMBlocks, kN>& S,

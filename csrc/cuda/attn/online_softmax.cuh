@@ -9,11 +9,10 @@
 #include "../../core/score_range.h"
 #include "../ptx/math.cuh"
 #include "../tile/fragment.cuh"
+#include "constants.cuh"
+#include "logit_record.cuh"
 
 namespace flash_attn {
-
-inline constexpr float kLog2E = 1.44269504088896340736f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
 
 // Of core/score_range.h, in units of log 2: where a row's maximum starts if its scores are bounded.
 inline constexpr auto kLeastScoreLog2 = static_cast<float>(-kMaxScore * kLog2E);
@@ -77,8 +76,10 @@ struct NoStep {
 // same; the second is for the rounding. With the true maximum the largest P is 1 and rounds without
 // error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row would be
 // that row's error.
-template <int kRows, int kSlackLog2 = 0>
-class OnlineSoftmax {
+//
+// Record: LogitRecord, beside kSlackLog2 > 0, or nothing.
+template <int kRows, int kSlackLog2 = 0, typename Record = NoRecord>
+class OnlineSoftmax : Record {
  public:
   __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale, float least_max = -FLT_MAX)
       // A scale of 0 would make 0 · -inf; the least normal number gives the same probabilities.
@@ -128,7 +129,7 @@ class OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float2 largest = ptx::unpack<Element>(row_max_of(P, row));
-      exceeds |= fmaxf(largest.x, largest.y) > limit(sum_before[row], share);
+      exceeds |= fmaxf(largest.x, largest.y) > Record::limit(row, limit(sum_before[row], share));
       overflows |= fmaxf(largest.x, largest.y) > kLargest;
     }
     if (!__any_sync(~0u, exceeds)) return false;
@@ -152,6 +153,7 @@ class OnlineSoftmax {
                                                 float (&correction)[kRows]) {
     float maximum[kRows];
     row_maxima(S, maximum);
+    Record::note(maximum, scale_log2_);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float largest = exponentiate(row, maximum[row]);
@@ -160,6 +162,7 @@ class OnlineSoftmax {
       row_max_[row] -= ptx::log2(correction[row]);
       row_sum_[row] *= correction[row];
     }
+    Record::follow(row_max_);
   }
 
   // P = exp2(c·S - row_max), rounded; the unrounded ones join the sums.
@@ -185,6 +188,8 @@ class OnlineSoftmax {
                                             float (&correction)[kRows], float share = 0.f) {
     float maximum[kRows];
     row_maxima(S, maximum);
+    Record::note(maximum, scale_log2_);
+    Record::follow(row_max_);
     bool moved = false;
     float raised[kRows];
 #pragma unroll
@@ -206,12 +211,14 @@ class OnlineSoftmax {
       row_max_[row] = raised[row];
       row_sum_[row] *= correction[row];
     }
+    Record::follow(row_max_);
     return __any_sync(~0u, moved);
   }
 
   // Whether products count with the opposite sign.
   __device__ __forceinline__ bool negates() const { return negate_; }
   __device__ __forceinline__ float scale_log2() const { return scale_log2_; }
+  __device__ __forceinline__ Record& record() { return *this; }
 
   // The score of one key becomes its probability.
   __device__ __forceinline__ float exponentiate(int row, float score) {
@@ -228,6 +235,12 @@ class OnlineSoftmax {
       row_sum_[row] += __shfl_xor_sync(~0u, row_sum_[row], 1);
       row_sum_[row] += __shfl_xor_sync(~0u, row_sum_[row], 2);
     }
+  }
+
+  // After finish() and before add_sink(), without slack: the row's largest score; -inf without keys.
+  __device__ __forceinline__ float largest_score(int row) const {
+    static_assert(kSlackLog2 == 0);
+    return row_sum_[row] == 0.f ? -INFINITY : row_max_[row] * kLn2;
   }
 
   // After finish(). A key with this score, of bounded_sink(), and a value of 0 joins each row.

@@ -29,6 +29,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
       large && call.device != nullptr && call.device->smem_optin_bytes < kKvcacheLargeSmemBytes,
       "a head_dim above 256 needs a GPU with 163 KB of shared memory a thread block");
   refuse_cache(reasons, call);
+  reasons.refuse_if(call.max_logits && (call.softcap || call.alibi),
+                    "return_max_logits with score terms is not supported");
 }
 
 double cost(const CallShape& call) {

@@ -343,7 +343,12 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
       *reinterpret_cast<float2*>(&smem.warps.o[warp][row][fragment_col(i, lane)]) = {
           O.at(half, i), O.at(half, i + 1)};
     }
-    if (lane % 4 == 0) smem.warps.lse[warp][row] = softmax.log_sum_exp(half);
+    if (lane % 4 != 0) continue;
+    smem.warps.lse[warp][row] = softmax.log_sum_exp(half);
+    const float largest = softmax.largest_score(half);
+    if (params.max_logits != nullptr && largest != -INFINITY) {
+      raise_to(params.max_logits + piece.head(row), largest);
+    }
   }
   __syncthreads();
   merge_warps<Traits>(smem, params, piece);

@@ -56,8 +56,11 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
     float factor = sum == 0.f ? 0.f : descale / sum;
     float* partial = params.partial.o + (slot * kDecodeRows + row) * params.head_dim_v;
     uint16_t* out = nullptr;
+    const KvcacheRow at(params, blockIdx.y, first_row + row);
+    if (params.max_logits != nullptr && stores_lse && sum != 0.f) {
+      raise_to(params.max_logits + at.head, softmax.row_max[half] * kLn2);
+    }
     if (whole) {
-      const KvcacheRow at(params, blockIdx.y, first_row + row);
       const OutputRow output(params, piece.batch_idx, at);
       factor *= output.finish_lse(params, at, lse, stores_lse);
       out = output.out;

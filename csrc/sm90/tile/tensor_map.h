@@ -92,13 +92,13 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
   return map;
 }
 
-// Whether TMA can read a bias: of q's dtype, keys side by side, the other strides multiples of 16 bytes,
-// dense, and as many queries and keys as the tensors have.
+// Whether TMA can read a bias: of q's dtype, keys side by side, the other strides multiples of 16 bytes (0
+// for one that broadcasts the queries), dense, and as many queries and keys as the tensors have.
 template <typename Params>
 bool can_stage_bias(const Params& params) {
   const BiasParams& bias = params.score.bias;
   const auto aligned = [](int64_t stride) { return stride % 8 == 0; };
-  return bias.dtype == params.dtype && bias.key_stride == 1 && bias.row_stride > 0 &&
+  return bias.dtype == params.dtype && bias.key_stride == 1 && bias.row_stride >= 0 &&
          aligned(bias.row_stride) && aligned(bias.head_stride) && aligned(bias.batch_stride) &&
          reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 && params.cu_seqlens_q == nullptr &&
          params.cu_seqlens_k == nullptr && bias.rows >= params.seqlen_q &&
