@@ -182,9 +182,10 @@ class Case:
         bias_gradient = self.bias and self.bias not in BOOL_BIASES
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
-        fp16_slopes = self.alibi and self.dtype == "fp16"
-        ragged = self.is_varlen or self.seqused_q or self.seqused_k or self.leftpad_k
-        unordered = self.deterministic and (terms or ragged or not narrow)
+        dense_bias = self.bias != "bool" and not (self.bias_fp32 or self.is_varlen)
+        several = self.softcap or self.dropout_p or (self.bias and not dense_bias)
+        fp16_slopes = self.alibi and self.dtype == "fp16" and several
+        unordered = self.deterministic and (terms or not narrow)
         longest_q = max(self.lengths_q, default=0) if self.is_varlen else self.seqlen_q
         longest_k = max(self.segments_k, default=0) if self.is_varlen else self.keys
         queries, keys = BIAS_SHAPES.get(self.bias, "1 1").split()[-2:]

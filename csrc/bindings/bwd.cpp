@@ -120,7 +120,7 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
   AttnArgs attn = args.attn;
   attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
   attn = readable(std::move(attn));
-  if (backend == Backend::kSm90 && attn.attn_bias && !attn.is_varlen()) {
+  if (plan.backend == Backend::kSm90 && attn.attn_bias && !attn.is_varlen()) {
     attn.attn_bias = staged_key_bias(*attn.attn_bias, attn.q);
   }
   const at::Tensor dout = readable(args.dout), out = readable(args.out);
