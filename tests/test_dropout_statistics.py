@@ -1,8 +1,8 @@
-"""Dropout's mask as a sample of independent numbers: how often each line of it keeps, and whether places,
-heads, sequences, seeds and calls know of each other.
+"""Dropout's mask as a sample of independent numbers: how often each line of it keeps, and whether
+places, heads, sequences, seeds and calls know of each other.
 
-Every statistic is a deviation in units of its own standard deviation; 5 of them come by chance once in
-two million.
+Every statistic is a deviation in units of its own standard deviation; 5 of them come by chance once
+in two million.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ LINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "diagonals": lambda m: diagonals(m).mT,
     "antidiagonals": lambda m: diagonals(m.flip(-1)).mT,
     "tiles of 16 by 32": lambda m: m.unflatten(1, (-1, 16)).unflatten(3, (-1, 32)).transpose(2, 3),
-    "places of a tile": lambda m: m.unflatten(1, (-1, 16)).unflatten(3, (-1, 32)).permute(2, 4, 0, 1, 3),
+    "places of a tile": lambda m: (
+        m.unflatten(1, (-1, 16)).unflatten(3, (-1, 32)).permute(2, 4, 0, 1, 3)
+    ),
     "a quarter of a row": lambda m: m.unflatten(2, (4, -1)),
 }
 
@@ -68,7 +70,9 @@ def test_lines_keep_as_often_as_chance(name: str, p: float) -> None:
 def test_pairs_of_masks(p: float) -> None:
     """Other heads, sequences, seeds that differ in one bit, and the calls that follow."""
     seed, offset = STATE
-    states = [(seed, offset + call) for call in (1, 2, 4)] + [(seed ^ 1 << bit, offset) for bit in (0, 31, 32, 63)]
+    states = [(seed, offset + call) for call in (1, 2, 4)] + [
+        (seed ^ 1 << bit, offset) for bit in (0, 31, 32, 63)
+    ]
     different = list(masks(p)) + [masks(p, state, 1, 1)[0] for state in states]
     found = {}
     for (i, a), (j, b) in itertools.combinations(enumerate(different), 2):
@@ -80,8 +84,9 @@ def test_pairs_of_masks(p: float) -> None:
 
 @pytest.mark.parametrize("p", PROBABILITIES)
 def test_triples(p: float) -> None:
-    """Of the corners of a rectangle, two say nothing of a third: rows and columns have words of their own,
-    which a weak mixture would let through. And places up and to the right of each other are no pairs."""
+    """Of the corners of a rectangle, two say nothing of a third: rows and columns have words of
+    their own, which a weak mixture would let through. Nor does the upper right of the lower left.
+    """
     keep = keep_probability(p)
     x = (masks(p).double() - keep) / math.sqrt(keep * (1 - keep))
     found = {}
@@ -93,7 +98,7 @@ def test_triples(p: float) -> None:
 
 
 def test_the_battery_sees_what_it_should() -> None:
-    """A mask of which every row is the one above, shifted, and one that keeps equally often in each row."""
+    """Each row the one above, shifted; and a mask that keeps equally often in each row."""
     p, keep = 0.5, 0.5
     generator = torch.Generator().manual_seed(0)
     row = torch.rand(SIZE, generator=generator) < keep
