@@ -36,7 +36,10 @@ def fwd(
     backend: str | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, softmax_lse, S_dmask, max_logits. Differentiable in q, k, v, attn_bias and learnable_sink."""
+    """out, softmax_lse, S_dmask, max_logits.
+
+    Differentiable in q, k, v, attn_bias and learnable_sink.
+    """
 
 def bwd(
     dout: Tensor,
@@ -128,7 +131,9 @@ def kvcache(
     backend: str | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes k and v into the caches, then decode: out, softmax_lse, max_logits. cache_seqlens: before them.
+    """Writes k and v into the caches, then decode: out, softmax_lse, max_logits.
+
+    cache_seqlens: before them.
 
     Without cache_seqlens the new tokens are the caches' last. Not differentiable.
     """

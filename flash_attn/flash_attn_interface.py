@@ -122,9 +122,8 @@ def flash_attn_func(
                                  1 1
                                  1 1
 
-        return_max_logits: also return max_logits, as the last of the results. It costs next to nothing
-            without softcap, alibi_slopes, attn_bias and dropout; with them it may take another
-            backend (can_use tells).
+        return_max_logits: also return max_logits, as the last of the results. With softcap,
+            alibi_slopes, attn_bias or dropout it may take another backend (can_use tells).
 
     Extreme scores have one meaning in every dtype and on every backend: with softcap, attn_bias,
     alibi_slopes or dropout, a key of a score below -2^26 is hidden, and a query with no other key
@@ -141,9 +140,9 @@ def flash_attn_func(
             probabilities before dropout, negative where dropped, each row divided by its largest,
             as upstream has them: O(seqlen²) memory, for tests. Without dropout: empty.
         max_logits (with return_max_logits): (heads_q), fp32 (fp64 for fp64 inputs): the largest
-            softmax_scale · q·k of each head, before softcap, bias and ALiBi, over the whole batch and
-            all keys that a query sees: what QK-clip asks for. -inf if there are none; a score of NaN
-            is passed over. No gradient.
+            softmax_scale · q·k of each head, before softcap, bias and ALiBi, over the whole batch
+            and all keys that a query sees: what QK-clip asks for. -inf if there are none; a score
+            of NaN is passed over. No gradient.
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or

@@ -1,4 +1,4 @@
-"""return_max_logits: the largest score of each head that any query sees, exact, whatever else is asked."""
+"""return_max_logits: the largest score of each head that any query sees, whatever else is asked."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ CASES = [
     Case(dtype="fp16", seqlen_q=200, d=320, causal=True),
     Case(dtype="fp32", seqlen_q=130, seqlen_k=150, d=72, causal=True, top_left=True),
     Case(dtype="fp64", seqlen_q=130, seqlen_k=150, d=32, causal=True),
-    Case(dtype="bf16", lengths_q=(200, 0, 70, 130), lengths_k=(190, 9, 0, 131), tail=3, causal=True),
-    Case(dtype="bf16", batch=3, seqlen_q=200, seqused_q=(200, 17, 0), seqused_k=(5, 200, 90), d=128),
+    Case(
+        dtype="bf16", lengths_q=(200, 0, 70, 130), lengths_k=(190, 9, 0, 131), tail=3, causal=True
+    ),
+    Case(
+        dtype="bf16", batch=3, seqlen_q=200, seqused_q=(200, 17, 0), seqused_k=(5, 200, 90), d=128
+    ),
     Case(dtype="fp16", batch=2, seqlen_q=100, seqlen_k=300, leftpad_k=(7, 190), causal=True),
     Case(dtype="bf16", seqlen_q=200, heads_q=6, heads_kv=1, sink=True),
     Case(dtype="bf16", seqlen_q=200, softmax_scale=0.3, d=128),
@@ -122,7 +126,7 @@ SHAPES = [(64, 64), (128, 128), (192, 128), (256, 256)]
 @pytest.mark.parametrize("d, d_v", SHAPES)
 @pytest.mark.parametrize("form", ["rising", "falling", "equal", "negative", "one"])
 def test_records(form: str, d: int, d_v: int, causal: bool, target: Target, seed: int) -> None:
-    """Where the largest score moves in every block, or ties, or comes once at the end of a row's keys."""
+    """The largest score moves in every block, or ties, or comes once, among the first keys."""
     case = Case(dtype="bf16", batch=1, seqlen_q=777, d=d, d_v=d_v, causal=causal)
     problem = Problem(case, seed, target.device)
     ramp = torch.linspace(0.25, 4, 777, device=target.device)[:, None, None].to(torch.bfloat16)
@@ -154,9 +158,7 @@ DECODE_CASES = [
 DECODING = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 
 
-@each_decode(
-    [c for c in DECODE_CASES if not c.alibi], DECODING, marks=[pytest.mark.sanitize]
-)
+@each_decode([c for c in DECODE_CASES if not c.alibi], DECODING, marks=[pytest.mark.sanitize])
 def test_decode(case: DecodeCase, target: Target, seed: int) -> None:
     check_decode(case, target, seed)
 
@@ -230,9 +232,7 @@ def test_what_comes_back(target: Target) -> None:
     )
     with flash_attn.use_backend(target.backend if target != SM90 else None):
         out, max_logits = flash_attn.flash_attn_func(q, k, v, return_max_logits=True)
-        whole = flash_attn.flash_attn_func(
-            q, k, v, return_attn_probs=True, return_max_logits=True
-        )
+        whole = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, return_max_logits=True)
         plain = flash_attn.flash_attn_func(q, k, v)
     assert max_logits.shape == (2,) and not max_logits.requires_grad
     assert len(whole) == 4 and torch.equal(whole[3], max_logits) and whole[1].shape == (1, 2, 70)

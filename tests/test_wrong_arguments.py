@@ -250,7 +250,9 @@ TRUTH = {"string", "list", "None", *NUMBERS}
 # What is right for an argument, of the values below; None besides where the signature says so.
 TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(["causal", "is_causal", "deterministic", "return_softmax"], {"None", *NUMBERS}),
-    **dict.fromkeys(["batch_invariant", "return_max_logits", "rotary_interleaved"], {"None", *NUMBERS}),
+    **dict.fromkeys(
+        ["batch_invariant", "return_max_logits", "rotary_interleaved"], {"None", *NUMBERS}
+    ),
     **dict.fromkeys(["return_attn_probs", "return_softmax_lse", "enable_gqa"], TRUTH),
     **dict.fromkeys(["interleaved", "inplace"], TRUTH),
     **dict.fromkeys(["softcap", "softmax_scale", "scale"], NUMBERS),

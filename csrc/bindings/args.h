@@ -104,7 +104,8 @@ struct KvcacheArgs {
     return std::tuple_cat(std::tie(k, v, rotary_cos, rotary_sin, rotary_interleaved), decode.tie());
   }
 };
-using DecodeResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_lse, max_logits
+using DecodeResult =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_lse, max_logits
 
 // How a field travels as an argument of a dispatcher function: tensors by reference, the rest by
 // value.

@@ -42,8 +42,7 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max
   }
   if (args.attn_bias && !args.cu_seqlens_q && !args.cu_seqlens_k) {
     const auto dtype = args.attn_bias->scalar_type();
-    call.dense_bias =
-        dtype == args.q.scalar_type() || (call.bias_of_keys && dtype == at::kBool);
+    call.dense_bias = dtype == args.q.scalar_type() || (call.bias_of_keys && dtype == at::kBool);
   }
   call.ragged =
       args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k;
@@ -208,15 +207,15 @@ BiasParams bias_params(const at::Tensor& bias, int64_t seqlen_q) {
   const auto length = [&](int64_t d) {
     return bias.size(d) == 1 ? std::numeric_limits<int>::max() : static_cast<int>(bias.size(d));
   };
-  BiasParams params = {.data = bias.const_data_ptr(),
-                       .dtype = bias.scalar_type() == at::kBool ? DType::kBool : dtype_of(bias),
-                       .rows = bias.size(2) == 1 && seqlen_q > 0 ? static_cast<int>(seqlen_q)
-                                                                 : length(2),
-                       .keys = length(3),
-                       .batch_stride = stride(0),
-                       .head_stride = stride(1),
-                       .row_stride = stride(2),
-                       .key_stride = stride(3)};
+  BiasParams params = {
+      .data = bias.const_data_ptr(),
+      .dtype = bias.scalar_type() == at::kBool ? DType::kBool : dtype_of(bias),
+      .rows = bias.size(2) == 1 && seqlen_q > 0 ? static_cast<int>(seqlen_q) : length(2),
+      .keys = length(3),
+      .batch_stride = stride(0),
+      .head_stride = stride(1),
+      .row_stride = stride(2),
+      .key_stride = stride(3)};
   const auto pair_bytes = static_cast<uintptr_t>(2 * bias.element_size());
   params.in_pairs = params.key_stride == 1 && params.keys % 2 == 0 &&
                     params.batch_stride % 2 == 0 && params.head_stride % 2 == 0 &&

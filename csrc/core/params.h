@@ -90,7 +90,8 @@ struct AttnParams {
 struct BiasParams {
   const void* data = nullptr;  // null: none
   DType dtype = DType::kFp32;  // that of q, kFp32 or kBool (false: hidden)
-  int rows = 0, keys = 0;      // 2³¹ - 1 in a dimension that it broadcasts, but queries of dense tensors
+  int rows = 0,
+      keys = 0;  // 2³¹ - 1 in a dimension that it broadcasts, but queries of dense tensors
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
   // Keys lie side by side, and those of an even number and the next are aligned, and both exist.
   bool in_pairs = false;
@@ -287,7 +288,7 @@ struct DecodeParams : CacheParams {
 
   void* out = nullptr;  // like q, with head_dim_v
   Strides out_strides;
-  float* lse = nullptr;  // (batch, heads_q, seqlen_q) contiguous, or null
+  float* lse = nullptr;         // (batch, heads_q, seqlen_q) contiguous, or null
   float* max_logits = nullptr;  // as in FwdParams
 };
 

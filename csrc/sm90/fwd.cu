@@ -24,10 +24,9 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
         launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
       });
     } else if (params.max_logits != nullptr) {
-      with_max_logits_class(
-          params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
-            launch_fwd_with_max_logits<kDType, kHeadDim, kHeadDimV>(params, device, stream);
-          });
+      with_max_logits_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+        launch_fwd_with_max_logits<kDType, kHeadDim, kHeadDimV>(params, device, stream);
+      });
     } else if (has_score_terms(params) && params.head_dim <= kOneTermHeadDim &&
                params.head_dim_v <= kOneTermHeadDim && has_one_term(params)) {
       with_one_term_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {

@@ -77,8 +77,9 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     } else {
       stage_output<Traits>(work, self, O, softmax);
       if constexpr (Traits::kMaxLogits) {
-        if (work.has_keys()) 
-          softmax.record().publish(params.max_logits + work.q.head, smem.score(slot).known(), self.lane);
+        if (work.has_keys())
+          softmax.record().publish(params.max_logits + work.q.head, smem.score(slot).known(),
+                                   self.lane);
       }
       self.staged = slot;
     }

@@ -292,7 +292,7 @@ class KeyWalk {
   int n;  // block of keys
   float correction[2];
   bool first_serves = true, second_serves = true;  // of softcap's polynomials, so far
-  uint32_t query_word;       // dropout's, of the lane's rows
+  uint32_t query_word;                             // dropout's, of the lane's rows
 };
 
 }  // namespace flash_attn::sm90

@@ -70,9 +70,9 @@ struct FwdTraits {
   static constexpr bool kPlainScores =
       kForm == FwdForm::kPlain || kForm == FwdForm::kMaxLogits || kPieces;
   static constexpr bool kMaxLogits = kForm == FwdForm::kMaxLogits;
-  using ScorePolicy =
-      std::conditional_t<kMaxLogits, RecordedScores,
-                         std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>>;
+  using ScorePolicy = std::conditional_t<
+      kMaxLogits, RecordedScores,
+      std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;

@@ -153,7 +153,7 @@ def _attend(
     has_gradient = lse.abs() <= max_lse
     out = torch.where(has_gradient[..., None], out, out.detach())
     lse = torch.where(has_gradient, lse, lse.detach())
-    visible = S >= least if bounded else S > -torch.inf
+    visible = S.ge(least) & ~S.isneginf()
     logits = uncapped.detach().masked_fill(~visible, -torch.inf).flatten(1)
     max_logits = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1).amax(1)
     return _Attended(out, lse, P, weights, softcap_slope, largest, max_logits)

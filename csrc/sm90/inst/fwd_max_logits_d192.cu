@@ -2,7 +2,9 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_fwd_with_max_logits<DType::kFp16, 192, 128>(const FwdParams&, const cuda::DeviceInfo&, Stream);
-template void launch_fwd_with_max_logits<DType::kBf16, 192, 128>(const FwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_fwd_with_max_logits<DType::kFp16, 192, 128>(const FwdParams&,
+                                                                 const cuda::DeviceInfo&, Stream);
+template void launch_fwd_with_max_logits<DType::kBf16, 192, 128>(const FwdParams&,
+                                                                 const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm90
