@@ -152,7 +152,8 @@ class Race:
         inputs = draw(tokens, self.device, self.dtype)
         if name == ALONE:
             return inputs
-        return [context_parallel.split(x).contiguous() for x in inputs]
+        # Copies: where a rank's tokens are one piece, split gives a view, which keeps the whole.
+        return [context_parallel.split(x).clone() for x in inputs]
 
     def attempt(self, name: str, work: Callable[[], object]):
         """What work returns; None, and a reason, where a contestant cannot."""

@@ -32,7 +32,7 @@ from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
 
 # Rows of a rank times query heads that fill a GPU many times over: groups of heads are no smaller.
-ROWS_OF_A_GROUP = 1 << 16
+ROWS_OF_A_GROUP = 1 << 17
 
 
 class _Blocks:
