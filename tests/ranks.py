@@ -95,8 +95,7 @@ class Pool:
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
 
-    def close(self) -> list[int | None]:
-        """The exit codes; negative: the signal that ended a process."""
+    def close(self) -> None:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -104,7 +103,6 @@ class Pool:
             process.join(5)
             process.kill()
         self._folder.cleanup()
-        return [process.exitcode for process in self._processes]
 
 
 # Groups of two dimensions, outer times inner: 2 x 2, 2 x 1, 1 x 2.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import time
 from datetime import timedelta
 
@@ -206,31 +205,11 @@ def check_slow_rank(scheme: str) -> None:
         assert time.monotonic() - start < 20
 
 
-def wait_on_nccl(scheme: str) -> None:
-    """The same on GPUs: NCCL's watchdog ends the process of the rank that waits."""
-    device, _ = everyone("cuda")
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-    dist.barrier(group)
-    if dist.get_rank() == 0:
-        parts = [context_parallel.split(x, group) for x in inputs(device)]
-        context_parallel.flash_attn_func(*parts, group=group, scheme=scheme)
-        torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_slow_rank(scheme: str, pool: Pool) -> None:
-    if pool.device == "cpu":
-        pool.run(check_slow_rank, scheme)
-        return
-    if scheme != "ring":
-        pytest.skip("the watchdog is the same one")
-    own = Pool(2, "cuda", seconds=60)
-    try:
-        came_back, why = own.outcomes(wait_on_nccl, scheme)[0]
-    finally:
-        codes = own.close()
-    assert not came_back
-    assert codes[0] == -signal.SIGABRT or re.search("(?i)timed? ?out", why)
+    if pool.device == "cuda":
+        pytest.skip("NCCL's watchdog ends the process")
+    pool.run(check_slow_rank, scheme)
 
 
 def check_dead_rank() -> None:

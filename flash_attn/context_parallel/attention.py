@@ -10,9 +10,9 @@
 The backward recomputes from the LSE and the output over all keys, as the backward of one GPU does,
 so that the contributions of the blocks add up to the exact gradient. They are added in fp32.
 
-The backward goes through the heads in groups: its fp32 sums and what travels are those of one group
-at a time, beside gradients in the dtype of q. The last gradients of a group's keys travel while the
-next group's first step is computed.
+Both go through the heads in groups: fp32 sums and what travels are those of one group at a time,
+beside results in the dtype of q. In the backward the last gradients of a group's keys travel while
+the next group's first step is computed.
 
 As torch ops they are one node each for torch.compile, which does not look inside.
 """
@@ -194,11 +194,17 @@ def context_parallel_fwd(
     whether there is ALiBi. cu_seqlens: of the whole sequence, from 0 to its length."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
     options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
-    merge = RunningMerge(q.new_empty(*q.shape[:-1], v.size(-1)), learnable_sink)
     forward = _ring_forward if scheme == "ring" else _gather_forward
+    out = q.new_empty(*q.shape[:-1], v.size(-1))
+    lse = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=compute_dtype(q.dtype))
     with options.forced_backend():
-        forward(blocks, q, k, v, options, merge)
-    return merge.result()
+        for heads_q, heads_kv in _head_groups(blocks, q, k):
+            sink = None if learnable_sink is None else learnable_sink[heads_q]
+            merge = RunningMerge(out[:, :, heads_q], sink)
+            some = q[:, :, heads_q], k[:, :, heads_kv], v[:, :, heads_kv]
+            forward(blocks, *some, options.of_heads(heads_q), merge)
+            lse[:, heads_q] = merge.result()[1]
+    return out, lse
 
 
 @context_parallel_fwd.register_fake
