@@ -1,4 +1,4 @@
-// Q Kᵀ and dO Vᵀ of one block of queries in bwd.cuh, and the mask.
+// Q Kᵀ and dO Vᵀ of one block of queries in bwd.cuh, the mask, and which blocks it leaves.
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
@@ -112,6 +112,25 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
     smem.score[block.head % 2].mask(S, {block.first_row + grid.row * Grid::kWarpRows, first_key},
                                     lane);
   }
+}
+
+// Of the blocks of queries from `block` on, those of the next heads behind them, the first that the mask
+// does not hide from the keys; of head end_head: none.
+template <typename Traits>
+__device__ __forceinline__ BwdQueryBlock
+seen_query_block(const typename Traits::Params& params, const typename Traits::SharedStorage& smem,
+                 BwdQueryBlock block, int end_head) {
+  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+    constexpr int kBlockM = Traits::kBlockM;
+    const BlockRange range = smem.range;
+    for (; block.head < end_head; block = {block.head + 1, range.begin * kBlockM}) {
+      const MaskedScores score(params, smem.keys.batch_idx, block.head, 0);
+      const int m = score.first_query_block<kBlockM, Traits::kBlockN>(
+          smem.keys.first_key, block.first_row / kBlockM, range.end);
+      if (m < range.end) return {block.head, m * kBlockM};
+    }
+  }
+  return block;
 }
 
 }  // namespace flash_attn::sm80
