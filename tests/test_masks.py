@@ -26,7 +26,7 @@ from cases import (
 from poison import dirty_allocator
 
 import flash_attn
-from flash_attn import _call, masks
+from flash_attn import _call, _log, masks
 from flash_attn.masks import Mask
 from flash_attn.masks.forms import Window, intersection, split
 from flash_attn.masks.tiles import Tiled
@@ -318,6 +318,18 @@ def test_hidden_tiles_are_not_read(target: Target) -> None:
         rows = x[:, 128:384] if name in ("dk", "dv") else x
         assert rows.isfinite().all(), name
         assert name not in ("dk", "dv") or (rows == 0).all(), name
+
+
+def test_old_logs() -> None:
+    """`replay` runs what was logged before calls had masks."""
+    from flash_attn.cli.replay import rebuilt
+
+    problem = Problem(SQUARE, 0, "cpu")
+    arguments = op_arguments(problem) | dict(q=problem.q, k=problem.k, v=problem.v, backend=None)
+    logged = {name: _log._described(x) for name, x in arguments.items() if "mask" not in name}
+    call = {"op": "fwd", "arguments": logged}
+    out, _, _ = torch.ops.flash_attn.fwd(*rebuilt(call, torch.device("cpu"), "aten"))
+    assert out.shape == problem.q.shape
 
 
 @pytest.mark.gpu
