@@ -2,9 +2,9 @@
 
 A line is the prefix and a JSON object: the op, its arguments by name (a tensor is an object with
 shape, stride, dtype and device; one of integers also with values, but for a mask's rows), the
-backend that serves it, how, and every other backend's reasons why it cannot. Calls are new where any of that differs but values.
-Reading values waits for the device. Calls inside compiled graphs, transforms and CUDA graph capture
-are not logged, nor are backward passes, which start in C++.
+backend that serves it, how, and every other backend's reasons why it cannot. Calls are new where
+any of that differs but values. Reading values waits for the device. Calls inside compiled graphs,
+transforms and CUDA graph capture are not logged, nor are backward passes, which start in C++.
 """
 
 import json

@@ -146,7 +146,7 @@ class QueryLoader {
 
   // For a block of another head than the one before.
   __device__ __forceinline__ void start_head(int head) const {
-    if (threadIdx.x == 0) {
+    if (!kSkipsTiles<typename Traits::ScorePolicy> && threadIdx.x == 0) {
       smem_.score[head % 2] = {params_, smem_.keys.batch_idx, head, smem_.seqlen.diagonal(params_)};
     }
   }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
 
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
-__device__ __forceinline__ void compute_scores(const BwdParams& params,
+__device__ __forceinline__ void compute_scores(const typename Traits::Params& params,
                                                typename Traits::SharedStorage& smem,
                                                const BwdQueryBlock& block, int stage, int parity,
                                                bool masked, const Mask& mask) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
   const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
-  const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
+  const auto& score = score_of<Traits>(params, smem, block.head);
   const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
   if constexpr (kSkips) masked |= score.hides(place);
@@ -293,7 +293,7 @@ __device__ __forceinline__ void compute_loop(const typename Traits::Params& para
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
   next = seen_query_block<Traits>(params, smem, next, end_head);
-  if (kSkipsTiles<typename Traits::ScorePolicy> && next.head == end_head) return;
+  if (kSkipsTiles<typename Traits::ScorePolicy> && next.head == end_head) return drain_loads();
   queries.start_head(next.head);
   queries.start_row_values(0, next);
   queries.start_q(smem.q[0], next);
