@@ -1,10 +1,10 @@
 """FLASH_ATTN_LOG=1: a line on stderr for each new call, which `python -m flash_attn replay` runs.
 
 A line is the prefix and a JSON object: the op, its arguments by name (a tensor is an object with
-shape, stride, dtype and device; one of integers also with values), the backend that serves it, how,
-and every other backend's reasons why it cannot. Calls are new where any of that differs but values.
-Reading values waits for the device. Calls inside compiled graphs, transforms and CUDA graph capture
-are not logged, nor are backward passes, which start in C++.
+shape, stride, dtype and device; one of integers also with values, but for a mask's rows), the
+backend that serves it, how, and every other backend's reasons why it cannot. Calls are new where
+any of that differs but values. Reading values waits for the device. Calls inside compiled graphs,
+transforms and CUDA graph capture are not logged, nor are backward passes, which start in C++.
 """
 
 import json
@@ -19,6 +19,8 @@ from flash_attn._library import C
 
 ENABLED = os.environ.get("FLASH_ATTN_LOG", "0") not in ("", "0")
 PREFIX = "flash_attn: call "
+_INTEGERS = (torch.uint8, torch.int32, torch.int64)
+_LONG = ("mask_rows", "mask_labels")  # numbers for each query or key
 _seen: set[str] = set()
 
 
@@ -66,7 +68,7 @@ def call(op: str, arguments: Sequence) -> None:
         return
     _seen.add(key)
     for name, x in zip(names, arguments, strict=True):
-        if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64):
+        if isinstance(x, Tensor) and x.dtype in _INTEGERS and name not in _LONG:
             described[name]["values"] = x.tolist()
     line = {"op": op, "arguments": described} | explained(op, arguments)
     sys.stderr.write(PREFIX + json.dumps(line, ensure_ascii=False) + "\n")

@@ -378,7 +378,8 @@ BACKWARD = [
 @pytest.mark.parametrize("bad", BACKWARD, ids=str)
 def test_backward_op_message(bad: Bad) -> None:
     optional = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k leftpad_k block_table attn_bias"
-    arguments = dict.fromkeys(f"{optional} alibi_slopes learnable_sink rng_state dlse".split())
+    others = "alibi_slopes learnable_sink rng_state dlse mask_tiles mask_rows mask_labels"
+    arguments = dict.fromkeys(f"{optional} {others}".split())
     arguments |= dense(dout=t(2, 4, 4, 8), out=t(2, 4, 4, 8), softmax_lse=t(2, 4, 4))
     arguments |= dict(
         max_seqlen_q=4, max_seqlen_k=5, dropout_p=0.0, softmax_scale=None, causal=False

@@ -19,13 +19,14 @@ from cases import (
     compare,
     each_target,
     expect,
+    op_arguments,
     param,
     use,
 )
 from poison import dirty_allocator
 
 import flash_attn
-from flash_attn import _call, masks
+from flash_attn import _call, _log, masks
 from flash_attn.masks import Mask
 from flash_attn.masks.forms import Window, intersection, split
 from flash_attn.masks.tiles import Tiled
@@ -319,6 +320,18 @@ def test_hidden_tiles_are_not_read(target: Target) -> None:
         assert name not in ("dk", "dv") or (rows == 0).all(), name
 
 
+def test_old_logs() -> None:
+    """`replay` runs what was logged before calls had masks."""
+    from flash_attn.cli.replay import rebuilt
+
+    problem = Problem(SQUARE, 0, "cpu")
+    arguments = op_arguments(problem) | dict(q=problem.q, k=problem.k, v=problem.v, backend=None)
+    logged = {name: _log._described(x) for name, x in arguments.items() if "mask" not in name}
+    call = {"op": "fwd", "arguments": logged}
+    out, _, _ = torch.ops.flash_attn.fwd(*rebuilt(call, torch.device("cpu"), "aten"))
+    assert out.shape == problem.q.shape
+
+
 @pytest.mark.gpu
 def test_kernels_that_skip() -> None:
     """What serves a call with a mask, as the docstring of flash_attn.masks has it."""
@@ -494,3 +507,35 @@ def test_masks_that_do_not_fit(mask: Mask, named: str) -> None:
         flash_attn.flash_attn_func(q, k, k, attn_bias=mask)
     assert str(error.value).startswith(f"flash_attn: {named}: expected ")
     assert len(str(error.value)) <= 300
+
+
+TILES = torch.zeros(1, 1, 4, 4, dtype=torch.uint8)
+ROWS = torch.zeros(1, 1, 200, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (dict(mask_rows=ROWS), "mask_tiles"),
+        (dict(mask_tiles=TILES.int()), "mask_tiles"),
+        (dict(mask_tiles=TILES[..., :3]), "mask_tiles"),
+        (dict(mask_tiles=TILES.expand(3, -1, -1, -1)), "mask_tiles"),
+        (dict(mask_tiles=TILES, attn_bias=torch.zeros(200, 200)), "attn_bias"),
+        (dict(mask_tiles=TILES, mask_rows=ROWS.long()), "mask_rows"),
+        (dict(mask_tiles=TILES, mask_rows=ROWS[:, :, 1:]), "mask_rows"),
+        (dict(mask_tiles=TILES, mask_rows=ROWS.to(torch.uint8)), "mask_rows"),
+        (dict(mask_tiles=TILES, mask_labels=torch.zeros(1, 200).int()), "mask_rows"),
+        (
+            dict(mask_tiles=TILES, mask_rows=ROWS, mask_labels=ROWS[0, :, :, 0].long()),
+            "mask_labels",
+        ),
+        (dict(mask_tiles=TILES, mask_rows=ROWS, mask_labels=ROWS[0, 0]), "mask_labels"),
+    ],
+)
+def test_wrong_arguments_of_the_op(given: dict, named: str) -> None:
+    """What reaches the ops without flash_attn.masks is checked there."""
+    arguments = op_arguments(Problem(SQUARE, 0, "cpu")) | dict(backend=None) | given
+    q, k, v = torch.zeros(2, 200, 4, 64), *torch.zeros(2, 2, 200, 2, 64)
+    with pytest.raises(RuntimeError, match=f"flash_attn: {named}: ") as error:
+        torch.ops.flash_attn.fwd(q, k, v, **arguments)
+    assert len(str(error.value).splitlines()[0]) <= 300

@@ -379,7 +379,7 @@ MISFITS = {
     "2^63 rows": lambda: bert_padding.pad_input(normal(1, 4), numbers(0), 2**63, 1),
     "max_seqlen of a dense op": lambda: torch.ops.flash_attn.fwd(
         *[normal(1, 5, 2, 4)] * 3,
-        *[None] * 10,
+        *[None] * 13,
         4,
         5,
         0.0,

@@ -5,11 +5,29 @@
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include "checks.h"
 
 namespace flash_attn {
 namespace {
 
 using at::Tensor;
+using c10::SymInt;
+
+void check_mask_form(const char* name, const OptTensor& tensor, const std::vector<SymInt>& full,
+                     const AttnArgs& args) {
+  check_like(name, *tensor, args.q);
+  bool fits = tensor->dim() == static_cast<int64_t>(full.size());
+  const size_t broadcast = full.size() == 4 ? 2 : 1;  // dimensions that may be 1
+  for (size_t d = 0; fits && d < full.size(); ++d) {
+    fits = tensor->sym_size(d) == full[d] || (d < broadcast && tensor->sym_size(d) == 1);
+  }
+  TORCH_CHECK(fits, "flash_attn: ", name, ": must have shape (", c10::Join(", ", full),
+              "), where the first may be 1", broadcast == 2 ? ", and the second" : "", ", got ",
+              tensor->sym_sizes());
+}
 
 // bool (batch or 1, heads_q or 1, seqlen_q, seqlen_k) of intervals: the labels from `first` to `end`.
 Tensor inside(const Tensor& labels, const Tensor& rows, int64_t first) {
@@ -33,6 +51,42 @@ Tensor seen_by_rows(const AttnArgs& args, const Tensor& seen) {
 }
 
 }  // namespace
+
+void check_mask(const AttnArgs& args, const SymInt& batch) {
+  if (!args.mask_tiles) {
+    TORCH_CHECK(
+        !args.mask_rows && !args.mask_labels,
+        "flash_attn: mask_tiles: expected a tensor with mask_rows or mask_labels, got none");
+    return;
+  }
+  TORCH_CHECK(!args.attn_bias,
+              "flash_attn: attn_bias: expected none with mask_tiles, got a tensor");
+  TORCH_CHECK(!args.is_varlen(),
+              "flash_attn: mask_tiles: expected none with cu_seqlens_q, got a tensor");
+  TORCH_CHECK(args.mask_tiles->scalar_type() == at::kByte,
+              "flash_attn: mask_tiles: expected dtype uint8, got ", args.mask_tiles->scalar_type());
+  const SymInt heads = args.q.sym_size(-2);
+  const auto tiles = [](const SymInt& length) { return (length + kMaskTile - 1) / kMaskTile; };
+  const SymInt key_tiles = tiles(args.max_seqlen_k);
+  check_mask_form("mask_tiles", args.mask_tiles,
+                  {batch, heads, tiles(args.max_seqlen_q), key_tiles}, args);
+  if (args.mask_rows) {
+    const auto dtype = args.mask_rows->scalar_type();
+    TORCH_CHECK(dtype == at::kInt || dtype == at::kByte,
+                "flash_attn: mask_rows: expected dtype int32 (intervals) or uint8 (bits), got ",
+                dtype);
+    check_mask_form(
+        "mask_rows", args.mask_rows,
+        {batch, heads, args.max_seqlen_q, dtype == at::kInt ? SymInt(4) : key_tiles * 8}, args);
+  }
+  if (!args.mask_labels) return;
+  TORCH_CHECK(args.mask_rows && args.mask_rows->scalar_type() == at::kInt,
+              "flash_attn: mask_rows: expected intervals with mask_labels, got none");
+  TORCH_CHECK(args.mask_labels->scalar_type() == at::kInt,
+              "flash_attn: mask_labels: expected dtype int32, got ",
+              args.mask_labels->scalar_type());
+  check_mask_form("mask_labels", args.mask_labels, {batch, args.max_seqlen_k}, args);
+}
 
 AttnArgs with_bool_mask(AttnArgs args) {
   if (!args.mask_tiles) return args;

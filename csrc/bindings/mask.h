@@ -16,6 +16,9 @@
 
 namespace flash_attn {
 
+// Forms and dtypes, with symbolic sizes.
+void check_mask(const AttnArgs& args, const c10::SymInt& batch);
+
 // The same call with the mask as a bool attn_bias, which every backend reads.
 AttnArgs with_bool_mask(AttnArgs args);
 

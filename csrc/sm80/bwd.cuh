@@ -45,15 +45,13 @@
 // than two stages.
 //
 // Compiled with dQ's reductions and without, each without score terms and with them
-// (cuda/attn/score_policy.cuh), and with reductions for masks whose hidden tiles are passed over
-// (cuda/attn/tile_mask.cuh); for 16 bits and, as the forward, for fp32.
+// (cuda/attn/score_policy.cuh); for 16 bits and, as the forward, for fp32. For masks: bwd_masked.cuh.
 //
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
 // delta │
 #pragma once
 
 #include "../cuda/attn/key_gradient.cuh"
-#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_mask.cuh"
@@ -148,7 +146,7 @@ class QueryLoader {
 
   // For a block of another head than the one before.
   __device__ __forceinline__ void start_head(int head) const {
-    if (threadIdx.x == 0) {
+    if (!kSkipsTiles<typename Traits::ScorePolicy> && threadIdx.x == 0) {
       smem_.score[head % 2] = {params_, smem_.keys.batch_idx, head, smem_.seqlen.diagonal(params_)};
     }
   }
@@ -197,7 +195,7 @@ __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
 
 // P and dS of this block of queries, to shared memory.
 template <typename Traits, typename Mask>
-__device__ __forceinline__ void compute_scores(const BwdParams& params,
+__device__ __forceinline__ void compute_scores(const typename Traits::Params& params,
                                                typename Traits::SharedStorage& smem,
                                                const BwdQueryBlock& block, int stage, int parity,
                                                bool masked, const Mask& mask) {
@@ -211,7 +209,7 @@ __device__ __forceinline__ void compute_scores(const BwdParams& params,
   const int lane = thread % 32, warp = static_cast<int>(thread) / 32;
   const Grid grid = {.row = warp / Grid::kGridCols, .col = warp % Grid::kGridCols};
   const int first_row = grid.row * Grid::kWarpRows, first_col = grid.col * Grid::kWarpCols;
-  const typename Traits::ScorePolicy& score = smem.score[block.head % 2];
+  const auto& score = score_of<Traits>(params, smem, block.head);
   const ScorePlace place = {block.first_row + first_row, smem.keys.first_key + first_col};
   float lse_log2[Scores::kRows], delta[Scores::kRows];
   if constexpr (kSkips) masked |= score.hides(place);
@@ -268,23 +266,6 @@ __device__ __forceinline__ void add_column_sums(const BwdParams& params,
   *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
-// Of the blocks of queries from `block` on, those of the next heads behind them, the first that sees
-// something of the keys; of head end_head: none.
-template <typename Traits>
-__device__ __forceinline__ BwdQueryBlock
-seen_query_block(const typename Traits::Params& params, const typename Traits::SharedStorage& smem,
-                 BwdQueryBlock block, int end_head) {
-  constexpr int kBlockM = Traits::kBlockM;
-  const BlockRange range = smem.range;
-  for (; block.head < end_head; block = {block.head + 1, range.begin * kBlockM}) {
-    const MaskedScores score(params, smem.keys.batch_idx, block.head, 0);
-    const int m = score.first_query_block<kBlockM, Traits::kBlockN>(
-        smem.keys.first_key, block.first_row / kBlockM, range.end);
-    if (m < range.end) return {block.head, m * kBlockM};
-  }
-  return block;
-}
-
 // Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
 template <typename Traits, bool kSumDq>
 __device__ __forceinline__ void compute_loop(const typename Traits::Params& params,
@@ -311,10 +292,8 @@ __device__ __forceinline__ void compute_loop(const typename Traits::Params& para
   const int group = params.heads_q / params.heads_kv;
   const int end_head = (smem.keys.head_kv + 1) * group;
   BwdQueryBlock next{.head = end_head - group, .first_row = range.begin * kBlockM};
-  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
-    next = seen_query_block<Traits>(params, smem, next, end_head);
-    if (next.head == end_head) return;
-  }
+  next = seen_query_block<Traits>(params, smem, next, end_head);
+  if (kSkipsTiles<typename Traits::ScorePolicy> && next.head == end_head) return drain_loads();
   queries.start_head(next.head);
   queries.start_row_values(0, next);
   queries.start_q(smem.q[0], next);
@@ -329,9 +308,7 @@ __device__ __forceinline__ void compute_loop(const typename Traits::Params& para
     if (next.first_row == range.end * kBlockM) {
       next = {.head = block.head + 1, .first_row = range.begin * kBlockM};
     }
-    if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
-      next = seen_query_block<Traits>(params, smem, next, end_head);
-    }
+    next = seen_query_block<Traits>(params, smem, next, end_head);
     const bool more = next.head < end_head;
     ptx::cp_async_wait<kPendingLoads>();
     __syncthreads();  // Q(i) is there, all warps are done with iteration i - 1
@@ -438,12 +415,10 @@ void launch_bwd_kernel(const typename Traits::Params& params, Stream stream) {
                                              sizeof(typename Traits::SharedStorage), stream, params,
                                              scheduler);
   };
-  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
-    launch.template operator()<true>();
-  } else {
-    params.dq_accum == nullptr ? launch.template operator()<false>()
-                               : launch.template operator()<true>();
+  if constexpr (!kSkipsTiles<typename Traits::ScorePolicy>) {
+    if (params.dq_accum == nullptr) return launch.template operator()<false>();
   }
+  launch.template operator()<true>();
 }
 
 template <DType kDType, int kHeadDim>
@@ -469,13 +444,6 @@ void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
   if (params.dbias.form == BiasGradientParams::Form::kShared) {
     launch_bwd_bias<kDType, kHeadDim>(params, stream);
   }
-}
-
-// dQ by reductions only.
-template <DType kDType, int kHeadDim>
-void launch_bwd_masked(const Masked<BwdParams>& params, Stream stream) {
-  using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kLarge>, MaskedScores>;
-  launch_bwd_kernel<Traits, SmemBudget::kLarge>(params, stream);
 }
 
 }  // namespace flash_attn::sm80

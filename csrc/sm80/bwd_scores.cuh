@@ -1,4 +1,4 @@
-// Q Kᵀ and dO Vᵀ of one block of queries in bwd.cuh, and the mask.
+// Q Kᵀ and dO Vᵀ of one block of queries in bwd.cuh, the mask, and which blocks it leaves.
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
@@ -90,10 +90,24 @@ __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& 
   }
 }
 
+// The policy of a query head: in shared memory, of this head and the next one by turns. With a mask that may
+// hide heads there are no turns, and it is made where it is needed.
+template <typename Traits>
+__device__ __forceinline__ decltype(auto) score_of(const typename Traits::Params& params,
+                                                   const typename Traits::SharedStorage& smem,
+                                                   int head) {
+  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+    // Anew each time: its members would take registers from one use to the next.
+    return MaskedScores(params, smem.keys.batch_idx, static_cast<int>(ptx::opaque(head)), 0);
+  } else {
+    return (smem.score[head % 2]);
+  }
+}
+
 // -inf for the scores that attention does not see.
 template <typename Traits>
 __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
-                                            const BwdParams& params,
+                                            const typename Traits::Params& params,
                                             const typename Traits::SharedStorage& smem,
                                             const BwdQueryBlock& block) {
   using Grid = typename Traits::ScoreGrid;
@@ -109,9 +123,34 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
   const int first_key = smem.keys.first_key + grid.col * Grid::kWarpCols;
   mask_keys(S, window, query, first_key, lane);
   if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
-    smem.score[block.head % 2].mask(S, {block.first_row + grid.row * Grid::kWarpRows, first_key},
-                                    lane);
+    const ScorePlace place = {block.first_row + grid.row * Grid::kWarpRows, first_key};
+    score_of<Traits>(params, smem, block.head).mask(S, place, lane);
   }
+}
+
+// Until what was started lies in shared memory, which is about to be written otherwise.
+__device__ __forceinline__ void drain_loads() {
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
+// Of the blocks of queries from `block` on, those of the next heads behind them, the first that the mask
+// does not hide from the keys; of head end_head: none.
+template <typename Traits>
+__device__ __forceinline__ BwdQueryBlock
+seen_query_block(const typename Traits::Params& params, const typename Traits::SharedStorage& smem,
+                 BwdQueryBlock block, int end_head) {
+  if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
+    constexpr int kBlockM = Traits::kBlockM;
+    const BlockRange range = smem.range;
+    for (; block.head < end_head; block = {block.head + 1, range.begin * kBlockM}) {
+      const MaskedScores score(params, smem.keys.batch_idx, block.head, 0);
+      const int m = score.first_query_block<kBlockM, Traits::kBlockN>(
+          smem.keys.first_key, block.first_row / kBlockM, range.end);
+      if (m < range.end) return {block.head, m * kBlockM};
+    }
+  }
+  return block;
 }
 
 }  // namespace flash_attn::sm80

@@ -51,6 +51,8 @@ def random_like(described: dict, device: torch.device) -> torch.Tensor:
         numbers = numbers > -1
     elif dtype == torch.int8:
         numbers = (numbers * 40).clamp(-127, 127)
+    elif dtype == torch.uint8:
+        numbers = (numbers * 40 + 128).clamp(0, 255)
     return numbers.to(dtype).as_strided(shape, stride)
 
 
@@ -58,7 +60,8 @@ def rebuilt(call: dict, device: torch.device, backend: str | None) -> list[objec
     """The arguments of a logged call, for the op."""
     from flash_attn._log import argument_names
 
-    logged = [call["arguments"][name] for name in argument_names(call["op"])]
+    # An older log lacks the arguments that came since.
+    logged = [call["arguments"].get(name) for name in argument_names(call["op"])]
     arguments = [random_like(x, device) if isinstance(x, dict) else x for x in logged]
     return [*arguments[:-1], backend]
 

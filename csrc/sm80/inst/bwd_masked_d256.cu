@@ -1,4 +1,4 @@
-#include "../bwd.cuh"
+#include "../bwd_masked.cuh"
 
 namespace flash_attn::sm80 {
 
