@@ -68,7 +68,7 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  static constexpr bool kWeighted = kGeneral && !Traits::kAdditive;  // dS is not P ∘ (dP - delta)
+  static constexpr bool kWeighted = Traits::kWeighted;
   // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
   static constexpr int kEarly = Traits::kBlockM / 2;
 
@@ -124,8 +124,13 @@ class QueryWalk {
       }
       const auto with = [&](const auto& terms) {
         exponentiate<Element>(P, dS, S, terms, self.params, self.scale_log2, row_values.lse_log2,
-                              query_words, key_word, masked, work, place(), self.lane);
-        if constexpr (Traits::kStashes) stash(self.smem.stash, self.thread(), dS);
+                              query_words, key_word, masked, work, place(), self.lane,
+                              [&](int k, const auto& weights, const auto& marked) {
+                                if constexpr (Traits::kStashesExact) {
+                                  stash(self.smem.stash, self.thread(), k, weights, marked);
+                                }
+                              });
+        if constexpr (!Traits::kStashesExact) stash(self.smem.stash, self.thread(), dS);
       };
       if constexpr (!Traits::kSharesWords) {
         with(score);
@@ -144,8 +149,13 @@ class QueryWalk {
       self.start_key_gradient(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      if constexpr (Traits::kStashes) take_back(dS, self.smem.stash, self.thread());
-      differentiate_weights<Element>(dS, dP, row_values.delta, self.opaque_lane());
+      if constexpr (Traits::kStashesExact) {
+        differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, row_values.delta,
+                                       self.opaque_lane());
+      } else {
+        take_back(dS, self.smem.stash, self.thread());
+        differentiate_weights<Element>(dS, dP, row_values.delta, self.opaque_lane());
+      }
     } else {
       if constexpr (kGeneral) finish_scores(S);
       exponentiate(S, self.scale_log2, row_values.lse_log2, masked, work, self.warp_row,
@@ -315,7 +325,10 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
-    if constexpr (Traits::ScorePolicy::kGeneral) scale_rows(dV, {scale, scale});
+    if constexpr (Traits::kWeighted) {
+      const float dv_scale = scale / kExactScale;
+      scale_rows(dV, {dv_scale, dv_scale});
+    }
     store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);
     store_key_gradient(self, *work, dK, params.dk, params.dk_strides, params.head_dim);
     __syncwarp();

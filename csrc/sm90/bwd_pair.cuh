@@ -75,10 +75,6 @@ __device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kSlots], con
   }
 }
 
-// P is multiplied by this: it goes from one warpgroup to another as fp16, from which dS comes. P is at
-// most 1 but for rounding, so it keeps 11 bits down to 2^-27, and some to 2^-37.
-inline constexpr float kPairScale = 0x1p13f;
-
 enum BwdPairBarrier : int {  // 0 is __syncthreads
   kProductsDone = 1
 };
@@ -243,7 +239,7 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     ptx::wgmma_wait<0>();
     end_dv();
   }
-  scale_rows(dV, {1 / kPairScale, 1 / kPairScale});
+  scale_rows(dV, {1 / kExactScale, 1 / kExactScale});
   store_key_gradient(self, smem.v, dV, self.params.dv, self.params.dv_strides,
                      self.params.head_dim_v);
 }
@@ -288,7 +284,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     if constexpr (kLate) start_dk();
     auto& scores = smem.scores[row_ring.stage()];
     differentiate(dP, smem.p(row_ring.stage()), self.warp_row,
-                  smem.row_values[row_ring.stage()].delta, kPairScale, self.lane);
+                  smem.row_values[row_ring.stage()].delta, self.lane);
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
       end_dk();
@@ -408,7 +404,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
     if (warp == 2) {
       Ring<Traits::kSlots> ring(smem.row_ring);
       load_row_values(params, work, smem.row_values, ring,
-                      {.p = kPairScale, .delta = 1 / kPairScale},
+                      {.p = kExactScale, .delta = 1 / kExactScale},
                       [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
     } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {

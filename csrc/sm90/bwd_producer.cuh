@@ -34,7 +34,7 @@ struct RowScales {
 };
 
 // LSE and delta, scaled, of each block of queries of a piece of work; they start at any address in
-// varlen: no bulk copy. A whole warp. The loads are under way while the slot is waited for.
+// varlen: no bulk copy. A whole warp, each thread of which says what it has written. The loads are under way while the slot is waited for.
 // before(block, new_head, ring): before each block.
 template <int kBlockM, int kStages, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
@@ -65,8 +65,7 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
       values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]) - log2_p;
       values.delta[i * 32 + lane] = delta[i] * scales.delta;
     }
-    __syncwarp();
-    if (lane == 0) ring.arrive_full();
+    ring.arrive_full();
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "bwd_dq_pool.cuh"
 #include "bwd_producer.cuh"
+#include "bwd_scores.cuh"
 #include "bwd_traits.cuh"
 
 namespace flash_attn::sm90 {
@@ -18,7 +19,9 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     BwdSharedStorage<Traits>& smem) {
   using ScorePolicy = typename Traits::ScorePolicy;
-  const RowScales scales = {.delta = ScorePolicy::kGeneral ? params.dropout.keep : 1.f};
+  constexpr float kScale = Traits::kWeighted ? kExactScale : 1.f;
+  const RowScales scales = {.p = kScale,
+                            .delta = (Traits::kWeighted ? params.dropout.keep : 1.f) / kScale};
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   // Where tiles wait for those before them, only thread blocks that run may take them.

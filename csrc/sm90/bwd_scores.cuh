@@ -35,6 +35,10 @@ __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float s
   }
 }
 
+// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but for
+// rounding: it keeps 11 bits down to 2^-27, and some to 2^-37.
+inline constexpr float kExactScale = 0x1p13f;
+
 // P as dV wants it, of the queries from kFirst to kEnd of the block.
 template <typename Element, int kFirst, int kEnd, int kBlockM>
 __device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
@@ -68,18 +72,19 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
 }
 
 // The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
-// dX consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. 16
-// queries at a time, so that neither S nor that slope is kept. place: of the warp's S. query_words:
-// dropout's of the block of queries, and key_word of the lane's keys; null:
-// they are drawn here.
-template <typename Element, int kBlockM, typename Policy>
+// dX consists of beside dP and delta: P times the softcap's slope, as fp16, negative where it is dropped.
+// Both carry the factor kExactScale, as lse_log2 does. 16 queries at a time, so that neither S nor that
+// slope is kept. place: of the warp's S. query_words: dropout's of the block of queries, and key_word of
+// the lane's keys; null: they are drawn here. keep(k, weights, marked): of 16 queries, the weights as
+// fp32, and as rounded, negative where they are dropped.
+template <typename Element, int kBlockM, typename Policy, typename Keep>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S, const Policy& score,
                                              const BwdParams& params, float scale_log2,
                                              const float (&lse_log2)[kBlockM],
                                              const uint32_t* query_words, uint32_t key_word,
                                              bool masked, const BwdWork& work, ScorePlace place,
-                                             int lane) {
+                                             int lane, const Keep& keep) {
   if (query_words == nullptr) key_word = score.draw_key_word(params.dropout, place.key, lane);
 #pragma unroll
   for (int k = 0; k < kBlockM / 16; ++k) {
@@ -108,7 +113,7 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
     }
     const OperandA<1, 16> rounded = to_operand_a<Element>(part);
     score.differentiate(part, slope);
-    const OperandA<1, 16> weight = to_operand_a<Element>(part);
+    const OperandA<1, 16> weight = to_operand_a<__half>(part);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       P.data[0][k][r] = rounded.data[0][0][r];
@@ -116,6 +121,7 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
     }
     score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, key_word,
                         query_words == nullptr ? nullptr : query_words + 8 * k, lane);
+    keep(k, part, weights.data[0][k]);
   }
 }
 
@@ -173,37 +179,75 @@ __device__ __forceinline__ void take_back(OperandA<1, kBlockM>& A,
   }
 }
 
-// dX = weights ∘ (dP - delta), without dP where they are negative, in place of the weights. With dropout
-// this lacks the factor ρ (cuda/attn/score_policy.cuh), and delta is delta / ρ.
+// The fp32 weights of 16 queries of a thread, negative where they are dropped.
+template <int kBlocks, int kThreads>
+__device__ __forceinline__ void stash(float4 (&place)[kBlocks][kThreads], int thread, int k,
+                                      const Accumulator<1, 16>& weights,
+                                      const uint32_t (&marked)[4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const auto with_sign = [&](int i) {
+      const uint32_t pair = marked[2 * n + i / 2];
+      const uint32_t sign = (i % 2 == 0 ? pair << 16 : pair) & 0x80000000u;
+      return __uint_as_float(__float_as_uint(weights.data[0][n][i]) | sign);
+    };
+    place[2 * k + n][thread] = {with_sign(0), with_sign(1), with_sign(2), with_sign(3)};
+  }
+}
+
+// dX = weight · (dP - delta), without dP where it is negative. The weight carries the factor kExactScale;
+// delta is divided by it. With dropout this lacks the factor ρ (cuda/attn/score_policy.cuh), and delta
+// is delta / ρ.
+__device__ __forceinline__ float differentiate_weight(float weight, float dp, float delta) {
+  const float difference = fmaf(dp, 1 / kExactScale, -delta);
+  return weight * (__float_as_int(weight) < 0 ? delta : difference);
+}
+
+// In place of the weights.
 template <typename Element, int kBlockM>
 __device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
                                                       const Accumulator<1, kBlockM>& dP,
                                                       const float (&delta)[kBlockM], int lane) {
-  const auto gradient = [](float weight, float dp, float row_delta) {
-    return weight * (__float_as_int(weight) < 0 ? row_delta : dp - row_delta);
-  };
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       uint32_t& x = dX.data[0][n / 2][n % 2 * 2 + row];
-      const float2 weight = flash_attn::ptx::unpack<Element>(x);
+      const float2 weight = flash_attn::ptx::unpack<__half>(x);
       const float* const dp = dP.data[0][n] + 2 * row;
-      x = flash_attn::ptx::pack<Element>(gradient(weight.x, dp[0], pair.x),
-                                         gradient(weight.y, dp[1], pair.y));
+      x = flash_attn::ptx::pack<Element>(differentiate_weight(weight.x, dp[0], pair.x),
+                                         differentiate_weight(weight.y, dp[1], pair.y));
     }
   }
 }
 
-// dS = P ∘ (dP - delta) in place of dP, from scale · P in shared memory (store_operand), and from
-// delta / scale. first_row: of the warp's rows in the tile.
+// From the thread's fp32 weights.
+template <typename Element, int kBlockM, int kThreads>
+__device__ __forceinline__ void differentiate_weights(
+    OperandA<1, kBlockM>& dX, const float4 (&weights)[kBlockM / 8][kThreads], int thread,
+    const Accumulator<1, kBlockM>& dP, const float (&delta)[kBlockM], int lane) {
+#pragma unroll
+  for (int n = 0; n < kBlockM / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+    const float4 weight = weights[n][thread];
+    const float (&dp)[4] = dP.data[0][n];
+    uint32_t (&x)[4] = dX.data[0][n / 2];
+    x[n % 2 * 2] = flash_attn::ptx::pack<Element>(differentiate_weight(weight.x, dp[0], pair.x),
+                                                  differentiate_weight(weight.y, dp[1], pair.y));
+    x[n % 2 * 2 + 1] =
+        flash_attn::ptx::pack<Element>(differentiate_weight(weight.z, dp[2], pair.x),
+                                       differentiate_weight(weight.w, dp[3], pair.y));
+  }
+}
+
+// dS = P ∘ (dP - delta) in place of dP, from kExactScale · P in shared memory (store_rounded), and from
+// delta / kExactScale. first_row: of the warp's rows in the tile.
 template <typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, const float (&delta)[kBlockM],
-                                              float scale, int lane) {
+                                              int lane) {
   const uint32_t address = P.address(first_row + lane % 16, lane / 16 * 8);
-  const float inverse_scale = 1 / scale;
 #pragma unroll
   for (int col = 0; col < kBlockM; col += 16) {
     uint32_t p_pairs[4];
@@ -215,8 +259,8 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const float2 p = flash_attn::ptx::unpack<typename Tile::Element>(p_pairs[2 * n + row]);
-        dp[2 * row] = p.x * fmaf(dp[2 * row], inverse_scale, -pair.x);
-        dp[2 * row + 1] = p.y * fmaf(dp[2 * row + 1], inverse_scale, -pair.y);
+        dp[2 * row] = p.x * fmaf(dp[2 * row], 1 / kExactScale, -pair.x);
+        dp[2 * row + 1] = p.y * fmaf(dp[2 * row + 1], 1 / kExactScale, -pair.y);
       }
     }
   }

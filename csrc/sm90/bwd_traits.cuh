@@ -28,15 +28,19 @@ constexpr ScoreTerms terms_of(BwdForm form) {
   return kAllTerms;
 }
 
-template <DType kElementType, int kHeadDimClass, BwdForm kForm>
+template <DType kElementType, int kHeadDimClass, BwdForm kFormOfLoop>
 struct BwdTraits {
+  static constexpr BwdForm kForm = kFormOfLoop;
   static constexpr DType kDType = kElementType;
   static constexpr bool kPools = kForm == BwdForm::kPooled, kOrders = kForm == BwdForm::kOrdered;
   static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
-  // What dS consists of beside dP and delta waits for them in shared memory, not in registers.
-  static constexpr bool kStashes = kForm == BwdForm::kWeighted;
+  // dS is not P ∘ (dP - delta).
+  static constexpr bool kWeighted = kForm == BwdForm::kScores || kForm == BwdForm::kWeighted;
+  // What dS consists of beside dP and delta waits for them in shared memory, not in registers: as fp32,
+  // where there is room for it, or as fp16.
+  static constexpr bool kStashesExact = kForm == BwdForm::kScores;
   static constexpr bool kSharesWords = kForm == BwdForm::kWeighted;  // dropout's, of queries
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
@@ -86,14 +90,18 @@ struct BwdTraits {
 };
 
 // Blocks of a bias, and what threads stash.
-template <typename Traits, bool kAdditive = Traits::kAdditive, bool kStashes = Traits::kStashes>
+template <typename Traits, BwdForm kForm = Traits::kForm>
 struct BwdTermStorage {};
 template <typename Traits>
-struct BwdTermStorage<Traits, true, false> {
+struct BwdTermStorage<Traits, BwdForm::kAdditive> {
   alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
 };
 template <typename Traits>
-struct BwdTermStorage<Traits, false, true> {
+struct BwdTermStorage<Traits, BwdForm::kScores> {
+  float4 stash[Traits::kBlockM / 8][Traits::kConsumerThreads];
+};
+template <typename Traits>
+struct BwdTermStorage<Traits, BwdForm::kWeighted> {
   uint4 stash[Traits::kBlockM / 16][Traits::kConsumerThreads];
 };
 
@@ -172,8 +180,8 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   // helpers: warps beside the loader that read the queue.
   __device__ __forceinline__ void init_barriers(int helpers) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    // Q's bytes, and the warp that brings row_values, of which each thread says that it has read them.
-    q_ring.init(2, 32 * kConsumerWarps);
+    // Q's bytes, and row_values, which each thread of a warp has written and each consumer reads.
+    q_ring.init(1 + 32, 32 * kConsumerWarps);
     dout_ring.init(1, kConsumerWarps);
     // Who waits for all to be full knows what is empty, but for copies of it that leave (dbias).
     ds_ring.init(kConsumerWarps, 1);
