@@ -82,15 +82,20 @@ def _dims(call: dict) -> list[tuple[int, int, int]]:
     return dims
 
 
+def _call(op: str, arguments: tuple) -> dict:
+    """The arguments by name. DTensor leaves out the last ones where they have their defaults."""
+    return dict(zip(argument_names(op), arguments, strict=False))
+
+
 def _max_logits(call: dict, dim: int):
     """One number a head: of a shard of the batch, a part of the maximum."""
-    if not call["return_max_logits"]:
+    if not call.get("return_max_logits"):
         return Replicate()
     return Shard(0) if dim == 1 else Partial("max")
 
 
 def _shard_fwd(*arguments):
-    call = dict(zip(argument_names("fwd"), arguments, strict=True))
+    call = _call("fwd", arguments)
     shardings = [_replicated(call, 4)]
     for dim, place, place_lse in _dims(call):
         main = dict.fromkeys(("q", "k", "v"), Shard(place))
@@ -137,13 +142,13 @@ def _decodings(call: dict) -> list[tuple[list, list]]:
 
 
 def _shard_decode(*arguments):
-    call = dict(zip(argument_names("decode"), arguments, strict=True))
+    call = _call("decode", arguments)
     return [_replicated(call, 3), *_decodings(call)]
 
 
 def _shard_kvcache(*arguments):
     """The caches are written where they lie, so only what fits their own placements is offered."""
-    call = dict(zip(argument_names("kvcache"), arguments, strict=True))
+    call = _call("kvcache", arguments)
     placements = {*call["k_cache"].placements, *call["v_cache"].placements}
     at = list(call).index("k_cache")
     shardings = [_replicated(call, 3), *_decodings(call)]
