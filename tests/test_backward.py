@@ -173,7 +173,7 @@ def test_gradient_through_the_lse_alone(dtype: str, target: Target, seed: int) -
     problem.dout = torch.zeros_like(problem.dout)
     expected = expect(problem)
     q, k, v = (x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v))
-    _, lse, _ = torch.ops.flash_attn.fwd(
+    _, lse, *_ = torch.ops.flash_attn.fwd(
         q=q, k=k, v=v, **op_arguments(problem), backend=target.backend
     )
     dq, dk, dv = torch.autograd.grad(lse, (q, k, v), problem.dlse, materialize_grads=True)
@@ -254,7 +254,7 @@ def test_only_dq_may_vary_without_it(case: Case, target: Target, seed: int) -> N
 def test_differentiating_twice_raises(target: Target, seed: int) -> None:
     problem = Problem(Case(dtype="bf16", seqlen_q=9), seed, target.device)
     q = problem.q.clone().requires_grad_()
-    out, _, _ = torch.ops.flash_attn.fwd(
+    out, *_ = torch.ops.flash_attn.fwd(
         q=q, k=problem.k, v=problem.v, **op_arguments(problem), backend=target.backend
     )
     (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
