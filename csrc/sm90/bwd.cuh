@@ -51,7 +51,6 @@
 
 #include <algorithm>
 
-#include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/ptx/griddepcontrol.cuh"
 #include "bwd.h"
@@ -122,22 +121,24 @@ class QueryWalk {
       if constexpr (Traits::kSharesWords) {
         query_words = self.smem.dropout.query_words[self.term_ring.stage()];
       }
-      const auto with = [&](const auto& terms) {
-        exponentiate<Element>(P, dS, S, terms, self.params, self.scale_log2, row_values.lse_log2,
-                              query_words, key_word, masked, work, place(), self.lane,
-                              [&](int k, const auto& weights, const auto& marked) {
-                                if constexpr (Traits::kStashesExact) {
-                                  stash(self.smem.stash, self.thread(), k, weights, marked);
-                                }
-                              });
+      const auto with = [&]<typename Weight>(const auto& terms) {
+        exponentiate<Element, Weight>(P, dS, S, terms, self.params, self.scale_log2,
+                                      row_values.lse_log2, query_words, key_word, masked, work,
+                                      place(), self.lane,
+                                      [&](int k, const auto& weights, const auto& marked) {
+                                        if constexpr (Traits::kStashesExact) {
+                                          stash(self.smem.stash, self.thread(), k, weights, marked);
+                                        }
+                                      });
         if constexpr (!Traits::kStashesExact) stash(self.smem.stash, self.thread(), dS);
       };
+      const bool caps = score.cap() > 0.f;
       if constexpr (!Traits::kSharesWords) {
-        with(score);
-      } else if (score.cap() > 0.f) {
-        with(TermScores<ScoreTerms{.softcap = true}>(score));
+        with.template operator()<__half>(score);
+      } else if (caps) {
+        with.template operator()<Element>(TermScores<ScoreTerms{.softcap = true}>(score));
       } else {
-        with(TermScores<ScoreTerms{.dropout = true}>(score));
+        with.template operator()<__half>(TermScores<ScoreTerms{.dropout = true}>(score));
       }
       if constexpr (Traits::kSharesWords) {
         if (drops()) {
@@ -154,7 +155,11 @@ class QueryWalk {
                                        self.opaque_lane());
       } else {
         take_back(dS, self.smem.stash, self.thread());
-        differentiate_weights<Element>(dS, dP, row_values.delta, self.opaque_lane());
+        if (caps) {
+          differentiate_weights<Element, Element>(dS, dP, row_values.delta, self.opaque_lane());
+        } else {
+          differentiate_weights<Element, __half>(dS, dP, row_values.delta, self.opaque_lane());
+        }
       }
     } else {
       if constexpr (kGeneral) finish_scores(S);
@@ -288,28 +293,6 @@ class QueryWalk {
   DqReduction<Traits::kBlockM, Traits::kTileCols> reduction;
 };
 
-// dK or dV of this warp's keys, some columns at a time, through an empty place of dS: nobody else
-// touches this warp's rows there before all consumers have come to the next tile (await_start).
-template <typename Traits>
-__device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& self,
-                                                   const BwdWork& work,
-                                                   const typename Traits::KeyGradient& gradient,
-                                                   void* tensor, const Strides& strides,
-                                                   int num_cols) {
-  using Tile = typename Traits::GradientTile;
-  if constexpr (Traits::kAdditive) self.await_copies();
-  auto& tile = reinterpret_cast<Tile&>(self.smem.ds[self.ds_ring.stage()]);
-  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
-#pragma unroll
-  for (int col = 0; col < Traits::kHeadDim; col += Tile::kCols) {
-    __syncwarp();
-    store_rounded(tile, gradient, col, self.warp_row, self.lane);
-    __syncwarp();
-    rows.template store<16, 32>(static_cast<typename Traits::Element*>(tensor) + col, strides,
-                                num_cols - col, tile, self.warp_row, self.lane);
-  }
-}
-
 template <typename Traits>
 __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
                                                   BwdSharedStorage<Traits>& smem, int consumer) {
@@ -331,8 +314,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     }
     store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);
     store_key_gradient(self, *work, dK, params.dk, params.dk_strides, params.head_dim);
-    __syncwarp();
-    self.queue.release(self.lane == 0);
+    self.queue.release(true);
   }
 }
 
@@ -348,7 +330,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool drops = Traits::kSharesWords && params.dropout.rng_state != nullptr;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
-    smem.init_barriers(2 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias + drops);
+    smem.init_barriers(64 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias +
+                       32 * drops);
   }
   smem.zero_absent_slabs(params);
   __syncthreads();

@@ -1,6 +1,7 @@
 // A consumer warpgroup of the backward kernel: the steps of its walk over the queries.
 #pragma once
 
+#include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/ptx/opaque.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_traits.cuh"
@@ -165,5 +166,27 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return WgmmaOperand<Layout::kKInner, typename Traits::QTile>(tile);
   }
 };
+
+// dK or dV of this warp's keys, some columns at a time, through an empty place of dS: nobody else
+// touches this warp's rows there before all consumers have come to the next tile (await_start).
+template <typename Traits>
+__device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& self,
+                                                   const BwdWork& work,
+                                                   const typename Traits::KeyGradient& gradient,
+                                                   void* tensor, const Strides& strides,
+                                                   int num_cols) {
+  using Tile = typename Traits::GradientTile;
+  if constexpr (Traits::kAdditive) self.await_copies();
+  auto& tile = reinterpret_cast<Tile&>(self.smem.ds[self.ds_ring.stage()]);
+  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
+#pragma unroll
+  for (int col = 0; col < Traits::kHeadDim; col += Tile::kCols) {
+    __syncwarp();
+    store_rounded(tile, gradient, col, self.warp_row, self.lane);
+    __syncwarp();
+    rows.template store<16, 32>(static_cast<typename Traits::Element*>(tensor) + col, strides,
+                                num_cols - col, tile, self.warp_row, self.lane);
+  }
+}
 
 }  // namespace flash_attn::sm90

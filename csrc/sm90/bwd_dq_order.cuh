@@ -39,8 +39,7 @@ __device__ __forceinline__ void for_each_turn(const BwdParams& params, bool last
     for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
       step(DqTurn::make<Traits::kBlockM, Traits::kBlockN>(params, last_first, *work, block), ring);
     }
-    __syncwarp();
-    queue.release(threadIdx.x % 32 == 0);
+    queue.release(true);
   }
 }
 

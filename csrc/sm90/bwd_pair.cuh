@@ -31,49 +31,12 @@
 #include "../cuda/ptx/griddepcontrol.cuh"
 #include "bwd.h"
 #include "bwd_dq_reduction.cuh"
-#include "bwd_pair_traits.cuh"
-#include "bwd_producer.cuh"
+#include "bwd_pair_loads.cuh"
 #include "bwd_scores.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_attn::sm90 {
-
-// Slabs of a block of keys, from first_col of num_cols columns on. One thread, which has announced
-// slab_bytes().
-template <typename Slab, int kSlabs>
-__device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const CUtensorMap& map,
-                                           const BwdWork& work, int first_key, int first_col,
-                                           int num_cols, uint64_t& mbarrier) {
-  for (int s = 0; s * Slab::kCols < num_cols && s < kSlabs; ++s) {
-    load_tile(slabs[s], map, work.kv, first_key, Slab::kCols, mbarrier, ptx::CacheHint::kEvictFirst,
-              first_col + s * Slab::kCols);
-  }
-}
-template <typename Slab, int kSlabs>
-__device__ __forceinline__ uint32_t slab_bytes(const Slab (&)[kSlabs], int num_cols) {
-  return min((num_cols + Slab::kCols - 1) / Slab::kCols, kSlabs) * sizeof(Slab);
-}
-
-// Q or dO, kSlabs slabs of each block. Where the matrix lacks a slab its first one comes once more, to
-// be multiplied with the zeros of K or V. One thread.
-template <int kSlabs, int kSlots, typename Slab>
-__device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kSlots], const CUtensorMap& map,
-                                                      const BwdWork& work, int num_cols,
-                                                      RingBarriers<kSlots>& barriers) {
-  Ring<kSlots> ring(barriers);
-#pragma unroll 1
-  for (QueryBlocks block(work); block.more(); block.advance()) {
-    const MatrixPlace place = {.box = work.q.box, .head = block.head, .batch = work.q.batch};
-#pragma unroll 1
-    for (int col = 0; col < kSlabs * Slab::kCols; col += Slab::kCols, ring.advance()) {
-      ring.wait_empty();
-      ring.expect_bytes(sizeof(Slab));
-      load_tile(slabs[ring.stage()], map, place, block.m * Slab::kRows, Slab::kCols, ring.full(),
-                ptx::CacheHint::kEvictLast, col < num_cols ? col : 0);
-    }
-  }
-}
 
 enum BwdPairBarrier : int {  // 0 is __syncthreads
   kProductsDone = 1
@@ -210,8 +173,7 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     exponentiate(S, scale_log2, smem.row_values[row_ring.stage()].lse_log2,
                  m < work.range.full_begin || m >= work.range.full_end, work, self.warp_row,
                  m * Traits::kBlockM, self.lane);
-    __syncwarp();
-    if (self.lane == 0) row_ring.arrive_empty();
+    row_ring.arrive_empty();
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
       end_dv();
@@ -292,9 +254,9 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     dS = to_operand_a<Element>(dP);
     store_operand(scores, dS, self.warp_row, self.lane);  // where this warp's P was
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    row_ring.arrive_empty();
     __syncwarp();
     if (self.lane == 0) {
-      row_ring.arrive_empty();
       // As many bytes come from the peer's warp as this one sends.
       const auto ds_ring = row_ring.in(smem.ds_ring);
       ds_ring.expect_bytes(kWarpBytes);

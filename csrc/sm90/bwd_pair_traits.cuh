@@ -101,7 +101,7 @@ struct BwdPairSharedStorage {
     constexpr int kWarps = 4;  // of a warpgroup
     q_ring.init(1, 2 * kWarps);
     dout_ring.init(1, 2 * kWarps);
-    row_ring.init(32, 2 * kWarps);
+    row_ring.init(32, 32 * 2 * kWarps);             // each thread writes or reads LSE or delta
     p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both blocks read dS
     ds_ring.init(kWarps, 1);
     k_ring.init(1, 1);

@@ -154,8 +154,7 @@ __device__ __forceinline__ void draw_query_words_loop(const BwdParams& params,
       __syncwarp();
       if (lane == 0) ring.arrive_full();
     }
-    __syncwarp();
-    queue.release(lane == 0);
+    queue.release(true);
   }
 }
 

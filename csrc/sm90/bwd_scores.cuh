@@ -72,12 +72,13 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
 }
 
 // The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
-// dX consists of beside dP and delta: P times the softcap's slope, as fp16, negative where it is dropped.
-// Both carry the factor kExactScale, as lse_log2 does. 16 queries at a time, so that neither S nor that
-// slope is kept. place: of the warp's S. query_words: dropout's of the block of queries, and key_word of
-// the lane's keys; null: they are drawn here. keep(k, weights, marked): of 16 queries, the weights as
-// fp32, and as rounded, negative where they are dropped.
-template <typename Element, int kBlockM, typename Policy, typename Keep>
+// dX consists of beside dP and delta: P times the softcap's slope, as Weight, negative where it is
+// dropped. Both carry the factor kExactScale, as lse_log2 does. Weight is fp16, which is more exact than
+// bf16, but for bf16 with a softcap, whose slope may be as small as it likes. 16 queries at a time, so
+// that neither S nor that slope is kept. place: of the warp's S. query_words: dropout's of the block of
+// queries, and key_word of the lane's keys; null: they are drawn here. keep(k, weights, marked): of 16
+// queries, the weights as fp32, and as rounded, negative where they are dropped.
+template <typename Element, typename Weight, int kBlockM, typename Policy, typename Keep>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S, const Policy& score,
                                              const BwdParams& params, float scale_log2,
@@ -113,7 +114,7 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
     }
     const OperandA<1, 16> rounded = to_operand_a<Element>(part);
     score.differentiate(part, slope);
-    const OperandA<1, 16> weight = to_operand_a<__half>(part);
+    const OperandA<1, 16> weight = to_operand_a<Weight>(part);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       P.data[0][k][r] = rounded.data[0][0][r];
@@ -204,7 +205,7 @@ __device__ __forceinline__ float differentiate_weight(float weight, float dp, fl
 }
 
 // In place of the weights.
-template <typename Element, int kBlockM>
+template <typename Element, typename Weight, int kBlockM>
 __device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
                                                       const Accumulator<1, kBlockM>& dP,
                                                       const float (&delta)[kBlockM], int lane) {
@@ -214,7 +215,7 @@ __device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       uint32_t& x = dX.data[0][n / 2][n % 2 * 2 + row];
-      const float2 weight = flash_attn::ptx::unpack<__half>(x);
+      const float2 weight = flash_attn::ptx::unpack<Weight>(x);
       const float* const dp = dP.data[0][n] + 2 * row;
       x = flash_attn::ptx::pack<Element>(differentiate_weight(weight.x, dp[0], pair.x),
                                          differentiate_weight(weight.y, dp[1], pair.y));

@@ -177,7 +177,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  // helpers: warps beside the loader that read the queue.
+  // helpers: threads beside the loader's and the consumers' that read the queue.
   __device__ __forceinline__ void init_barriers(int helpers) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     // Q's bytes, and row_values, which each thread of a warp has written and each consumer reads.
@@ -190,7 +190,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
-    queue.init(1 + helpers + kConsumerWarps);
+    queue.init(1 + helpers + 32 * kConsumerWarps);
     if constexpr (Traits::kAdditive || Traits::kSharesWords) term_ring.init(1, kConsumerWarps);
     piece_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
