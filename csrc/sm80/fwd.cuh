@@ -81,7 +81,6 @@ struct FwdWork {
   const Element *q, *k, *v;  // row 0 of the sequence, at this head
   Element* out;
   float* lse;
-  float* max_logit;  // of the head, or null
   // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
   [[no_unique_address]] typename Traits::ScorePolicy score;
   AttentionWindow window;
@@ -90,13 +89,15 @@ struct FwdWork {
   float sink;              // -inf: none
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
+  int head;
 
   __device__ __forceinline__ FwdWork(const typename Traits::Params& params,
                                      const TileCoordinates& tile, const SeqlenInfo& seqlen)
       : score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)),
         window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
-        segment_q(seqlen.segment_q) {
+        segment_q(seqlen.segment_q),
+        head(tile.head) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
@@ -111,7 +112,6 @@ struct FwdWork {
     out = static_cast<Element*>(params.out) + of_q(params.out_strides);
     lse = params.lse + tile.batch_idx * params.lse_batch_stride +
           tile.head * params.lse_head_stride + seqlen.q_begin;
-    max_logit = params.max_logits == nullptr ? nullptr : params.max_logits + tile.head;
     range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
     first_key = window.first_key(first_row);
     end_key = window.end_key(min(first_row + Traits::kBlockM, window.len_q()) - 1);
@@ -266,14 +266,14 @@ __device__ __forceinline__ void store_tile(const FwdParams& params, FwdSharedSto
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
   softmax.finish();
-  if (work.max_logit != nullptr) {
+  if (params.max_logits != nullptr) {
     float largest = -INFINITY;
 #pragma unroll
     for (int row = 0; row < O.kRows; ++row) {
       const int query = work.first_row + warp_row + row / 2 * 16 + fragment_row(row, lane);
       if (query < work.window.len_q()) largest = fmaxf(largest, softmax.largest_score(row));
     }
-    raise_to_largest(work.max_logit, largest, lane);
+    raise_to_largest(params.max_logits + work.head, largest, lane);
   }
   if (work.sink != -INFINITY) softmax.add_sink(O, bounded_sink(work.sink));
   float inverse_sum[Traits::Output::kRows];

@@ -297,14 +297,14 @@ __device__ __forceinline__ void store_tile(const FwdParams& params,
   for (int row = 0; row < 2; ++row) softmax.add(row, row_sum[row]);
   Accumulator<1, 8> factors;
   factors.fill(1.f);
-  if (work.max_logit != nullptr && warp.keys() == 0) {
+  if (params.max_logits != nullptr && warp.keys() == 0) {
     float largest = -INFINITY;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int query = work.first_row + warp.score_row() + fragment_row(row, warp.lane);
       if (query < work.window.len_q()) largest = fmaxf(largest, softmax.largest_score(row));
     }
-    raise_to_largest(work.max_logit, largest, warp.lane);
+    raise_to_largest(params.max_logits + work.head, largest, warp.lane);
   }
   if (work.sink != -INFINITY) softmax.add_sink(factors, bounded_sink(work.sink));
   float factor[2];

@@ -20,13 +20,14 @@ __device__ __forceinline__ void raise_to(float* place, float value) {
   }
 }
 
-// The same with the largest value of all lanes, by one of them. All of a warp.
+// The same with the largest value of all lanes, by one of them. A maximum that has seen nothing but NaN is
+// where OnlineSoftmax begins, at -FLT_MAX in units of log 2. All of a warp.
 __device__ __forceinline__ void raise_to_largest(float* place, float value, int lane) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
   }
-  if (lane == 0 && value != -INFINITY) raise_to(place, value);
+  if (lane == 0 && value > -FLT_MAX / 2) raise_to(place, value);
 }
 
 // Of a softmax that keeps no record.

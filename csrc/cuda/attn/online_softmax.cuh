@@ -240,7 +240,7 @@ class OnlineSoftmax : Record {
   // After finish() and before add_sink(), without slack: the row's largest score; -inf without keys.
   __device__ __forceinline__ float largest_score(int row) const {
     static_assert(kSlackLog2 == 0);
-    return row_sum_[row] == 0.f || row_max_[row] <= -FLT_MAX ? -INFINITY : row_max_[row] * kLn2;
+    return row_sum_[row] == 0.f ? -INFINITY : row_max_[row] * kLn2;
   }
 
   // After finish(). A key with this score, of bounded_sink(), and a value of 0 joins each row.
