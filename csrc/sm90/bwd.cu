@@ -38,14 +38,14 @@ int bwd_dq_accum_cols(const BwdParams& params) {
     return is_narrow_with_terms(params) ? kBwdNarrowTermsClass : kBwdScoresClass;
   }
   return with_bwd_class(params.head_dim, params.head_dim_v,
-                        []<int kHeadDim, int kHeadDimV> { return bwd_tile_cols(kHeadDim); });
+                        [&]<int kHeadDim, int kHeadDimV> { return bwd_tile_cols(kHeadDim); });
 }
 
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
   const bool pools =
       with_bwd_class(params.head_dim, params.head_dim_v,
-                     []<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pools; });
+                     [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pools; });
   if (!is_dense || !pools || params.deterministic || cuda::has_score_terms(params) ||
       params.seqlen_q > kBwdMaxPooledQueries) {
     return 0;
