@@ -104,6 +104,25 @@ def flash_attn_func(
     attn_bias: Tensor | Mask | None = None,
     learnable_sink: Tensor | None = None,
     causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithProbs: ...
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | Mask | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -185,6 +204,33 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithProbs: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    attn_bias: Tensor | Mask | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -221,6 +267,23 @@ def flash_attn_qkvpacked_func(
     causal_alignment: str = "bottom-right",
     return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | Mask | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithProbs: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -274,6 +337,24 @@ def flash_attn_kvpacked_func(
     causal_alignment: str = "bottom-right",
     return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | Mask | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithProbs: ...
 @overload
 def flash_attn_kvpacked_func(
     q: Tensor,
@@ -330,6 +411,25 @@ def flash_attn_varlen_qkvpacked_func(
     causal_alignment: str = "bottom-right",
     return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | Mask | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithProbs: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
@@ -393,6 +493,28 @@ def flash_attn_varlen_kvpacked_func(
     causal_alignment: str = "bottom-right",
     return_max_logits: Literal[False] = False,
 ) -> WithProbs: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | Mask | None = None,
+    learnable_sink: Tensor | None = None,
+    causal_alignment: str = "bottom-right",
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithProbs: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,

@@ -75,6 +75,29 @@ def flash_decode_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithLse: ...
+@overload
+def flash_decode_func(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    batch_invariant: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -133,6 +156,34 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
 ) -> WithLse: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
+) -> Tensor | WithLse: ...
 @overload
 def flash_attn_with_kvcache(
     q: Tensor,
