@@ -17,7 +17,8 @@ from benchmarks.shapes import Case, DecodeCase
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 
-PEERS = (*peers.SDPA, "flex", "fa4", "naive")  # any other name is a backend of ours
+# Any other name is a backend of ours; "ours" lets the library choose.
+PEERS = (*peers.SDPA, "sdpa", "flex", "fa4", "naive")
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,7 +76,7 @@ def make_inputs(
     return inputs
 
 
-def _ours(backend: str, case: Case, inputs: Inputs) -> Attend:
+def _ours(backend: str | None, case: Case, inputs: Inputs) -> Attend:
     import flash_attn
 
     options: dict[str, object] = {"causal": case.causal}
@@ -123,6 +124,12 @@ def has_backward(name: str, inputs: Inputs) -> bool:
 def _sdpa(name: str, case: Case, inputs: Inputs) -> Attend:
     refuse(case, "window", "softcap", "alibi", "sink", "docs", "deterministic")
     return peers.sdpa(name, case.causal, inputs.bias, case.dropout)
+
+
+def _free_sdpa(case: Case, inputs: Inputs) -> Attend:
+    """torch's scaled_dot_product_attention by its own choice of backend."""
+    refuse(case, "window", "softcap", "alibi", "sink", "docs", "deterministic")
+    return peers.sdpa(None, case.causal, inputs.bias, case.dropout)
 
 
 def _fa2(case: Case, inputs: Inputs) -> Attend:
@@ -231,7 +238,7 @@ def refuse(case: Case, *features: str) -> None:
             raise Unsupported(f"no {feature}")
 
 
-_BUILDERS = {"fa2": _fa2, "fa4": _fa4, "flex": _flex, "naive": _naive}
+_BUILDERS = {"fa2": _fa2, "fa4": _fa4, "flex": _flex, "naive": _naive, "sdpa": _free_sdpa}
 
 
 def attention(name: str, case: Case, inputs: Inputs) -> Attend:
@@ -240,7 +247,7 @@ def attention(name: str, case: Case, inputs: Inputs) -> Attend:
         return _BUILDERS[name](case, inputs)
     if name in PEERS:
         return _sdpa(name, case, inputs)
-    return _ours(name, case, inputs)
+    return _ours(None if name == "ours" else name, case, inputs)
 
 
 def forward(name: str, case: Case, inputs: Inputs) -> Callable[[], torch.Tensor]:

@@ -1,17 +1,19 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
-    python -m benchmarks.race [--kinds fwd,shapes,bwd,decode,cache,pages,chunk,splits,naive,
-    features,cpu] [--backends sm80,fa2,cudnn] [--out FILE.json]
+    python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
+    pages,chunk,splits,naive,features,cpu] [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
-before it is timed. The kinds cache and splits race our decode with itself: over the forms that a
-cache can have, and cut into pieces against not. pages: pages of 16 against dense, and against
-FlashInfer where it is installed. chunk: many new tokens against a cache, dense and in pages, on the
-prefill kernels and on decode's.
+before it is timed. shapes and bwd_shapes: GQA, other head dims, a window, documents; deterministic:
+the backward in that mode beside our own without it. The kinds cache and splits race our decode with
+itself: over the forms that a cache can have, and cut into pieces against not. pages: pages of 16
+against dense, and against FlashInfer where it is installed. chunk: many new tokens against a cache,
+dense and in pages, on the prefill kernels and on decode's.
 """
 
 import argparse
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -26,13 +28,15 @@ from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
 KINDS = (
-    *("fwd", "shapes", "bwd", "decode", "cache", "pages", "chunk"),
-    *("splits", "naive", "features", "cpu"),
+    *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
+    *("chunk", "splits", "naive", "features", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
     "shapes": ("fa2", "cudnn", "fa4"),
     "bwd": ("fa2", "cudnn", "fa4"),
+    "bwd_shapes": ("fa2", "cudnn", "fa4"),
+    "deterministic": ("fa4",),
     "decode": ("fa2", "cudnn"),
     "cache": (),
     "pages": ("flashinfer",),
@@ -53,7 +57,9 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "splits": ("automatic", "unsplit"),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
-    on_hopper = kind in ("fwd", "bwd", "shapes", "naive", "features", "chunk")
+    on_hopper = kind in (
+        *("fwd", "bwd", "shapes", "bwd_shapes", "deterministic", "naive", "features", "chunk"),
+    )
     if on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
     if kind == "chunk":
@@ -136,6 +142,27 @@ def dense_race(
         others = [n for n in names if n != first and (values[n] is not None or n not in ours)]
         ratio = results.ratios(values, first, others, "more")
         records.append(results.record(kind + suffix, case.shape(), "TFLOP/s", values, ratio))
+        progress(records[-1])
+    return records
+
+
+def deterministic_race(race: Race, cases: list[shapes.Case], names: tuple[str, ...]) -> list[dict]:
+    """TFLOP/s of the deterministic backward, and of ours in its normal mode (NAME.normal)."""
+    records = []
+    for case in cases:
+        normal = dataclasses.replace(case, deterministic=False)
+        inputs = backends.make_inputs(case, race.dtype, race.device)
+
+        def build(name: str, case=case, normal=normal, inputs=inputs) -> Callable:
+            backend, _, mode = name.partition(".")
+            return backends.backward(backend, normal if mode else case, inputs)
+
+        contest = (names[0], f"{names[0]}.normal", *names[1:])
+        times = race.seconds(contest, f"deterministic {case.shape()}", build)
+        flops = case.flops(backward=True)
+        values = {n: None if t is None else flops / t / 1e12 for n, t in times.items()}
+        ratio = results.ratios(values, contest[0], contest[1:], "more")
+        records.append(results.record("bwd.deterministic", case.shape(), "TFLOP/s", values, ratio))
         progress(records[-1])
     return records
 
@@ -365,6 +392,10 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
     if kind == "shapes":
         return dense_race(race, "fwd", shapes.other_shapes(quick), names, suffix=".feature")
+    if kind == "bwd_shapes":
+        return dense_race(race, "bwd", shapes.other_shapes(quick), names, suffix=".feature")
+    if kind == "deterministic":
+        return deterministic_race(race, shapes.deterministic(quick), names)
     if kind == "features":
         cases = shapes.features(quick)
         return [r for k in ("fwd", "bwd") for r in dense_race(race, k, cases, names, ".feature")]

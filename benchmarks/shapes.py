@@ -117,6 +117,20 @@ def other_shapes(quick: bool = False) -> list[Case]:
     return cases[::4] if quick else cases
 
 
+def deterministic(quick: bool = False) -> list[Case]:
+    """Every head-dim class at 2k and 8k, full and causal; GQA; documents."""
+    cases = [
+        Case(TOKENS // s, s, HIDDEN // d, d, causal, deterministic=True)
+        for d in (64, 96, 128, 192, 256)
+        for causal in (False, True)
+        for s in (2048, 8192)
+    ]
+    docs = documents()
+    cases.append(Case(2, 8192, 32, 128, True, heads_kv=8, deterministic=True))
+    cases.append(Case(1, max(docs), 16, 128, True, docs=docs, deterministic=True))
+    return cases[::4] if quick else cases
+
+
 def features(quick: bool = False) -> list[Case]:
     """The other shapes, then score terms, dropout, determinism."""
     causal_8k = dict(batch=2, seqlen=8192, heads=16, head_dim=128, causal=True)

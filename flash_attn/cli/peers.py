@@ -1,5 +1,6 @@
 """Ways to compute attention, on our layout (batch, seqlen, heads, head_dim)."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -51,13 +52,14 @@ def naive(causal: bool) -> Attention:
 
 
 def sdpa(
-    name: str, causal: bool, bias: torch.Tensor | None = None, dropout_p: float = 0.0
+    name: str | None, causal: bool, bias: torch.Tensor | None = None, dropout_p: float = 0.0
 ) -> Attention:
-    """torch's scaled_dot_product_attention held to one backend: that one or an error."""
+    """torch's scaled_dot_product_attention held to one backend: that one or an error. None: the one
+    that torch chooses."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPA[name]):
+        with sdpa_kernel(SDPA[name]) if name else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(
                 q, k, v, bias, dropout_p, causal, enable_gqa=q.shape[1] != k.shape[1]
             )
