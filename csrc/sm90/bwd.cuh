@@ -34,8 +34,8 @@
 // dS has been there for a while. The first consumer has a head start of half an iteration, so that what
 // one waits for hides behind the other's products (i: the iteration; dV in two halves of the queries):
 //
-//   issue      │ S (i) │ dP (i) │ dV (i), half │ dV (i), half │ dQ (i-1), dK (i) │
-//   meanwhile  │       │ exp    │ dS           │ dS, store    │ reduce dQ        │
+//   issue      │ S (i)    │ dP (i) │ dV (i), half │ dV (i), half │ dQ (i-1), dK (i) │
+//   meanwhile  │ read LSE │ exp    │ dS           │ dS, store    │ reduce dQ        │
 //
 // dS comes from P as fp32, dV from P as rounded, and there are no registers for both. So only half of P
 // is rounded beside the other, and dV begins with it; the rest is rounded in its place, when its dS is
@@ -70,6 +70,9 @@ class QueryWalk {
   static constexpr bool kWeighted = Traits::kWeighted;
   // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
   static constexpr int kEarly = Traits::kBlockM / 2;
+  // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
+  // before they are needed, while S or dP is under way.
+  static constexpr bool kReadsAhead = Traits::kPlainScores && Traits::kBlockM == 64;
 
  public:
   __device__ __forceinline__ QueryWalk(const BwdWork& work, Consumer& self,
@@ -106,6 +109,8 @@ class QueryWalk {
     self.start_scores(S);  // Sᵀ = K Qᵀ
     uint32_t key_word = 0;
     if constexpr (Traits::kSharesWords) key_word = draw_key_word();
+    LaneValues<Traits::kBlockM> lse;
+    if constexpr (kReadsAhead) lse.read(row_values.lse_log2, self.lane);
     ptx::wgmma_wait<0>();
     pin(S);
     self.dout_ring().wait_full();
@@ -163,16 +168,21 @@ class QueryWalk {
       }
     } else {
       if constexpr (kGeneral) finish_scores(S);
-      exponentiate(S, self.scale_log2, row_values.lse_log2, masked, work, self.warp_row,
-                   block.m * Traits::kBlockM, self.lane);
+      if constexpr (!kReadsAhead) lse.read(row_values.lse_log2, self.lane);
+      exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row, block.m * Traits::kBlockM,
+                   self.lane);
       round_scores<Element, 0, kEarly>(P, S);
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
+      LaneValues<kEarly> delta;
+      if constexpr (kReadsAhead) delta.read(row_values.delta + kEarly, self.lane);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate<Element, kEarly, Traits::kBlockM>(dS, S, dP, row_values.delta, self.lane);
+      if constexpr (!kReadsAhead) delta.read(row_values.delta + kEarly, self.lane);
+      differentiate<Element, kEarly>(dS, S, dP, delta);
       round_scores<Element, kEarly, Traits::kBlockM>(P, S);
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate<Element, 0, kEarly>(dS, S, dP, row_values.delta, self.lane);
+      delta.read(row_values.delta, self.lane);
+      differentiate<Element, 0>(dS, S, dP, delta);
     }
     if constexpr (!kFirst) self.ds_ring.before().wait_full();
     if constexpr (Traits::kAdditive) self.await_copies();
@@ -198,6 +208,7 @@ class QueryWalk {
     }
     ptx::wgmma_wait<0>();
     end_dk();
+    if constexpr (Traits::kOrders && !kFirst) say_added();
     self.q_ring.advance();
     self.ds_ring.advance();
     block.advance();
@@ -256,15 +267,11 @@ class QueryWalk {
   }
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
     pin(dQ);
-    if constexpr (Traits::kOrders) {
-      if (begun) say_added();
-      begun = true;
-      self.turn_ring.wait_full();
-    }
+    if constexpr (Traits::kOrders) self.turn_ring.wait_full();
     reduction.template add<Traits::kDqAddedCols>(dQ, self.dq_first_added_col());
     if constexpr (Traits::kOrders) self.turn_ring.advance();
   }
-  // Of the block before: an iteration later, when its reductions are on their way.
+  // Of the block before: behind the next product, when its reductions are on their way.
   __device__ __forceinline__ void say_added() const {
     __syncwarp();
     if (self.lane == 0) self.turn_ring.before().in(self.smem.added_ring).arrive_full();
@@ -282,7 +289,6 @@ class QueryWalk {
     if constexpr (Traits::kOrders) say_added();
   }
 
-  bool begun = false;  // to add
   const BwdWork& work;
   Consumer& self;
   typename Traits::KeyGradient &dK, &dV;

@@ -32,7 +32,6 @@
 #include "bwd.h"
 #include "bwd_dq_reduction.cuh"
 #include "bwd_pair_loads.cuh"
-#include "bwd_scores.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 
@@ -170,9 +169,10 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
     if constexpr (kLate) start_dv();
-    exponentiate(S, scale_log2, smem.row_values[row_ring.stage()].lse_log2,
-                 m < work.range.full_begin || m >= work.range.full_end, work, self.warp_row,
-                 m * Traits::kBlockM, self.lane);
+    LaneValues<Traits::kBlockM> lse;
+    lse.read(smem.row_values[row_ring.stage()].lse_log2, self.lane);
+    exponentiate(S, scale_log2, lse, m < work.range.full_begin || m >= work.range.full_end, work,
+                 self.warp_row, m * Traits::kBlockM, self.lane);
     row_ring.arrive_empty();
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
@@ -180,7 +180,8 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     }
     const auto p_ring = row_ring.in(smem.p_ring);
     p_ring.wait_empty();
-    store_rounded(smem.p(p_ring.stage()), S, 0, self.warp_row, self.opaque_lane());
+    store_exact<typename Traits::Exact>(smem.p(p_ring.stage()), S, self.warp_row,
+                                        self.opaque_lane());
     P = to_operand_a<Element>(S);
     __syncwarp();
     if (self.lane == 0) p_ring.arrive_full();
@@ -245,8 +246,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
     if constexpr (kLate) start_dk();
     auto& scores = smem.scores[row_ring.stage()];
-    differentiate(dP, smem.p(row_ring.stage()), self.warp_row,
-                  smem.row_values[row_ring.stage()].delta, self.lane);
+    differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row,
+                                          smem.row_values[row_ring.stage()].delta, self.lane);
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
       end_dk();

@@ -1,7 +1,10 @@
 // What the roles of the backward kernel for wide heads share: types of tiles, shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "bwd_config.h"
+#include "bwd_pair_scores.cuh"
 #include "bwd_work.cuh"
 #include "ptx/cluster.cuh"
 #include "tile/ring.cuh"
@@ -32,9 +35,12 @@ struct BwdPairTraits {
   static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
 
   using ProbabilityTile = SmemTile<__half, kBlockN, kBlockM>;  // in the place of dS
-  using Scores = Accumulator<1, kBlockM>;                      // Sᵀ, dPᵀ
-  using ScoresOperand = OperandA<1, kBlockM>;                  // the same, rounded: Pᵀ, dSᵀ
-  using QueryGradient = Accumulator<1, kSlabCols>;             // a slab of dQ
+  // At d = 256 there are no registers for a twelfth bit.
+  using Exact =
+      std::conditional_t<kDType == DType::kFp16 && kHeadDim <= 192, UnsignedHalfScores, HalfScores>;
+  using Scores = Accumulator<1, kBlockM>;           // Sᵀ, dPᵀ
+  using ScoresOperand = OperandA<1, kBlockM>;       // the same, rounded: Pᵀ, dSᵀ
+  using QueryGradient = Accumulator<1, kSlabCols>;  // a slab of dQ
 
   using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
 };

@@ -12,17 +12,30 @@
 
 namespace flash_attn::sm90 {
 
-// P = exp(S - LSE), 0 where nothing is seen: after the exponential, which may overflow there.
-// lse_log2: of the block's queries, in shared memory. row: the first of the warp's 16 keys, counted from
-// work.first_key.
+// LSE or delta of a lane's queries: two of every eight of some of a block's queries.
+template <int kQueries>
+struct LaneValues {
+  float2 pairs[kQueries / 8];
+
+  // values: of the block's queries, in shared memory, the first one wanted ahead.
+  __device__ __forceinline__ void read(const float* values, int lane) {
+#pragma unroll
+    for (int n = 0; n < kQueries / 8; ++n) {
+      pairs[n] = *reinterpret_cast<const float2*>(values + n * 8 + lane % 4 * 2);
+    }
+  }
+};
+
+// P = exp(S - LSE), 0 where nothing is seen: after the exponential, which may overflow there. row: the
+// first of the warp's 16 keys, counted from work.first_key.
 template <int kBlockM>
 __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
-                                             const float (&lse_log2)[kBlockM], bool masked,
+                                             const LaneValues<kBlockM>& lse_log2, bool masked,
                                              const BwdWork& work, int row, int first_query,
                                              int lane) {
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
-    const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + n * 8 + lane % 4 * 2);
+    const float2 lse = lse_log2.pairs[n];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& s = S.data[0][n][i];
@@ -51,16 +64,16 @@ __device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
   }
 }
 
-// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, of the queries from kFirst to kEnd. delta: of
-// the block's queries, in shared memory.
-template <typename Element, int kFirst, int kEnd, int kBlockM>
+// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, of kQueries queries from kFirst on, whose delta
+// this is.
+template <typename Element, int kFirst, int kQueries, int kBlockM>
 __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
                                               const Accumulator<1, kBlockM>& P,
                                               const Accumulator<1, kBlockM>& dP,
-                                              const float (&delta)[kBlockM], int lane) {
+                                              const LaneValues<kQueries>& delta) {
 #pragma unroll
-  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+  for (int n = kFirst / 8; n < (kFirst + kQueries) / 8; ++n) {
+    const float2 pair = delta.pairs[n - kFirst / 8];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float* const p = P.data[0][n] + 2 * row;
@@ -239,31 +252,6 @@ __device__ __forceinline__ void differentiate_weights(
     x[n % 2 * 2 + 1] =
         flash_attn::ptx::pack<Element>(differentiate_weight(weight.z, dp[2], pair.x),
                                        differentiate_weight(weight.w, dp[3], pair.y));
-  }
-}
-
-// dS = P ∘ (dP - delta) in place of dP, from kExactScale · P in shared memory (store_rounded), and from
-// delta / kExactScale. first_row: of the warp's rows in the tile.
-template <typename Tile, int kBlockM>
-__device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
-                                              int first_row, const float (&delta)[kBlockM],
-                                              int lane) {
-  const uint32_t address = P.address(first_row + lane % 16, lane / 16 * 8);
-#pragma unroll
-  for (int col = 0; col < kBlockM; col += 16) {
-    uint32_t p_pairs[4];
-    flash_attn::ptx::ldmatrix_x4(p_pairs, Tile::advance(address, 0, col));
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 pair = *reinterpret_cast<const float2*>(delta + col + n * 8 + lane % 4 * 2);
-      float (&dp)[4] = dP.data[0][col / 8 + n];
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const float2 p = flash_attn::ptx::unpack<typename Tile::Element>(p_pairs[2 * n + row]);
-        dp[2 * row] = p.x * fmaf(dp[2 * row], 1 / kExactScale, -pair.x);
-        dp[2 * row + 1] = p.y * fmaf(dp[2 * row + 1], 1 / kExactScale, -pair.y);
-      }
-    }
   }
 }
 

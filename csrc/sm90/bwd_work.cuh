@@ -142,7 +142,10 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
       params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
           group);
   // Head after head: the blocks walk over the same Q and dO together, and a pool's sums are complete soon.
-  if (sequences_are_alike(params) || params.dq_pool.places > 0) scheduler.section_heads = 1;
+  // But blocks of one head that take turns come one behind the other: then as few of them as the L2 cache
+  // allows run together.
+  const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
+  if (together || params.dq_pool.places > 0) scheduler.section_heads = 1;
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;
 }

@@ -1,0 +1,86 @@
+// P on its way from the warpgroup that computes it to the one that computes dS, through shared memory.
+#pragma once
+
+#include "../cuda/ptx/ldmatrix.cuh"
+#include "bwd_scores.cuh"
+#include "ptx/pack.cuh"
+#include "ptx/stmatrix.cuh"
+
+namespace flash_attn::sm90 {
+
+// Two of kExactScale · P in 16 bits each, as fp16. For a dS in bf16: 11 bits are three more than it keeps.
+struct HalfScores {
+  __device__ __forceinline__ static uint32_t pack(float low, float high) {
+    return flash_attn::ptx::pack<__half>(low, high);
+  }
+  __device__ __forceinline__ static float2 unpack(uint32_t packed) {
+    return flash_attn::ptx::unpack<__half>(packed);
+  }
+};
+
+// For a dS in fp16 that is as coarse as its own rounding. P has no sign, so here the place of the sign holds
+// a twelfth bit, which follows fp16's last one. It takes registers.
+struct UnsignedHalfScores {
+  static constexpr uint32_t kLastBit = 1u << 12, kExponent = 0x7f800000u;  // of a float
+
+  __device__ __forceinline__ static uint32_t pack(float low, float high) {
+    const float a = half_unit_more(low), b = half_unit_more(high);
+    return ptx::pack_toward_zero(a, b) | (__float_as_uint(a) << 3 & 0x8000u) |
+           (__float_as_uint(b) << 19 & 0x80000000u);
+  }
+  __device__ __forceinline__ static float2 unpack(uint32_t packed) {
+    const float2 pair = flash_attn::ptx::unpack<__half>(packed & 0x7fff7fffu);
+    const auto with = [](float x, uint32_t bits) {
+      return __uint_as_float(__float_as_uint(x) | (bits & kLastBit));
+    };
+    return {with(pair.x, packed >> 3), with(pair.y, packed >> 19)};
+  }
+
+ private:
+  // So that cutting off behind the twelfth bit rounds to nearest. NaN stays NaN.
+  __device__ __forceinline__ static float half_unit_more(float x) {
+    return fmaf(__uint_as_float(__float_as_uint(x) & kExponent), 0x1p-12f, x);
+  }
+};
+
+// P: kExactScale times what it is. first_row: of the warp's rows in the tile.
+template <typename Exact, typename Tile, int kBlockM>
+__device__ __forceinline__ void store_exact(Tile& tile, const Accumulator<1, kBlockM>& P,
+                                            int first_row, int lane) {
+  const uint32_t address = tile.address(first_row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int col = 0; col < kBlockM; col += 16) {
+    const float (&left)[4] = P.data[0][col / 8];
+    const float (&right)[4] = P.data[0][col / 8 + 1];
+    ptx::stmatrix_x4(Tile::advance(address, 0, col),
+                     {Exact::pack(left[0], left[1]), Exact::pack(left[2], left[3]),
+                      Exact::pack(right[0], right[1]), Exact::pack(right[2], right[3])});
+  }
+}
+
+// dS = P ∘ (dP - delta) in place of dP, from P as store_exact() left it, and from delta / kExactScale.
+// first_row: of the warp's rows in the tile.
+template <typename Exact, typename Tile, int kBlockM>
+__device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
+                                              int first_row, const float (&delta)[kBlockM],
+                                              int lane) {
+  const uint32_t address = P.address(first_row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int col = 0; col < kBlockM; col += 16) {
+    uint32_t p_pairs[4];
+    flash_attn::ptx::ldmatrix_x4(p_pairs, Tile::advance(address, 0, col));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 pair = *reinterpret_cast<const float2*>(delta + col + n * 8 + lane % 4 * 2);
+      float (&dp)[4] = dP.data[0][col / 8 + n];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float2 p = Exact::unpack(p_pairs[2 * n + row]);
+        dp[2 * row] = p.x * fmaf(dp[2 * row], 1 / kExactScale, -pair.x);
+        dp[2 * row + 1] = p.y * fmaf(dp[2 * row + 1], 1 / kExactScale, -pair.y);
+      }
+    }
+  }
+}
+
+}  // namespace flash_attn::sm90
