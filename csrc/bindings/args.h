@@ -90,6 +90,11 @@ struct DecodeArgs {
   bool batch_invariant, return_max_logits;
   OptName backend;
 
+  // Keys of one sequence that the cache has room for.
+  c10::SymInt capacity() const {
+    const c10::SymInt rows = k_cache.sym_size(1);  // of a page, with block_table
+    return block_table ? block_table->sym_size(1) * rows : rows;
+  }
   auto tie() {
     return std::tie(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, leftpad_k, block_table,
                     alibi_slopes, learnable_sink, k_descale, v_descale, softmax_scale, causal,
