@@ -154,6 +154,26 @@ def heads_first(
     where something has to be broadcast or cast, the scale is not above 0, or a tensor is a subclass
     or otherwise not what kernels read as it lies there."""
 
+def rows_first(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    deterministic: bool,
+    backend: str | None,
+    /,
+) -> Tensor | None:
+    """fwd of (batch, rows, heads, d), of which out alone is wanted, differentiable as fwd is. None
+    where something has to be cast, or a tensor is a subclass or otherwise not what kernels read as
+    it lies there."""
+
 def rng_state(like: Tensor, /) -> Tensor:
     """int64 (2): a fresh seed and offset from torch's generator of like's device."""
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
+from flash_attn._masked_call import lower_mask, packed_lengths, runs_packed, used_lengths
+from flash_attn._pages import unpage
 from flash_attn.masks import Mask, lowering
-from flash_attn.masks.tiles import Geometry, Tiled, is_top_left
+from flash_attn.masks.tiles import Tiled, is_top_left
 
 # `names`: the backends that this thread's or async context's use_backend blocks name, outermost
 # first. torch.compile guards on it.
@@ -64,125 +66,6 @@ def window_sides(window_size):
 def dense_seqlen(x: Tensor) -> int:
     """The length of a (batch, seqlen, heads, d) tensor; 0 for another rank, which C++ reports."""
     return x.size(1) if x.dim() == 4 else 0
-
-
-def _check_pages(k: Tensor, v: Tensor, block_table: Tensor, **indices: Tensor | None) -> None:
-    for name, tensor in {"v": v, "block_table": block_table, **indices}.items():
-        if tensor is not None and tensor.device != k.device:
-            raise RuntimeError(
-                f"flash_attn: {name}: expected device {k.device} as k has, got {tensor.device}"
-            )
-    for name, tensor in indices.items():
-        if tensor is not None and (tensor.dim() != 1 or tensor.dtype != torch.int32):
-            raise RuntimeError(
-                f"flash_attn: {name}: expected int32 of one dimension, got {shown(tensor)}"
-            )
-    if block_table.dim() != 2 or block_table.dtype != torch.int32:
-        raise RuntimeError(
-            "flash_attn: block_table: expected int32 of shape (batch, max_pages), got"
-            f" {block_table.dtype} of shape {tuple(block_table.shape)}"
-        )
-    for name, cache in (("k", k), ("v", v)):
-        if cache.dim() != 4:
-            raise RuntimeError(
-                f"flash_attn: {name}: expected shape (num_pages, page_size, heads_kv, d) with"
-                f" block_table, got {tuple(cache.shape)}"
-            )
-    if k.shape[:2] != v.shape[:2]:
-        raise RuntimeError(
-            f"flash_attn: v: expected {k.size(0)} pages of {k.size(1)} keys as k has, got"
-            f" {v.size(0)} of {v.size(1)}"
-        )
-
-
-def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
-    """A paged cache (num_pages, page_size, …) as (batch, max_pages * page_size, …): a copy.
-
-    A page that does not exist is a copy of another one; of zeros, if there is none.
-    """
-    if cache.size(0) == 0:
-        cache = torch.cat([cache, cache.new_zeros(1, *cache.shape[1:])])
-    return cache[block_table.clamp(0, cache.size(0) - 1)].flatten(1, 2)
-
-
-def _mask_missing(k, missing, page_size, attn_bias, max_seqlen_k, leftpad_k):
-    """The gathered k and the bias of a call in which pages, bool (batch, max_pages), are missing.
-
-    On the CPU their keys are masked. A GPU's kernels take no mask and its host cannot know whether
-    one is needed: there a NaN in each key shows in every row that sees one.
-    """
-    if not k.is_cpu:
-        lost = missing.repeat_interleave(page_size, 1)[..., None]
-        k[..., 0].masked_fill_(lost, float("nan"))
-        return k, attn_bias
-    if missing.size(1) == 0 or not (torch.compiler.is_compiling() or bool(missing.any())):
-        return k, attn_bias
-    position = torch.arange(max_seqlen_k, device=k.device).expand(missing.size(0), -1)
-    if leftpad_k is not None:
-        position = position + leftpad_k.clamp(min=0)[:, None]
-    page = (position // page_size).clamp(max=missing.size(1) - 1)
-    masked = missing.gather(1, page)[:, None, None]
-    if attn_bias is None:
-        return k, ~masked
-    if attn_bias.dtype == torch.bool:
-        return k, attn_bias & ~masked
-    return k, attn_bias.masked_fill(masked, float("-inf"))
-
-
-def _unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias):
-    """The pages of each sequence side by side, as a varlen call takes them.
-
-    Each sequence is padded to the table's capacity; its true length moves into seqused_k. Returns
-    k, v, cu_seqlens_k, seqused_k, attn_bias.
-    """
-    lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
-    _check_pages(k, v, block_table, leftpad_k=leftpad_k, **lengths)
-    (pages, page_size), (batch, columns) = k.shape[:2], block_table.shape
-    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    if pages == 0:
-        lengths = torch.zeros_like(lengths)
-    first = torch.arange(columns, device=k.device) * page_size
-    missing = ((block_table < 0) | (block_table >= pages)) & (first < lengths[:, None])
-    k, v = gather_pages(k, block_table), gather_pages(v, block_table)
-    k, attn_bias = _mask_missing(k, missing, page_size, attn_bias, max_seqlen_k, leftpad_k)
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * columns * page_size
-    return k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, lengths, attn_bias
-
-
-def _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left):
-    """The key that each sequence's query 0 meets on its diagonal: of Geometry."""
-    if is_top_left:
-        return 0
-    if lengths_q is None:
-        return max_seqlens[1] - max_seqlens[0]
-    return (lengths_k.long() - lengths_q.long())[:, None, None, None]
-
-
-def _lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, lengths_k=None):
-    """The window, attn_bias and tiles of a call whose attn_bias is a mask."""
-    if not isinstance(q, Tensor) or q.dim() != (4 if lengths_q is None else 3):
-        return window, None, Tiled(None)  # which C++ reports
-    diagonal = _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left)
-    at = Geometry(*max_seqlens, diagonal, q.device)
-    batch = q.size(0) if lengths_q is None else lengths_q.size(0)
-    lower = lowering.lower if lengths_q is None else lowering.lower_to_bool
-    lowered = lower(mask, batch, q.size(-2), at)
-    return (
-        lowering.intersect_windows(window, lowered.window),
-        lowered.attn_bias,
-        lowered.tiled or Tiled(None),
-    )
-
-
-def _used_lengths(cu_seqlens, seqused, leftpad=None):
-    """int32 (batch): what counts of each sequence. cu_seqlens: None where pages hold the keys."""
-    if cu_seqlens is None:
-        lengths = seqused
-    else:
-        lengths = cu_seqlens.diff()
-        if seqused is not None:
-            lengths = torch.minimum(lengths, seqused)
-    return lengths if leftpad is None else (lengths - leftpad).clamp(min=0)
 
 
 def fwd_arguments(
@@ -240,10 +123,10 @@ def fwd_arguments(
         lengths = ()
         if cu_seqlens_q is not None:
             lengths = (
-                _used_lengths(cu_seqlens_q, seqused_q),
-                _used_lengths(cu_seqlens_k, seqused_k, leftpad_k),
+                used_lengths(cu_seqlens_q, seqused_q),
+                used_lengths(cu_seqlens_k, seqused_k, leftpad_k),
             )
-        (window_left, window_right), attn_bias, tiled = _lower_mask(
+        (window_left, window_right), attn_bias, tiled = lower_mask(
             attn_bias,
             q,
             (max_seqlen_q, max_seqlen_k),
@@ -252,7 +135,7 @@ def fwd_arguments(
             *lengths,
         )
     if block_table is not None:
-        k, v, cu_seqlens_k, seqused_k, attn_bias = _unpage(
+        k, v, cu_seqlens_k, seqused_k, attn_bias = unpage(
             k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
         )
     if rng_state is None and dropout_p > 0.0:
@@ -312,49 +195,67 @@ def fwd(arguments):
     return results
 
 
+def _is_only_eager(attn_bias) -> bool:
+    """Whether a call is nothing but the op: neither traced, transformed, logged, nor rewritten."""
+    return not (
+        torch.compiler.is_compiling()
+        or _functorch.is_active()
+        or _log.ENABLED
+        or _checks.ENABLED
+        or isinstance(attn_bias, Mask)
+    )
+
+
 def heads_first(query, key, value, attn_mask, dropout_p, scale, causal, gqa):
     """The op `fwd` of (batch, heads, rows, d), turned in C++; None where the call needs more."""
-    if torch.compiler.is_compiling() or _functorch.is_active() or _log.ENABLED:
-        return None
-    if isinstance(attn_mask, Mask):
+    if not _is_only_eager(attn_mask):
         return None
     options = (dropout_p, scale, causal, gqa, forced_backend())
     return C.heads_first(query, key, value, attn_mask, *options)
 
 
-def _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
-    """The windows and bounds of packed documents that a varlen call serves, and as fast as any."""
-    if not isinstance(attn_bias, Mask) or not isinstance(q, Tensor) or q.dim() != 4:
+def rows_first(
+    q,
+    k,
+    v,
+    attn_bias,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    causal_alignment,
+    softcap,
+    deterministic,
+):
+    """The op `fwd` of (batch, rows, heads, d), of which out alone is wanted; None where the call
+    needs more. It has fewer hops than fwd(fwd_arguments(…))."""
+    if not _is_only_eager(attn_bias):
         return None
-    # Its dropout is another one; where slopes are each sequence's own, sequences are others.
-    plain = dropout_p == 0.0 and not return_probs
-    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+    left, right = window_sides(window_size)
+    if type(left) is not int or type(right) is not int:
         return None
-    # ATen pads sequences that only the device knows: each to the length of all.
-    fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
-    same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
-    return lowering.packed_bounds(attn_bias) if plain and fast and same else None
-
-
-def _packed_lengths(bounds, batch, seqlen):
-    """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
-
-    Before a sequence's first document and behind its last one lie queries without keys.
-    """
-    bounds = bounds.clamp(0, seqlen).expand(batch, -1)
-    zero = torch.zeros_like(bounds[:, :1])
-    start = torch.arange(batch, dtype=torch.int32, device=bounds.device)[:, None] * seqlen
-    cu_seqlens = (torch.cat([zero, bounds], 1) + start).flatten()
-    cu_seqlens = torch.cat([cu_seqlens, torch.full_like(cu_seqlens[:1], batch * seqlen)])
-    used = torch.cat([zero, bounds.diff(), zero], 1).flatten()
-    return cu_seqlens, used
+    return C.rows_first(
+        q,
+        k,
+        v,
+        attn_bias,
+        dropout_p,
+        softmax_scale,
+        causal,
+        left,
+        right,
+        is_top_left(causal_alignment),
+        softcap,
+        deterministic,
+        forced_backend(),
+    )
 
 
 def attend(
     q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options
 ):
     """The op `fwd` of dense tensors, or what packed documents make of it."""
-    packed = _runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs)
+    packed = runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs)
     if packed is None:
         return fwd(
             fwd_arguments(
@@ -373,7 +274,7 @@ def attend(
     if batch == 1 and options.get("learnable_sink") is None:
         cu_seqlens, used = bounds.flatten(), None  # rows outside of all documents: out 0, LSE -inf
     else:
-        cu_seqlens, used = _packed_lengths(bounds, batch, seqlen)
+        cu_seqlens, used = packed_lengths(bounds, batch, seqlen)
     window = lowering.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
     out, softmax_lse, *rest = fwd(
         fwd_arguments(

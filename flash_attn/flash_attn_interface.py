@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Other packages reach the next two imports through this module.
 from flash_attn import _positional as flash_attn_gpu  # noqa: F401
-from flash_attn._call import as_int, attend, fwd, fwd_arguments
+from flash_attn._call import as_int, attend, fwd, fwd_arguments, rows_first
 from flash_attn._errors import explain
 from flash_attn._functions import (  # noqa: F401
     _get_block_size_n,
@@ -151,6 +151,23 @@ def flash_attn_func(
             input has a tangent of forward-mode AD.
     """
     try:
+        is_out_alone = not (return_attn_probs or return_max_logits)
+        if is_out_alone and alibi_slopes is None and learnable_sink is None:
+            out = rows_first(
+                q,
+                k,
+                v,
+                attn_bias,
+                dropout_p,
+                softmax_scale,
+                causal,
+                window_size,
+                causal_alignment,
+                softcap,
+                deterministic,
+            )
+            if out is not None:
+                return out
         results = attend(
             q,
             k,

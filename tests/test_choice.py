@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -193,3 +196,25 @@ def test_many_new_tokens_against_a_cache() -> None:
 )
 def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:
     assert explain(DEFAULT, H100, **options).startswith(plan)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("gpu", [A100, H100])
+def test_a_plan_asks_for_no_memory(op: str, gpu: int) -> None:
+    """Every call is planned: words that say why a backend cannot serve one are put together where
+    somebody reads them."""
+    code = f"""
+import ctypes
+count = ctypes.CDLL({str(LIBRARY)!r}).flash_attn_allocations_of_plan
+count.restype = ctypes.c_long
+for tokens in (1, 300):
+    print(count({DEFAULT.encode()!r}, {gpu}, {OPS[op]}, 128, tokens))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"LD_PRELOAD": str(LIBRARY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["0", "0"]

@@ -236,6 +236,37 @@ def test_garbage_in_the_index_tensors(draw: int, which: str, target: Target, see
         compare(problem, results, expect(problem))
 
 
+@each_target(*ATTENTION_TARGETS, SM90)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k", "both"])
+@pytest.mark.parametrize(
+    "starts", [(0, 430, 250, 600), (0, 600, 0, 600), (600, 400, 200, 0)], ids=str
+)
+def test_sequences_that_overlap_wait_for_nobody(
+    starts: tuple[int, ...], which: str, deterministic: bool, target: Target, seed: int
+) -> None:
+    """An error of the caller without a right result: but every row is defined, no kernel waits for
+    a tile that does not exist, and the next call is right."""
+    case = Case(
+        lengths_q=(200, 200, 200),
+        lengths_k=(200, 200, 200),
+        dtype="fp16",
+        heads_q=2,
+        deterministic=deterministic,
+        causal=True,
+    )
+    problem = Problem(case, seed, target.device)
+    right = problem.index_tensors()
+    wrong = torch.tensor(starts, dtype=torch.int32, device=target.device)
+    names = ["cu_seqlens_q", "cu_seqlens_k"] if which == "both" else [which]
+    expected, problem.max_q, problem.max_k = expect(problem), 600, 600
+    problem.index_tensors = lambda: right | dict.fromkeys(names, wrong)
+    for name, x in run(problem, target.backend).items():
+        assert x.isfinite().all() or name == "lse", name
+    problem.index_tensors = lambda: right
+    compare(problem, run(problem, target.backend), expected)
+
+
 @each_target(*ATTENTION_TARGETS)
 def test_index_tensors_of_any_stride(target: Target, seed: int) -> None:
     case = Case(lengths_q=(70, 3, 129), lengths_k=(70, 190, 1), dtype="bf16")

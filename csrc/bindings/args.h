@@ -36,12 +36,17 @@ struct AttnArgs {
   double softcap;
   bool deterministic;
 
-  auto tie() {
-    return std::tie(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,
-                    block_table, attn_bias, alibi_slopes, learnable_sink, rng_state, mask_tiles,
-                    mask_rows, mask_labels, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-                    causal, window_left, window_right, top_left, softcap, deterministic);
+  template <class Self>
+  static auto tied(Self& self) {
+    return std::tie(self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q,
+                    self.seqused_k, self.leftpad_k, self.block_table, self.attn_bias,
+                    self.alibi_slopes, self.learnable_sink, self.rng_state, self.mask_tiles,
+                    self.mask_rows, self.mask_labels, self.max_seqlen_q, self.max_seqlen_k,
+                    self.dropout_p, self.softmax_scale, self.causal, self.window_left,
+                    self.window_right, self.top_left, self.softcap, self.deterministic);
   }
+  auto tie() { return tied(*this); }
+  auto tie() const { return tied(*this); }
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
 };
 
@@ -85,6 +90,11 @@ struct DecodeArgs {
   bool batch_invariant, return_max_logits;
   OptName backend;
 
+  // Keys of one sequence that the cache has room for.
+  c10::SymInt capacity() const {
+    const c10::SymInt rows = k_cache.sym_size(1);  // of a page, with block_table
+    return block_table ? block_table->sym_size(1) * rows : rows;
+  }
   auto tie() {
     return std::tie(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, leftpad_k, block_table,
                     alibi_slopes, learnable_sink, k_descale, v_descale, softmax_scale, causal,
@@ -146,12 +156,18 @@ FLASH_ATTN_API BwdResult call_bwd(BwdArgs args);
 FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
 FLASH_ATTN_API DecodeResult call_kvcache(KvcacheArgs args);
 FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
-// The op fwd as torch's scaled_dot_product_attention, of ordinary tensors (batch, heads, rows, d) with
-// nothing to broadcast, cast or transform; none: the call is not of that kind.
+// The op fwd, of which out alone is wanted, of ordinary tensors with nothing to cast or transform;
+// none: the call is not of that kind. As torch's scaled_dot_product_attention, (batch, heads, rows, d)
+// with nothing to broadcast; and of (batch, rows, heads, d).
 FLASH_ATTN_API OptTensor call_heads_first(at::Tensor query, at::Tensor key, at::Tensor value,
                                           OptTensor mask, double dropout_p,
                                           std::optional<double> scale, bool causal, bool gqa,
                                           OptName backend);
+FLASH_ATTN_API OptTensor call_rows_first(at::Tensor q, at::Tensor k, at::Tensor v,
+                                         OptTensor attn_bias, double dropout_p,
+                                         std::optional<double> softmax_scale, bool causal,
+                                         int64_t window_left, int64_t window_right, bool top_left,
+                                         double softcap, bool deterministic, OptName backend);
 
 // The backend that serves a call; every other one with its reasons why not; of each that can, how.
 using Explanation = std::tuple<std::string, std::map<std::string, std::vector<std::string>>,

@@ -64,16 +64,20 @@ FwdArgs turned(FwdArgs args) {
   return args;
 }
 
+// What a graph gives: all results of the op; out alone; out alone of (batch, heads, rows, d), as q, k
+// and v are: turned in the function, they cost no nodes of the graph.
+enum class Wanted : int64_t { kAll, kOut, kOutHeadsFirst };
+
 class Attention : public torch::autograd::Function<Attention> {
  public:
   // The differentiable inputs come as arguments of their own, so that autograd sees them; `args`
-  // holds them too. heads_first: they are (batch, heads, rows, d), as is the one result, out; turned
-  // in here they cost no nodes of the graph.
+  // holds them too.
   static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/,
                                const Tensor& /*v*/, const OptTensor& /*attn_bias*/,
-                               const OptTensor& /*learnable_sink*/, FwdArgs args,
-                               bool heads_first) {
+                               const OptTensor& /*learnable_sink*/, const FwdArgs& args,
+                               Wanted wanted) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const bool heads_first = wanted == Wanted::kOutHeadsFirst;
     auto [out, softmax_lse, probs, max_logits] = call_fwd(heads_first ? turned(args) : args);
 
     // The inputs as they came: a view made here would not hear of a write to what it views.
@@ -83,7 +87,7 @@ class Attention : public torch::autograd::Function<Attention> {
     std::apply([&](const auto&... field) { (saved.put(field), ...); }, args.attn.tie());
     saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend))
                                            : c10::IValue());
-    saved.values.emplace_back(heads_first);
+    saved.values.emplace_back(static_cast<int64_t>(wanted));
     ctx->save_for_backward(std::move(saved.tensors));
     ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
     ctx->set_materialize_grads(false);
@@ -94,6 +98,7 @@ class Attention : public torch::autograd::Function<Attention> {
                                                  torch::autograd::impl::version_counter(out));
       return {result};
     }
+    if (wanted == Wanted::kOut) return {out};
     ctx->mark_non_differentiable({probs, max_logits});
     return {out, softmax_lse, probs, max_logits};
   }
@@ -109,18 +114,16 @@ class Attention : public torch::autograd::Function<Attention> {
     std::apply([&](auto&... field) { (restore.get(field), ...); }, args.attn.tie());
     const c10::IValue& backend = elements[elements.size() - 2];
     if (!backend.isNone()) args.backend = backend.toStringView();
-    const bool heads_first = elements[elements.size() - 1].toBool();
+    const auto given = static_cast<Wanted>(elements[elements.size() - 1].toInt());
+    const bool heads_first = given == Wanted::kOutHeadsFirst;
 
     if (!grads[0].defined()) {
       args.dout = at::zeros_like(args.out);
     } else {
       args.dout = heads_first ? turned(grads[0]) : grads[0];
     }
-    if (heads_first) {
-      turn(args.attn);
-    } else if (grads[1].defined()) {
-      args.dlse = grads[1];
-    }
+    if (heads_first) turn(args.attn);
+    if (given == Wanted::kAll && grads[1].defined()) args.dlse = grads[1];
     // Autograd numbers only the inputs that are there.
     const std::array<bool, 5> present = {true, true, true, args.attn.attn_bias.has_value(),
                                          args.attn.learnable_sink.has_value()};
@@ -170,8 +173,8 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   // A backend that was named has to serve the backward too: better refused here than in the middle
   // of it.
   if (args.backend) select_backend(backward_shape(args), args.backend);
-  const variable_list results =
-      Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args, false);
+  const variable_list results = Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias,
+                                                 attn.learnable_sink, args, Wanted::kAll);
   return {results[0], results[1], results[2], results[3]};
 }
 
@@ -192,20 +195,37 @@ bool is_cast_by_autocast(const Tensor& x) {
   return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
 }
 
+bool are_ordinary(const AttnArgs& attn) {
+  return attn.q.dim() == 4 && attn.k.dim() == 4 && attn.v.dim() == 4 &&
+         !is_cast_by_autocast(attn.q) && is_ordinary(attn.q) && is_ordinary(attn.k) &&
+         is_ordinary(attn.v) && (!attn.attn_bias || is_ordinary(*attn.attn_bias));
+}
+
+// The op fwd of tensors that are ordinary, of which out alone is wanted: the dispatcher has nothing to
+// do above autograd.
+Tensor out_of(FwdArgs args, bool heads_first) {
+  AttnArgs& attn = args.attn;
+  const int rows = heads_first ? 2 : 1;
+  attn.max_seqlen_q = attn.q.size(rows);
+  attn.max_seqlen_k = attn.k.size(rows);
+  if (attn.dropout_p > 0.0) attn.rng_state = call_rng_state(attn.q);
+  if (needs_graph(attn)) {
+    if (args.backend) {
+      select_backend(backward_shape(heads_first ? turned(args) : args), args.backend);
+    }
+    return Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args,
+                            heads_first ? Wanted::kOutHeadsFirst : Wanted::kOut)[0];
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!heads_first) return std::get<0>(call_fwd(std::move(args)));
+  turn(attn);
+  return turned(std::get<0>(call_fwd(std::move(args))));
+}
+
 }  // namespace
 
 OptTensor call_heads_first(Tensor query, Tensor key, Tensor value, OptTensor mask, double dropout_p,
                            std::optional<double> scale, bool causal, bool gqa, OptName backend) {
-  const auto dims_fit = query.dim() == 4 && key.dim() == 4 && value.dim() == 4;
-  if (!dims_fit || query.size(0) != key.size(0) || query.size(0) != value.size(0) ||
-      key.size(1) != value.size(1) || (!gqa && query.size(1) != key.size(1)) ||
-      (scale && *scale <= 0) || is_cast_by_autocast(query)) {
-    return std::nullopt;
-  }
-  for (const Tensor* x : {&query, &key, &value}) {
-    if (!is_ordinary(*x)) return std::nullopt;
-  }
-  if (mask && !is_ordinary(*mask)) return std::nullopt;
   FwdArgs args{.attn = {.q = std::move(query),
                         .k = std::move(key),
                         .v = std::move(value),
@@ -219,18 +239,37 @@ OptTensor call_heads_first(Tensor query, Tensor key, Tensor value, OptTensor mas
                         .softcap = 0.0,
                         .deterministic = false},
                .return_probs = false,
+               .return_max_logits = false,
                .backend = backend};
-  AttnArgs& attn = args.attn;
-  attn.max_seqlen_q = attn.q.size(2);
-  attn.max_seqlen_k = attn.k.size(2);
-  if (dropout_p > 0.0) attn.rng_state = call_rng_state(attn.q);
-  if (needs_graph(attn)) {
-    if (backend) select_backend(backward_shape(turned(args)), backend);
-    return Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args,
-                            true)[0];
+  const auto& [q, k, v] = std::tie(args.attn.q, args.attn.k, args.attn.v);
+  if (!are_ordinary(args.attn) || q.size(0) != k.size(0) || q.size(0) != v.size(0) ||
+      k.size(1) != v.size(1) || (!gqa && q.size(1) != k.size(1)) || (scale && *scale <= 0)) {
+    return std::nullopt;
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return turned(std::get<0>(call_fwd(turned(std::move(args)))));
+  return out_of(std::move(args), true);
+}
+
+OptTensor call_rows_first(Tensor q, Tensor k, Tensor v, OptTensor attn_bias, double dropout_p,
+                          std::optional<double> softmax_scale, bool causal, int64_t window_left,
+                          int64_t window_right, bool top_left, double softcap, bool deterministic,
+                          OptName backend) {
+  FwdArgs args{.attn = {.q = std::move(q),
+                        .k = std::move(k),
+                        .v = std::move(v),
+                        .attn_bias = std::move(attn_bias),
+                        .dropout_p = dropout_p,
+                        .softmax_scale = softmax_scale,
+                        .causal = causal,
+                        .window_left = window_left,
+                        .window_right = window_right,
+                        .top_left = top_left,
+                        .softcap = softcap,
+                        .deterministic = deterministic},
+               .return_probs = false,
+               .return_max_logits = false,
+               .backend = backend};
+  if (!are_ordinary(args.attn)) return std::nullopt;
+  return out_of(std::move(args), false);
 }
 
 namespace {

@@ -1,7 +1,5 @@
 #include "cache_call.h"
 
-#include "checks.h"
-
 namespace flash_attn {
 namespace {
 
@@ -12,7 +10,9 @@ const T* pointer(const OptTensor& tensor) {
 
 }  // namespace
 
-DecodeArgs kernel_args(DecodeArgs args) {
+CacheCall cache_call(const CallShape& shape, const DecodeArgs& given, const KvcacheArgs* tokens) {
+  CacheCall call = {.args = given, .params = {}};
+  DecodeArgs& args = call.args;
   args.q = readable(args.q);
   args.k_cache = readable(args.k_cache);
   args.v_cache = readable(args.v_cache);
@@ -23,10 +23,6 @@ DecodeArgs kernel_args(DecodeArgs args) {
   if (args.learnable_sink) {
     args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
   }
-  return args;
-}
-
-CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens) {
   const auto batch_stride = [](const OptTensor& descale) {
     return descale && descale->dim() == 2 ? descale->stride(0) : 0;
   };
@@ -34,61 +30,37 @@ CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens) {
     return descale ? descale->stride(-1) : 0;
   };
   const bool rotates = tokens != nullptr && tokens->rotary_cos && tokens->rotary_cos->size(1) > 0;
-  return {.k_cache = args.k_cache.const_data_ptr(),
-          .v_cache = args.v_cache.const_data_ptr(),
-          .k_strides = strides_of(args.k_cache),
-          .v_strides = strides_of(args.v_cache),
-          .cache_dtype = dtype_of(args.k_cache),
-          .cache_rows = static_cast<int>(args.k_cache.size(0)),
-          .capacity = static_cast<int>(capacity_of(args)),
-          .page_size = static_cast<int>(args.k_cache.size(1)),
-          .block_table = pointer<int32_t>(args.block_table),
-          .table_stride = args.block_table ? args.block_table->size(1) : 0,
-          .table_rows = args.block_table ? static_cast<int>(args.block_table->size(0)) : 0,
-          .cache_batch_idx = pointer<int32_t>(args.cache_batch_idx),
-          .cache_seqlens = pointer<int32_t>(args.cache_seqlens),
-          .seqlen_new = tokens == nullptr ? 0 : static_cast<int>(tokens->k.size(1)),
-          .k_descale = pointer<float>(args.k_descale),
-          .v_descale = pointer<float>(args.v_descale),
-          .k_descale_batch_stride = batch_stride(args.k_descale),
-          .k_descale_head_stride = head_stride(args.k_descale),
-          .v_descale_batch_stride = batch_stride(args.v_descale),
-          .v_descale_head_stride = head_stride(args.v_descale),
-          .rotary_cos = rotates ? tokens->rotary_cos->const_data_ptr() : nullptr,
-          .rotary_sin = rotates ? tokens->rotary_sin->const_data_ptr() : nullptr,
-          .rotary_rows = rotates ? static_cast<int>(tokens->rotary_cos->size(0)) : 0,
-          .rotary_dim = rotates ? static_cast<int>(2 * tokens->rotary_cos->size(1)) : 0,
-          .rotary_interleaved = rotates && tokens->rotary_interleaved,
-          .dtype = dtype_of(args.q),
-          .batch = static_cast<int>(args.q.size(0)),
-          .heads_kv = static_cast<int>(args.k_cache.size(2)),
-          .head_dim = static_cast<int>(args.q.size(3)),
-          .head_dim_v = static_cast<int>(args.v_cache.size(3))};
-}
-
-DecodeParams decode_params(const Plan& plan, const DecodeArgs& args, const CacheParams& cache,
-                           const DecodeResult& results) {
-  const auto& [out, lse, max_logits] = results;
-  const at::Tensor& q = args.q;
-  DecodeParams params = {};
-  static_cast<CacheParams&>(params) = cache;
-  params.q = q.const_data_ptr();
-  params.q_strides = strides_of(q);
-  params.heads_q = static_cast<int>(q.size(2));
-  params.seqlen_q = static_cast<int>(q.size(1));
-  params.group = params.heads_q / params.heads_kv;
-  params.leftpad_k = pointer<int32_t>(args.leftpad_k);
-  params.softmax_scale = static_cast<float>(resolved_scale(args.softmax_scale, q.size(3)));
-  params.window_left = window_to_params(args.window_left);
-  params.window_right = args.causal ? 0 : window_to_params(args.window_right);
-  params.rotate_by_row = params.window_left >= 0 || params.window_right >= 0;
-  params.score = score_params(args.softcap, args.alibi_slopes, args.learnable_sink, params.heads_q);
-  params.splits = plan.splits;
-  params.out = out.data_ptr();
-  params.out_strides = strides_of(out);
-  params.lse = lse.data_ptr<float>();
-  params.max_logits = max_logits_pointer(max_logits);
-  return params;
+  call.params = {.k_cache = args.k_cache.const_data_ptr(),
+                 .v_cache = args.v_cache.const_data_ptr(),
+                 .k_strides = strides_of(args.k_cache),
+                 .v_strides = strides_of(args.v_cache),
+                 .cache_dtype = shape.cache_dtype,
+                 .cache_rows = static_cast<int>(args.k_cache.size(0)),
+                 .capacity = static_cast<int>(shape.capacity),
+                 .page_size = static_cast<int>(args.k_cache.size(1)),
+                 .block_table = pointer<int32_t>(args.block_table),
+                 .table_stride = args.block_table ? args.block_table->size(1) : 0,
+                 .table_rows = args.block_table ? static_cast<int>(args.block_table->size(0)) : 0,
+                 .cache_batch_idx = pointer<int32_t>(args.cache_batch_idx),
+                 .cache_seqlens = pointer<int32_t>(args.cache_seqlens),
+                 .seqlen_new = tokens == nullptr ? 0 : static_cast<int>(tokens->k.size(1)),
+                 .k_descale = pointer<float>(args.k_descale),
+                 .v_descale = pointer<float>(args.v_descale),
+                 .k_descale_batch_stride = batch_stride(args.k_descale),
+                 .k_descale_head_stride = head_stride(args.k_descale),
+                 .v_descale_batch_stride = batch_stride(args.v_descale),
+                 .v_descale_head_stride = head_stride(args.v_descale),
+                 .rotary_cos = rotates ? tokens->rotary_cos->const_data_ptr() : nullptr,
+                 .rotary_sin = rotates ? tokens->rotary_sin->const_data_ptr() : nullptr,
+                 .rotary_rows = rotates ? static_cast<int>(tokens->rotary_cos->size(0)) : 0,
+                 .rotary_dim = rotates ? static_cast<int>(2 * tokens->rotary_cos->size(1)) : 0,
+                 .rotary_interleaved = rotates && tokens->rotary_interleaved,
+                 .dtype = shape.dtype,
+                 .batch = static_cast<int>(args.q.size(0)),
+                 .heads_kv = static_cast<int>(args.k_cache.size(2)),
+                 .head_dim = static_cast<int>(args.q.size(3)),
+                 .head_dim_v = static_cast<int>(args.v_cache.size(3))};
+  return call;
 }
 
 }  // namespace flash_attn

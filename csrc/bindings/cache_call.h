@@ -5,19 +5,13 @@
 
 namespace flash_attn {
 
-// Tensors in place where that is possible, else copies.
-DecodeArgs kernel_args(DecodeArgs args);
+struct CacheCall {
+  DecodeArgs args;     // tensors in place where that is possible, else copies
+  CacheParams params;  // of these
+};
+// tokens: appended by this call, on the same stream; or null.
+CacheCall cache_call(const CallShape& shape, const DecodeArgs& given, const KvcacheArgs* tokens);
 
-// args: of kernel_args. tokens: appended by this call, on the same stream; or null.
-CacheParams cache_params(const DecodeArgs& args, const KvcacheArgs* tokens);
-// All but the workspace.
-DecodeParams decode_params(const Plan& plan, const DecodeArgs& args, const CacheParams& cache,
-                           const DecodeResult& results);
-
-// Whether the append kernel can write to the caches as they lie.
-bool appends_in_place(const DecodeArgs& args);
-// What the append is going to write to: one place in memory for each element of both caches.
-void check_writable(const KvcacheArgs& args);
 // The tokens into the caches, in place.
 void append(const CacheParams& cache, const KvcacheArgs& tokens);
 

@@ -361,7 +361,7 @@ void check_rotary(const char* name, const Tensor& table, const KvcacheArgs& args
   TORCH_CHECK(table.dim() == 2 && table.sym_size(1) * 2 <= q.sym_size(3), "flash_attn: ", name,
               ": must have shape (rows, rotary_dim / 2) with rotary_dim at most ", q.sym_size(3),
               ", got ", table.sym_sizes());
-  const SymInt capacity = cache_capacity(args.decode);
+  const SymInt capacity = args.decode.capacity();
   TORCH_CHECK(table.sym_size(0) >= capacity, "flash_attn: ", name, ": expected at least ", capacity,
               " rows (the cache's capacity), got ", table.sym_size(0));
 }
@@ -370,11 +370,6 @@ void check_rotary(const char* name, const Tensor& table, const KvcacheArgs& args
 
 bool is_quantized(const Tensor& cache) {
   return cache.scalar_type() == at::kFloat8_e4m3fn || cache.scalar_type() == at::kChar;
-}
-
-SymInt cache_capacity(const DecodeArgs& args) {
-  const SymInt page_size = args.k_cache.sym_size(1);
-  return args.block_table ? args.block_table->sym_size(1) * page_size : page_size;
 }
 
 void check(const DecodeArgs& args) {
@@ -400,7 +395,7 @@ void check(const KvcacheArgs& args) {
   const SymInt seqlen_new = args.k.dim() == 4 ? args.k.sym_size(1) : SymInt(0);
   check_appended("k", args.k, "k_cache", decode.k_cache, seqlen_new, decode.q);
   check_appended("v", args.v, "v_cache", decode.v_cache, seqlen_new, decode.q);
-  const SymInt capacity = cache_capacity(decode);
+  const SymInt capacity = decode.capacity();
   TORCH_CHECK(seqlen_new <= capacity, "flash_attn: k: expected at most ", capacity,
               " new tokens (the capacity), got ", seqlen_new);
   TORCH_CHECK(args.rotary_cos.has_value() == args.rotary_sin.has_value(),

@@ -19,8 +19,6 @@ void check_like(const char* name, const at::Tensor& tensor, const at::Tensor& q)
 
 // Whether a cache holds numbers that a scale multiplies: float8_e4m3fn or int8.
 bool is_quantized(const at::Tensor& cache);
-// The keys that a sequence has room for.
-c10::SymInt cache_capacity(const DecodeArgs& args);
 
 // head_dim^-0.5 unless the caller chose.
 double resolved_scale(std::optional<double> softmax_scale, int64_t head_dim);

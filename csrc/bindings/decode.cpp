@@ -5,6 +5,7 @@
 #include "../cuda/decode/kvcache.h"
 #include "cache_call.h"
 #include "checks.h"
+#include "overlap.h"
 
 namespace flash_attn {
 namespace {
@@ -24,18 +25,43 @@ at::Tensor allocate_workspace(const Plan& plan, DecodeParams& params, const at::
   return workspace;
 }
 
-// args: of kernel_args.
-DecodeResult launch(const Plan& plan, const DecodeArgs& args, const CacheParams& cache) {
-  const DecodeResult results = allocate_results(args);
-  if (args.q.numel() == 0) return results;
-  DecodeParams params = decode_params(plan, args, cache, results);
+// All but the workspace.
+DecodeParams decode_params(const Plan& plan, const CacheCall& call, const DecodeResult& results) {
+  const auto& [out, lse, max_logits] = results;
+  const DecodeArgs& args = call.args;
+  const at::Tensor& q = args.q;
+  DecodeParams params = {};
+  static_cast<CacheParams&>(params) = call.params;
+  params.q = q.const_data_ptr();
+  params.q_strides = strides_of(q);
+  params.heads_q = static_cast<int>(q.size(2));
+  params.seqlen_q = static_cast<int>(q.size(1));
+  params.group = params.heads_q / params.heads_kv;
+  if (args.leftpad_k) params.leftpad_k = args.leftpad_k->const_data_ptr<int32_t>();
+  params.softmax_scale = static_cast<float>(resolved_scale(args.softmax_scale, q.size(3)));
+  params.window_left = window_to_params(args.window_left);
+  params.window_right = args.causal ? 0 : window_to_params(args.window_right);
+  params.rotate_by_row = params.window_left >= 0 || params.window_right >= 0;
+  params.score = score_params(args.softcap, args.alibi_slopes, args.learnable_sink, params.heads_q);
+  params.splits = plan.splits;
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
+  params.max_logits = max_logits_pointer(max_logits);
+  return params;
+}
+
+DecodeResult launch(const Plan& plan, const CacheCall& call) {
+  const DecodeResult results = allocate_results(call.args);
+  if (call.args.q.numel() == 0) return results;
+  DecodeParams params = decode_params(plan, call, results);
   const at::Tensor workspace = allocate_workspace(plan, params, std::get<1>(results));
   if (plan.kernel == Kernel::kFwd) {
-    prefill(plan, args, params, results);
+    prefill(plan, call.args, params, results);
   } else if (plan.kernel == Kernel::kDecode) {
-    cuda::run_decode(params, stream_of(args.q));
+    cuda::run_decode(params, stream_of(call.args.q));
   } else {
-    cuda::run_kvcache(params, plan.grid, stream_of(args.q));
+    cuda::run_kvcache(params, plan.grid, stream_of(call.args.q));
   }
   return results;
 }
@@ -45,28 +71,26 @@ DecodeResult launch(const Plan& plan, const DecodeArgs& args, const CacheParams&
 DecodeResult decode(const DecodeArgs& args) {
   check(args);
   const c10::DeviceGuard guard(args.q.device());
-  const Plan plan = make_plan(call_shape(args), args.backend);
+  const CallShape shape = call_shape(args);
+  const Plan plan = make_plan(shape, args.backend);
   if (plan.backend == Backend::kAten) return aten::decode(to_aten(args));
-  const DecodeArgs step = kernel_args(args);
-  return launch(plan, step, cache_params(step, nullptr));
+  return launch(plan, cache_call(shape, args, nullptr));
 }
 
 DecodeResult kvcache(const KvcacheArgs& args) {
   check(args);
   check_writable(args);
   const c10::DeviceGuard guard(args.decode.q.device());
-  CallShape call = call_shape(args.decode);
-  call.appends = appends_in_place(args.decode);
+  const CallShape shape = call_shape(args);
   // Before anything is written: a backend that refuses leaves the cache as it was.
-  const Plan plan = make_plan(call, args.decode.backend);
-  if (plan.backend != Backend::kAten && call.appends) {
+  const Plan plan = make_plan(shape, args.decode.backend);
+  if (plan.backend != Backend::kAten && shape.appends) {
     KvcacheArgs tokens = args;
     tokens.rotary_cos = contiguous(args.rotary_cos);
     tokens.rotary_sin = contiguous(args.rotary_sin);
-    const DecodeArgs step = kernel_args(args.decode);
-    const CacheParams cache = cache_params(step, &tokens);
-    append(cache, tokens);
-    return launch(plan, step, cache);
+    const CacheCall call = cache_call(shape, args.decode, &tokens);
+    append(call.params, tokens);
+    return launch(plan, call);
   }
   const aten::Appended appended =
       aten::append(to_aten(args.decode), {.k = args.k,
@@ -78,8 +102,7 @@ DecodeResult kvcache(const KvcacheArgs& args) {
   longer.q = appended.q;
   longer.cache_seqlens = appended.cache_seqlens;
   if (plan.backend == Backend::kAten) return aten::decode(to_aten(longer));
-  const DecodeArgs step = kernel_args(longer);
-  return launch(plan, step, cache_params(step, nullptr));
+  return launch(plan, cache_call(shape, longer, nullptr));
 }
 
 }  // namespace flash_attn

@@ -38,6 +38,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("decode", wrap_pybind_function_no_gil(&Decode::from_list<&call_decode>));
   module.def("kvcache", wrap_pybind_function_no_gil(&Kvcache::from_list<&call_kvcache>));
   module.def("heads_first", wrap_pybind_function_no_gil(&call_heads_first));
+  module.def("rows_first", wrap_pybind_function_no_gil(&call_rows_first));
   module.def("rng_state", wrap_pybind_function_no_gil(&call_rng_state));
   module.def("explain_fwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_fwd>));
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));

@@ -1,5 +1,7 @@
 #include "overlap.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
@@ -41,8 +43,8 @@ int64_t span_bytes(const at::Tensor& tensor) {
   return (last + 1) * static_cast<int64_t>(tensor.element_size());
 }
 
-}  // namespace
-
+// Whether each stride is longer than all that the smaller ones span, so that no two elements meet.
+// True of every view that torch makes but expand and unfold.
 bool strides_nest(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dims;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -57,6 +59,8 @@ bool strides_nest(const at::Tensor& tensor) {
   return true;
 }
 
+// Whether a byte belongs to an element of both. Exact: views that interleave share none. Both
+// tensors' strides nest.
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   const auto begin_a = reinterpret_cast<intptr_t>(a.const_data_ptr()),
@@ -77,6 +81,24 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
   std::vector<Steps> dims;
   for (const auto& [stride, steps] : by_stride) dims.push_back(steps);
   return reaches(dims, 0, begin_b - begin_a, static_cast<int64_t>(a.element_size()));
+}
+
+void check_places(const char* name, const at::Tensor& cache) {
+  TORCH_CHECK(strides_nest(cache), "flash_attn: ", name,
+              ": expected one place in memory for each element, as it is updated in place, got "
+              "strides ",
+              cache.strides());
+}
+
+}  // namespace
+
+void check_writable(const KvcacheArgs& args) {
+  if (args.k.numel() == 0) return;
+  check_places("k_cache", args.decode.k_cache);
+  check_places("v_cache", args.decode.v_cache);
+  TORCH_CHECK(!share_memory(args.decode.k_cache, args.decode.v_cache),
+              "flash_attn: v_cache: expected memory of its own, as both caches are updated in "
+              "place, got memory of k_cache");
 }
 
 }  // namespace flash_attn

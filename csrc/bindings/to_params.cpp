@@ -97,12 +97,18 @@ CallShape call_shape(const DecodeArgs& args) {
   call.tokens = value(args.q.sym_size(1));
   call.heads_q = value(args.q.sym_size(2));
   call.heads_kv = value(args.k_cache.sym_size(2));
-  call.capacity = capacity_of(args);
+  call.capacity = value(args.capacity());
   call.num_splits = args.num_splits;
   call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
   call.batch_invariant = args.batch_invariant;
   call.max_logits = args.return_max_logits;
+  return call;
+}
+
+CallShape call_shape(const KvcacheArgs& args) {
+  CallShape call = call_shape(args.decode);
+  call.appends = is_readable(args.decode.k_cache) && is_readable(args.decode.v_cache);
   return call;
 }
 
@@ -182,8 +188,6 @@ at::Tensor readable(const at::Tensor& tensor) {
 OptTensor contiguous(const OptTensor& tensor) {
   return tensor ? OptTensor(tensor->contiguous()) : tensor;
 }
-
-int64_t capacity_of(const DecodeArgs& args) { return value(cache_capacity(args)); }
 
 Strides strides_of(const at::Tensor& tensor) {
   const auto stride = [&](int64_t d) { return tensor.size(d) == 1 ? 0 : tensor.stride(d); };

@@ -16,6 +16,8 @@ CallShape call_shape(const FwdArgs& args);
 CallShape call_shape(const BwdArgs& args);
 CallShape backward_shape(const FwdArgs& args);  // of the backward that would follow
 CallShape call_shape(const DecodeArgs& args);
+CallShape call_shape(
+    const KvcacheArgs& args);  // appends: the append kernel can write to the caches
 
 // How the call is served; one on a GPU that falls to aten warns once for each set of reasons.
 Plan make_plan(const CallShape& call, OptName forced);
@@ -31,9 +33,6 @@ aten::DecodeArgs to_aten(const DecodeArgs& args);
 at::Tensor readable(const at::Tensor& tensor);
 bool is_readable(const at::Tensor& tensor);  // as it lies
 OptTensor contiguous(const OptTensor& tensor);
-
-// Keys of one sequence that the cache has room for.
-int64_t capacity_of(const DecodeArgs& args);
 
 // Reads (batch, row, head) strides of a dense or varlen tensor. A dimension of size 1 counts 0,
 // whatever it says.

@@ -7,14 +7,14 @@ namespace flash_attn {
 namespace {
 
 bool can_here(const KernelFamily& family, const CallShape& call) {
-  Reasons reasons;
+  Reasons reasons(/*in_words=*/false);
   if (!family.why_not_op(call.op).empty()) return false;
   family.refuse_here(reasons, call);
   return reasons.empty();
 }
 
 bool can_serve(const KernelFamily& family, const CallShape& call) {
-  Reasons reasons;
+  Reasons reasons(/*in_words=*/false);
   family.refuse_call(reasons, call);
   return reasons.empty() && can_here(family, call);
 }

@@ -1,6 +1,7 @@
 // What the choice of a backend depends on: the form of a call, without its tensors.
 #pragma once
 
+#include <concepts>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -43,16 +44,29 @@ struct CallShape {
   }
 };
 
-// Why something cannot serve a call, in words; empty: it can.
+// Why something cannot serve a call, in words; empty: it can. Every call asks all who could serve it, and
+// hardly any asks why: Reasons without words only know whether there are any.
 class Reasons {
  public:
-  void refuse_if(bool refused, std::string_view reason) {
-    if (refused) reasons_.emplace_back(reason);
+  explicit Reasons(bool in_words = true) : in_words_(in_words) {}
+
+  // reason: words, or what puts them together.
+  template <typename Reason>
+  void refuse_if(bool refused, const Reason& reason) {
+    if (!refused) return;
+    empty_ = false;
+    if (!in_words_) return;
+    if constexpr (std::invocable<Reason>) {
+      reasons_.emplace_back(reason());
+    } else {
+      reasons_.emplace_back(reason);
+    }
   }
-  bool empty() const { return reasons_.empty(); }
+  bool empty() const { return empty_; }
   std::vector<std::string> take() && { return std::move(reasons_); }
 
  private:
+  bool in_words_, empty_ = true;
   std::vector<std::string> reasons_;
 };
 

@@ -26,9 +26,10 @@ void refuse_without_code(Reasons& reasons, const CallShape& call) {
   if (call.device == nullptr || call.compiled->none()) return;
   const int capability = call.device->compute_capability;
   reasons.refuse_if(capability < 80, "the GPU is older than compute capability 8.0");
-  reasons.refuse_if(capability >= 80 && call.portable_code() == 0,
-                    "this build was compiled for " + call.compiled->list() +
-                        " and has no code for compute capability " + version(capability));
+  reasons.refuse_if(capability >= 80 && call.portable_code() == 0, [&] {
+    return "this build was compiled for " + call.compiled->list() +
+           " and has no code for compute capability " + version(capability);
+  });
 }
 
 void refuse_dtype(Reasons& reasons, const CallShape& call) {
@@ -38,8 +39,9 @@ void refuse_dtype(Reasons& reasons, const CallShape& call) {
 
 void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest) {
   const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
-  reasons.refuse_if(head_dim > largest, "head_dim " + std::to_string(head_dim) + " is above " +
-                                            std::to_string(largest));
+  reasons.refuse_if(head_dim > largest, [&] {
+    return "head_dim " + std::to_string(head_dim) + " is above " + std::to_string(largest);
+  });
 }
 
 void refuse_tensors(Reasons& reasons, const CallShape& call) {
@@ -50,15 +52,17 @@ void refuse_tensors(Reasons& reasons, const CallShape& call) {
 void refuse_cache(Reasons& reasons, const CallShape& call) {
   const bool fp8 = call.cache_dtype == DType::kFp8E4M3;
   const int64_t multiple = fp8 || call.cache_dtype == DType::kInt8 ? 16 : 8;
-  reasons.refuse_if(call.head_dim % multiple != 0 || call.head_dim_v % multiple != 0,
-                    "a head_dim of the caches is not a multiple of " + std::to_string(multiple));
+  reasons.refuse_if(call.head_dim % multiple != 0 || call.head_dim_v % multiple != 0, [&] {
+    return "a head_dim of the caches is not a multiple of " + std::to_string(multiple);
+  });
   // Code for older GPUs has no instruction that widens fp8, on whatever GPU it runs.
   constexpr int kWidensFp8 = 89;
   const int code = call.portable_code();
-  reasons.refuse_if(fp8 && code > 0 && code < kWidensFp8,
-                    "a cache of fp8 needs a GPU of compute capability 8.9 or newer and code "
-                    "compiled for it, what runs here is compiled for " +
-                        version(code));
+  reasons.refuse_if(fp8 && code > 0 && code < kWidensFp8, [&] {
+    return "a cache of fp8 needs a GPU of compute capability 8.9 or newer and code compiled for "
+           "it, what runs here is compiled for " +
+           version(code);
+  });
   // The kernels count rows, and tiles of all sequences, in 32 bits or less.
   constexpr int64_t kMaxRows = int64_t{1} << 20, kMaxKeys = int64_t{1} << 30,
                     kMaxAllKeys = int64_t{1} << 35;

@@ -22,10 +22,12 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
   cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
   reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
-  const auto refuse_above = [&](int head_dim, bool refused, const std::string& what,
-                                const std::string& why) {
-    reasons.refuse_if(refused && std::max(call.head_dim, call.head_dim_v) > head_dim,
-                      what + " in float32 above head_dim " + std::to_string(head_dim) + why);
+  const auto refuse_above = [&](int head_dim, bool refused, std::string_view what,
+                                std::string_view why) {
+    reasons.refuse_if(refused && std::max(call.head_dim, call.head_dim_v) > head_dim, [&] {
+      return std::string(what) + " in float32 above head_dim " + std::to_string(head_dim) +
+             std::string(why);
+    });
   };
   refuse_above(kWideScoresHeadDim, call.alibi, "alibi_slopes", " is not supported");
   refuse_above(kWideScoresHeadDim, call.softcap, "softcap", " is not supported");
@@ -42,13 +44,15 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
 void refuse_head_dims(Reasons& reasons, const CallShape& call) {
   cuda::refuse_head_dims(reasons, call, kLargeHeadDim);
   if (!is_large_head(call.head_dim, call.head_dim_v)) return;
-  const std::string where = " above head_dim " + std::to_string(kMaxHeadDim);
   const bool backward = call.op == Op::kBackward;
   const SmemBudget needed = backward ? SmemBudget::kLargest : SmemBudget::kLarge;
-  reasons.refuse_if(call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed,
-                    (backward ? "the backward" : "the forward") + where + " needs a GPU with " +
-                        std::to_string(smem_bytes(needed) / 1024) +
-                        " KB of shared memory a thread block");
+  const bool lacks_it =
+      call.device != nullptr && smem_budget(call.device->smem_optin_bytes) < needed;
+  reasons.refuse_if(lacks_it, [&] {
+    return std::string(backward ? "the backward" : "the forward") + " above head_dim " +
+           std::to_string(kMaxHeadDim) + " needs a GPU with " +
+           std::to_string(smem_bytes(needed) / 1024) + " KB of shared memory a thread block";
+  });
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

@@ -41,13 +41,17 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
                     "alibi_slopes in float16 beside other score terms is not supported in the "
                     "backward");
   if (std::max(call.head_dim, call.head_dim_v) <= kBwdMaxSingleHeadDim) return;
-  const std::string where =
-      " is not supported in the backward above head_dim " + std::to_string(kBwdMaxSingleHeadDim);
-  reasons.refuse_if(call.deterministic, "deterministic" + where);
-  reasons.refuse_if(call.alibi, "alibi_slopes" + where);
-  reasons.refuse_if(call.softcap, "softcap" + where);
-  reasons.refuse_if(call.bias, "attn_bias" + where);
-  reasons.refuse_if(call.dropout, "dropout_p" + where);
+  const auto refuse_there = [&](bool refused, std::string_view what) {
+    reasons.refuse_if(refused, [&] {
+      return std::string(what) + " is not supported in the backward above head_dim " +
+             std::to_string(kBwdMaxSingleHeadDim);
+    });
+  };
+  refuse_there(call.deterministic, "deterministic");
+  refuse_there(call.alibi, "alibi_slopes");
+  refuse_there(call.softcap, "softcap");
+  refuse_there(call.bias, "attn_bias");
+  refuse_there(call.dropout, "dropout_p");
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {

@@ -1,0 +1,71 @@
+"""What a mask of flash_attn.masks makes of a call: a window, a bias, tiles, or a varlen call."""
+
+import torch
+from torch import Tensor
+
+from flash_attn.masks import Mask, lowering
+from flash_attn.masks.tiles import Geometry, Tiled
+
+
+def _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left):
+    """The key that each sequence's query 0 meets on its diagonal: of Geometry."""
+    if is_top_left:
+        return 0
+    if lengths_q is None:
+        return max_seqlens[1] - max_seqlens[0]
+    return (lengths_k.long() - lengths_q.long())[:, None, None, None]
+
+
+def lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, lengths_k=None):
+    """The window, attn_bias and tiles of a call whose attn_bias is a mask."""
+    if not isinstance(q, Tensor) or q.dim() != (4 if lengths_q is None else 3):
+        return window, None, Tiled(None)  # which C++ reports
+    diagonal = _diagonal(q, max_seqlens, lengths_q, lengths_k, is_top_left)
+    at = Geometry(*max_seqlens, diagonal, q.device)
+    batch = q.size(0) if lengths_q is None else lengths_q.size(0)
+    lower = lowering.lower if lengths_q is None else lowering.lower_to_bool
+    lowered = lower(mask, batch, q.size(-2), at)
+    return (
+        lowering.intersect_windows(window, lowered.window),
+        lowered.attn_bias,
+        lowered.tiled or Tiled(None),
+    )
+
+
+def used_lengths(cu_seqlens, seqused, leftpad=None):
+    """int32 (batch): what counts of each sequence. cu_seqlens: None where pages hold the keys."""
+    if cu_seqlens is None:
+        lengths = seqused
+    else:
+        lengths = cu_seqlens.diff()
+        if seqused is not None:
+            lengths = torch.minimum(lengths, seqused)
+    return lengths if leftpad is None else (lengths - leftpad).clamp(min=0)
+
+
+def runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
+    """The windows and bounds of packed documents that a varlen call serves, and as fast as any."""
+    if not isinstance(attn_bias, Mask) or not isinstance(q, Tensor) or q.dim() != 4:
+        return None
+    # Its dropout is another one; where slopes are each sequence's own, sequences are others.
+    plain = dropout_p == 0.0 and not return_probs
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        return None
+    # ATen pads sequences that only the device knows: each to the length of all.
+    fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
+    same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
+    return lowering.packed_bounds(attn_bias) if plain and fast and same else None
+
+
+def packed_lengths(bounds, batch, seqlen):
+    """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
+
+    Before a sequence's first document and behind its last one lie queries without keys.
+    """
+    bounds = bounds.clamp(0, seqlen).expand(batch, -1)
+    zero = torch.zeros_like(bounds[:, :1])
+    start = torch.arange(batch, dtype=torch.int32, device=bounds.device)[:, None] * seqlen
+    cu_seqlens = (torch.cat([zero, bounds], 1) + start).flatten()
+    cu_seqlens = torch.cat([cu_seqlens, torch.full_like(cu_seqlens[:1], batch * seqlen)])
+    used = torch.cat([zero, bounds.diff(), zero], 1).flatten()
+    return cu_seqlens, used
