@@ -103,7 +103,7 @@ class QueryWalk {
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
     uint32_t key_word = 0;
-    if constexpr (Traits::kDropout) key_word = draw_key_word();
+    if constexpr (Traits::kWeighted) key_word = draw_key_word();
     ptx::wgmma_wait<0>();
     pin(S);
     self.dout_ring().wait_full();
@@ -124,23 +124,19 @@ class QueryWalk {
       pin(dP);
       differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, row_values.delta,
                                      self.opaque_lane());
-    } else if constexpr (Traits::kSoftcap) {
-      const auto& score = self.smem.score(work, block.head);
-      exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
-                                   score.cap() * self.scale_log2, row_values.lse_log2, masked, work,
-                                   self.warp_row, block.m * Traits::kBlockM, self.lane);
-      self.template start_key_gradient<0, kEarly>(dV, P, dout);
-      ptx::wgmma_wait<1>();
-      pin(dP);
-      differentiate<Element, kEarly, Traits::kBlockM>(dS, S, dP, row_values.delta, self.lane);
-      take_late(P, self.smem.late_p, self.thread());
-      self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate<Element, 0, kEarly>(dS, S, dP, row_values.delta, self.lane);
-    } else if constexpr (Traits::kDropout) {
-      exponentiate(S, self.scale_log2, row_values.lse_log2, masked, work, self.warp_row,
-                   block.m * Traits::kBlockM, self.opaque_lane());
-      negate_dropped(S, key_word);
-      round_kept<Element>(P, self.smem.late_p, self.thread(), S);
+    } else if constexpr (Traits::kWeighted) {
+      if (drops()) {
+        exponentiate(S, self.scale_log2, row_values.lse_log2, masked, work, self.warp_row,
+                     block.m * Traits::kBlockM, self.opaque_lane());
+        negate_dropped(S, key_word);
+        round_kept<Element>(P, self.smem.late_p, self.thread(), S);
+      } else {
+        const auto& score = self.smem.score(work, block.head);
+        exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
+                                     score.cap() * self.scale_log2, row_values.lse_log2, masked,
+                                     work, self.warp_row, block.m * Traits::kBlockM,
+                                     self.opaque_lane());
+      }
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
@@ -213,10 +209,12 @@ class QueryWalk {
 
   // Dropout's, of the lane's keys, beside the product that is under way.
   __device__ __forceinline__ uint32_t draw_key_word() const {
+    if (!drops()) return 0;
     self.words_ring().wait_full();
     return flash_attn::ptx::opaque(self.smem.score(work, block.head)
                                        .draw_key_word(self.params.dropout, place().key, self.lane));
   }
+  __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
   // What is dropped of P.
   __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P,
                                                  uint32_t key_word) const {
@@ -284,7 +282,7 @@ class QueryWalk {
       dS;  // of the block before; then this one's weights, if there are any
   QueryBlocks block;
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
-  DqReduction<Traits::kBlockM, Traits::kTileCols> reduction;
+  DqReduction<Traits::kBlockM, Traits::kTileCols, kGeneral> reduction;
 };
 
 template <typename Traits>
@@ -302,7 +300,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
-    if constexpr (Traits::kStashesWeights || Traits::kDropout) {
+    if constexpr (Traits::kStashesWeights || Traits::kWeighted) {
       const float dv_scale = Traits::kStashesWeights ? scale / kExactScale : scale;
       scale_rows(dV, {dv_scale, dv_scale});
     }
@@ -320,11 +318,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                const __grid_constant__ BwdTermMaps<Traits::kAdditive> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
+  const bool drops = Traits::kWeighted && params.dropout.rng_state != nullptr;
   const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
     smem.init_barriers(64 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias +
-                       32 * Traits::kDropout);
+                       32 * drops);
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
@@ -360,8 +359,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kAdditive) {
         if (ptx::elect_one()) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
       }
-    } else if (Traits::kDropout && this_warp() == 2) {
-      if constexpr (Traits::kDropout) draw_query_words_loop<Traits>(params, smem);
+    } else if (drops && this_warp() == 2) {
+      if constexpr (Traits::kWeighted) draw_query_words_loop<Traits>(params, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
@@ -423,10 +422,8 @@ void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream) {
-  if (params.score.softcap != 0) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kSoftcap>>(params, device, stream);
-  } else if (params.dropout.rng_state != nullptr) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kDropout>>(params, device, stream);
+  if (params.score.softcap != 0 || params.dropout.rng_state != nullptr) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kWeighted>>(params, device, stream);
   } else {
     launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kAdditive>>(params, device, stream);
   }

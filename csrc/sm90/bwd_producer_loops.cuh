@@ -19,7 +19,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     BwdSharedStorage<Traits>& smem) {
   using ScorePolicy = typename Traits::ScorePolicy;
-  constexpr bool kDrops = Traits::kStashesWeights || Traits::kDropout;
+  constexpr bool kDrops = Traits::kStashesWeights || Traits::kWeighted;
   constexpr float kScale = Traits::kStashesWeights ? kExactScale : 1.f;
   const RowScales scales = {.p = kScale, .delta = (kDrops ? params.dropout.keep : 1.f) / kScale};
   WorkWriter queue(smem.queue);

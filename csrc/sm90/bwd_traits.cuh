@@ -18,13 +18,13 @@ enum class DqShare { kRows, kCols };
 // (bwd_dq_pool.cuh), for which other forms have no room; kOrdered, with these sums in the same order
 // every time (bwd_dq_order.cuh). The code of either would cost the plain loop. kScores: with score terms, each
 // decided by a branch that all threads take alike. For calls with no other terms: kAdditive (ALiBi, a
-// bias that TMA can read, or both), which are added to S and leave the rest as it is; kSoftcap; kDropout.
-enum class BwdForm { kPlain, kPooled, kOrdered, kScores, kAdditive, kSoftcap, kDropout };
+// bias that TMA can read, or both), which are added to S and leave the rest as it is; kWeighted (softcap,
+// dropout).
+enum class BwdForm { kPlain, kPooled, kOrdered, kScores, kAdditive, kWeighted };
 
 constexpr ScoreTerms terms_of(BwdForm form) {
   if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
-  if (form == BwdForm::kSoftcap) return {.softcap = true};
-  if (form == BwdForm::kDropout) return {.dropout = true};
+  if (form == BwdForm::kWeighted) return {.softcap = true, .dropout = true};
   return kAllTerms;
 }
 
@@ -39,10 +39,9 @@ struct BwdTraits {
   // dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in shared
   // memory, not in registers.
   static constexpr bool kStashesWeights = kForm == BwdForm::kScores;
-  // Otherwise dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign
-  // that tells what is dropped.
-  static constexpr bool kSoftcap = kForm == BwdForm::kSoftcap,
-                        kDropout = kForm == BwdForm::kDropout;
+  // dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign that
+  // tells what is dropped. Dropout's words of queries are shared.
+  static constexpr bool kWeighted = kForm == BwdForm::kWeighted;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -81,7 +80,7 @@ struct BwdTraits {
   using PieceSlab =
       SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
-  static constexpr int kTermStages = kDropout ? kStages : kHeadDim <= 64 ? 1 : 2;
+  static constexpr int kTermStages = kWeighted ? kStages : kHeadDim <= 64 ? 1 : 2;
 
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
@@ -103,15 +102,11 @@ template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kScores> {
   float4 stash[Traits::kBlockM / 8][Traits::kConsumerThreads];
 };
-// Rounded P of the queries with which dV does not begin.
 template <typename Traits>
-struct BwdLateStorage {
+struct BwdTermStorage<Traits, BwdForm::kWeighted> {
+  // Rounded P of the queries with which dV does not begin.
   uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
 };
-template <typename Traits>
-struct BwdTermStorage<Traits, BwdForm::kSoftcap> : BwdLateStorage<Traits> {};
-template <typename Traits>
-struct BwdTermStorage<Traits, BwdForm::kDropout> : BwdLateStorage<Traits> {};
 
 // Pieces of dQ's sums on their way to dq.
 template <typename Traits, bool kPools = Traits::kPools>
@@ -131,7 +126,7 @@ struct BwdTermMaps<true> : BwdTensorMaps {
 };
 
 // Dropout's words (DropoutHead::query_word) of each block of queries.
-template <typename Traits, bool kDropout = Traits::kDropout>
+template <typename Traits, bool kWeighted = Traits::kWeighted>
 struct BwdDropoutStorage {};
 template <typename Traits>
 struct BwdDropoutStorage<Traits, true> {
@@ -201,7 +196,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     queue.init(1 + helpers + 32 * kConsumerWarps);
     if constexpr (Traits::kAdditive) term_ring.init(1, kConsumerWarps);
     // Words, which each thread of a warp has written and each of the consumers' reads.
-    if constexpr (Traits::kDropout) term_ring.init(32, 32 * kConsumerWarps);
+    if constexpr (Traits::kWeighted) term_ring.init(32, 32 * kConsumerWarps);
     piece_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);

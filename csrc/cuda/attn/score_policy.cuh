@@ -260,12 +260,9 @@ class TermScores {
                                                 uint32_t of_key, int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     uint32_t of_queries[2];
-    lane = local(lane);
-#pragma unroll
-    for (int neighbour = 0; neighbour < 2; ++neighbour) {
-      of_queries[neighbour] =
-          dropout_.query_word(dropout_pair(place.query, lane % 4 * 2 + neighbour));
-    }
+    const int pair = dropout_pair(place.query, local(lane) % 4 * 2);
+    of_queries[0] = dropout_.query_word(pair);
+    of_queries[1] = dropout_.query_word(pair + 1);
     DropoutMask<true>(params, dropout_.last, place.key % 32 != 0)
         .drop_and_mark(P, marked, of_key, of_queries);
   }
@@ -364,7 +361,6 @@ class TermScores {
     }
   }
 
-  // tanh(X / cap), for any number of scores.
   __device__ __forceinline__ SoftcapTanh softcap_tanh() const { return {cap_, inverse_cap_}; }
   // In the unit of Q Kᵀ; 0: no softcap.
   __device__ __forceinline__ float cap() const { return cap_; }
@@ -374,8 +370,6 @@ class TermScores {
   }
   // What a score loses a key away from the diagonal, in the unit of Q Kᵀ; 0: no ALiBi.
   __device__ __forceinline__ float alibi() const { return alibi_; }
-  // The key that query 0 meets on its diagonal.
-  __device__ __forceinline__ int diagonal() const { return diagonal_; }
   // The distance of the first query's diagonal from the first key.
   __device__ __forceinline__ int to_diagonal(ScorePlace place) const {
     return place.query + diagonal_ - place.key;
