@@ -266,7 +266,8 @@ __device__ __forceinline__ void add_column_sums(const BwdParams& params,
   *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
-// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
+// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV. kSumDq: dQ is
+// summed in dq_accum; with score terms, if there is one: a kernel without would be one more of each.
 template <typename Traits, bool kSumDq>
 __device__ __forceinline__ void compute_loop(const typename Traits::Params& params,
                                              typename Traits::SharedStorage& smem,
@@ -276,6 +277,7 @@ __device__ __forceinline__ void compute_loop(const typename Traits::Params& para
   using Grid = typename Traits::DkvGrid;
   constexpr int kBlockM = Traits::kBlockM, kStages = Traits::kStages;
   constexpr bool kSpreadDq = Traits::kTile.spread_dq;
+  static_assert(!kSpreadDq || !Traits::ScorePolicy::kGeneral);
   using Cols = DealtColumns<Grid::kGridCols, typename Traits::QTile>;
   // With one stage dO comes in later than Q, in a group of its own.
   constexpr int kPendingLoads = kStages == 1 ? 1 : 0;
@@ -353,6 +355,7 @@ __device__ __forceinline__ void compute_loop(const typename Traits::Params& para
       ptx::cp_async_commit();
     }
     if constexpr (kSumDq && !kSpreadDq) {
+      if (Traits::ScorePolicy::kGeneral && params.dq_accum == nullptr) continue;
 #pragma unroll
       for (int pass = 0; pass < Traits::kDqPasses; ++pass) {
         dq.compute(params, block, smem, pass);  // dQ = dS K
@@ -415,7 +418,7 @@ void launch_bwd_kernel(const typename Traits::Params& params, Stream stream) {
                                              sizeof(typename Traits::SharedStorage), stream, params,
                                              scheduler);
   };
-  if constexpr (!kSkipsTiles<typename Traits::ScorePolicy>) {
+  if constexpr (!kSkipsTiles<typename Traits::ScorePolicy> && !Traits::ScorePolicy::kGeneral) {
     if (params.dq_accum == nullptr) return launch.template operator()<false>();
   }
   launch.template operator()<true>();

@@ -67,9 +67,7 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  static constexpr bool kWeighted = Traits::kWeighted;
-  // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
-  static constexpr int kEarly = Traits::kBlockM / 2;
+  static constexpr int kEarly = Traits::kEarly;
   // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
   // before they are needed, while S or dP is under way.
   static constexpr bool kReadsAhead = Traits::kPlainScores && Traits::kBlockM == 64;
@@ -108,7 +106,7 @@ class QueryWalk {
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
     uint32_t key_word = 0;
-    if constexpr (Traits::kSharesWords) key_word = draw_key_word();
+    if constexpr (Traits::kWeighted) key_word = draw_key_word();
     LaneValues<Traits::kBlockM> lse;
     if constexpr (kReadsAhead) lse.read(row_values.lse_log2, self.lane);
     ptx::wgmma_wait<0>();
@@ -120,52 +118,39 @@ class QueryWalk {
     const auto& dout = self.smem.dout[self.q_ring.stage()];
     typename Traits::ScoresOperand P;
     // dV += Pᵀ dO; dS = P ∘ (dP - delta)
-    if constexpr (kWeighted) {
-      const auto& score = self.smem.score(work, block.head);
-      const uint32_t* query_words = nullptr;
-      if constexpr (Traits::kSharesWords) {
-        query_words = self.smem.dropout.query_words[self.term_ring.stage()];
-      }
-      const auto with = [&]<typename Weight>(const auto& terms) {
-        exponentiate<Element, Weight>(P, dS, S, terms, self.params, self.scale_log2,
-                                      row_values.lse_log2, query_words, key_word, masked, work,
-                                      place(), self.lane,
-                                      [&](int k, const auto& weights, const auto& marked) {
-                                        if constexpr (Traits::kStashesExact) {
-                                          stash(self.smem.stash, self.thread(), k, weights, marked);
-                                        }
-                                      });
-        if constexpr (!Traits::kStashesExact) stash(self.smem.stash, self.thread(), dS);
-      };
-      const bool caps = score.cap() > 0.f;
-      if constexpr (!Traits::kSharesWords) {
-        with.template operator()<__half>(score);
-      } else if (caps) {
-        with.template operator()<Element>(TermScores<ScoreTerms{.softcap = true}>(score));
-      } else {
-        with.template operator()<__half>(TermScores<ScoreTerms{.dropout = true}>(score));
-      }
-      if constexpr (Traits::kSharesWords) {
-        if (drops()) {
-          __syncwarp();
-          self.release(self.term_ring);
-          self.term_ring.advance();
-        }
-      }
+    if constexpr (Traits::kStashesWeights) {
+      exponentiate<Element>(P, dS, S, self.smem.score(work, block.head), self.params,
+                            self.scale_log2, row_values.lse_log2, masked, work, place(), self.lane,
+                            [&](int k, const auto& weights, const auto& marked) {
+                              stash(self.smem.stash, self.thread(), k, weights, marked);
+                            });
       self.start_key_gradient(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      if constexpr (Traits::kStashesExact) {
-        differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, row_values.delta,
-                                       self.opaque_lane());
+      differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, row_values.delta,
+                                     self.opaque_lane());
+    } else if constexpr (Traits::kWeighted) {
+      if (drops()) {
+        lse.read(row_values.lse_log2, self.opaque_lane());
+        exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
+                     block.m * Traits::kBlockM, self.opaque_lane());
+        negate_dropped(S, key_word);
+        round_kept<Element>(P, self.smem.late_p, self.thread(), S);
       } else {
-        take_back(dS, self.smem.stash, self.thread());
-        if (caps) {
-          differentiate_weights<Element, Element>(dS, dP, row_values.delta, self.opaque_lane());
-        } else {
-          differentiate_weights<Element, __half>(dS, dP, row_values.delta, self.opaque_lane());
-        }
+        const auto& score = self.smem.score(work, block.head);
+        exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
+                                     score.cap() * self.scale_log2, row_values.lse_log2, masked,
+                                     work, self.warp_row, block.m * Traits::kBlockM,
+                                     self.opaque_lane());
       }
+      self.template start_key_gradient<0, kEarly>(dV, P, dout);
+      ptx::wgmma_wait<1>();
+      pin(dP);
+      differentiate_kept<Element, kEarly, Traits::kBlockM>(dS, S, dP, row_values.delta,
+                                                           self.opaque_lane());
+      take_late(P, self.smem.late_p, self.thread());
+      self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
+      differentiate_kept<Element, 0, kEarly>(dS, S, dP, row_values.delta, self.opaque_lane());
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) lse.read(row_values.lse_log2, self.lane);
@@ -237,11 +222,19 @@ class QueryWalk {
   // Dropout's, of the lane's keys, beside the product that is under way.
   __device__ __forceinline__ uint32_t draw_key_word() const {
     if (!drops()) return 0;
-    self.term_ring.wait_full();
+    self.words_ring().wait_full();
     return flash_attn::ptx::opaque(self.smem.score(work, block.head)
                                        .draw_key_word(self.params.dropout, place().key, self.lane));
   }
   __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
+  // What is dropped of P.
+  __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P,
+                                                 uint32_t key_word) const {
+    self.smem.score(work, block.head)
+        .negate_dropped(P, self.params.dropout, place().key, key_word,
+                        self.smem.dropout.query_words[self.q_ring.stage()], self.opaque_lane());
+    self.words_ring().arrive_empty();
+  }
 
   // The blocks that need no mask. With score terms registers are too short for them.
   __device__ __forceinline__ int first_full() const {
@@ -296,7 +289,7 @@ class QueryWalk {
       dS;  // of the block before; then this one's weights, if there are any
   QueryBlocks block;
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
-  DqReduction<Traits::kBlockM, Traits::kTileCols> reduction;
+  DqReduction<Traits::kBlockM, Traits::kTileCols, kGeneral> reduction;
 };
 
 template <typename Traits>
@@ -314,8 +307,8 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
-    if constexpr (Traits::kWeighted) {
-      const float dv_scale = scale / kExactScale;
+    if constexpr (Traits::kStashesWeights || Traits::kWeighted) {
+      const float dv_scale = Traits::kStashesWeights ? scale / kExactScale : scale;
       scale_rows(dV, {dv_scale, dv_scale});
     }
     store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);
@@ -332,8 +325,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                const __grid_constant__ BwdTermMaps<Traits::kAdditive> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
+  const bool drops = Traits::kWeighted && params.dropout.rng_state != nullptr;
   const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
-  const bool drops = Traits::kSharesWords && params.dropout.rng_state != nullptr;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
     smem.init_barriers(64 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias +
@@ -374,7 +367,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (ptx::elect_one()) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
       }
     } else if (drops && this_warp() == 2) {
-      if constexpr (Traits::kSharesWords) draw_query_words_loop<Traits>(params, smem);
+      if constexpr (Traits::kWeighted) draw_query_words_loop<Traits>(params, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();

@@ -15,8 +15,8 @@ enum BwdBarrier : int {  // 0 is __syncthreads
   kHeadStart
 };
 
-// A consumer's place among the blocks of a bias, or of dropout's words.
-template <typename Traits, bool kHasOne = Traits::kAdditive || Traits::kSharesWords>
+// A consumer's place among the blocks of a bias.
+template <typename Traits, bool kHasOne = Traits::kAdditive>
 struct BwdTermPlace {
   __device__ __forceinline__ explicit BwdTermPlace(BwdSharedStorage<Traits>&) {}
 };
@@ -107,6 +107,10 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.dout_ring);
   }
   __device__ __forceinline__ Ring<1> v_ring() const { return k_ring.in(smem.v_ring); }
+  // Of dropout's words.
+  __device__ __forceinline__ Ring<Traits::kStages> words_ring() const {
+    return q_ring.in(smem.term_ring);
+  }
 
   // Starts Sᵀ = K Qᵀ of this consumer's keys; dPᵀ = V dOᵀ.
   __device__ __forceinline__ void start_scores(Scores& S) const {

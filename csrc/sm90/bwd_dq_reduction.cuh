@@ -9,8 +9,8 @@
 namespace flash_attn::sm90 {
 
 // A walk of its own over the blocks of kBlockM queries: where a warp adds 16 rows of each block's dQ.
-// kAccumCols: of dq_accum.
-template <int kBlockM, int kAccumCols>
+// kAccumCols: of dq_accum. kComputesAnew: in each block; kept, it takes registers that score terms need.
+template <int kBlockM, int kAccumCols, bool kComputesAnew = false>
 class DqReduction {
  public:
   // row, col: of the warp's rows in a block, and of the columns that it adds first.
@@ -25,7 +25,7 @@ class DqReduction {
   // To the first block, or the next one. Not right behind add(): an instruction that changes the
   // address waits until the reductions have been taken over.
   __device__ __forceinline__ void advance() {
-    if (new_head_) {
+    if (kComputesAnew || new_head_) {
       start_head();
     } else {
       accum_ += kBlockM * kAccumCols;

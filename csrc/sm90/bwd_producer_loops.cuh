@@ -19,9 +19,9 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     BwdSharedStorage<Traits>& smem) {
   using ScorePolicy = typename Traits::ScorePolicy;
-  constexpr float kScale = Traits::kWeighted ? kExactScale : 1.f;
-  const RowScales scales = {.p = kScale,
-                            .delta = (Traits::kWeighted ? params.dropout.keep : 1.f) / kScale};
+  constexpr bool kDrops = Traits::kStashesWeights || Traits::kWeighted;
+  constexpr float kScale = Traits::kStashesWeights ? kExactScale : 1.f;
+  const RowScales scales = {.p = kScale, .delta = (kDrops ? params.dropout.keep : 1.f) / kScale};
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   // Where tiles wait for those before them, only thread blocks that run may take them.
@@ -151,8 +151,7 @@ __device__ __forceinline__ void draw_query_words_loop(const BwdParams& params,
       for (int i = lane; i < kWords; i += 32) {
         smem.dropout.query_words[ring.stage()][i] = head.query_word(block.m * kWords + i);
       }
-      __syncwarp();
-      if (lane == 0) ring.arrive_full();
+      ring.arrive_full();
     }
     queue.release(true);
   }

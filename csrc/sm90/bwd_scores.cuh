@@ -84,22 +84,142 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
   }
 }
 
-// The same with score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what
-// dX consists of beside dP and delta: P times the softcap's slope, as Weight, negative where it is
-// dropped. Both carry the factor kExactScale, as lse_log2 does. Weight is fp16, which is more exact than
-// bf16, but for bf16 with a softcap, whose slope may be as small as it likes. 16 queries at a time, so
-// that neither S nor that slope is kept. place: of the warp's S. query_words: dropout's of the block of
-// queries, and key_word of the lane's keys; null: they are drawn here. keep(k, weights, marked): of 16
-// queries, the weights as fp32, and as rounded, negative where they are dropped.
-template <typename Element, typename Weight, int kBlockM, typename Policy, typename Keep>
+// Of P as dV wants it, 16 queries: into registers, or, of the last kLate blocks of 16, into late_p, where they
+// wait.
+template <int kBlockM, int kLate, int kThreads>
+__device__ __forceinline__ void put_early_or_late(OperandA<1, kBlockM>& P,
+                                                  uint4 (&late_p)[kLate][kThreads], int thread,
+                                                  int k, const uint32_t (&rounded)[4]) {
+  constexpr int kEarly = kBlockM / 16 - kLate;
+  if (k < kEarly) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) P.data[0][k][r] = rounded[r];
+  } else {
+    late_p[k - kEarly][thread] = {rounded[0], rounded[1], rounded[2], rounded[3]};
+  }
+}
+// Then the others into registers.
+template <int kBlockM, int kLate, int kThreads>
+__device__ __forceinline__ void take_late(OperandA<1, kBlockM>& P,
+                                          const uint4 (&late_p)[kLate][kThreads], int thread) {
+#pragma unroll
+  for (int late = 0; late < kLate; ++late) {
+    const uint4 registers = late_p[late][thread];
+    uint32_t (&block)[4] = P.data[0][kBlockM / 16 - kLate + late];
+    block[0] = registers.x;
+    block[1] = registers.y;
+    block[2] = registers.z;
+    block[3] = registers.w;
+  }
+}
+
+// P with a softcap, as dV wants it. And in the place of S what dX consists of beside dP and delta, P times the softcap's slope.
+template <typename Element, int kBlockM, int kLate, int kThreads>
+__device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
+                                                    uint4 (&late_p)[kLate][kThreads], int thread,
+                                                    Accumulator<1, kBlockM>& S,
+                                                    const SoftcapTanh& tanh, float scaled_cap,
+                                                    const float (&lse_log2)[kBlockM], bool masked,
+                                                    const BwdWork& work, int row, int first_query,
+                                                    int lane) {
+  // With less, what is hidden would be seen. No score feels the difference.
+  const float cap_log2 = fmaxf(scaled_cap, 1e-14f);
+  float largest[4] = {};  // as many chains
+#pragma unroll
+  for (int n = 0; n < kBlockM / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(S.data[0][n][i]));
+  }
+  const float of_all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  const auto apply = [&](const auto& tanh_of) {
+#pragma unroll
+    for (int n = 0; n < kBlockM / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) S.data[0][n][i] = tanh_of(S.data[0][n][i]);
+    }
+  };
+  if (__all_sync(~0u, tanh.is_near(of_all))) {
+    apply([&](float x) { return tanh.near(x); });
+  } else {
+    apply([&](float x) { return tanh.anywhere(x); });
+  }
+  if (masked) {
+    // As far below as its square is finite: P is 0 then, and P times the slope too.
+    constexpr float kHidden = -1e18f;
+    const int key = work.first_key + row + fragment_row(0, lane);
+    mask_queries(S, work.window, {key, key + 8}, first_query, lane, kHidden);
+  }
+#pragma unroll
+  for (int i = 0; i < kBlockM / 16; ++i) {
+    const int k =
+        (i + kBlockM / 16 - kLate) % (kBlockM / 16);  // what waits comes first: fewer registers
+    Accumulator<1, 16> part;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + 16 * k + 8 * n + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& t = S.data[0][2 * k + n][i];
+        float& p = part.data[0][n][i];
+        p = flash_attn::ptx::exp2(fmaf(t, cap_log2, -(i % 2 == 0 ? lse.x : lse.y)));
+        t = p * fmaf(-t, t, 1.f);
+      }
+    }
+    const OperandA<1, 16> rounded = to_operand_a<Element>(part);
+    put_early_or_late(P, late_p, thread, k, rounded.data[0][0]);
+  }
+}
+
+// P where it is negative if it is dropped, as dV wants it: likewise.
+template <typename Element, int kBlockM, int kLate, int kThreads>
+__device__ __forceinline__ void round_kept(OperandA<1, kBlockM>& P,
+                                           uint4 (&late_p)[kLate][kThreads], int thread,
+                                           const Accumulator<1, kBlockM>& S) {
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; ++k) {
+    uint32_t rounded[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* const s = S.data[0][2 * k + r / 2] + r % 2 * 2;
+      rounded[r] = flash_attn::ptx::pack_positive<Element>(s[0], s[1]);
+    }
+    put_early_or_late(P, late_p, thread, k, rounded);
+  }
+}
+// dS / ρ = P ∘ (m ∘ dP - delta / ρ), of the queries from kFirst to kEnd.
+template <typename Element, int kFirst, int kEnd, int kBlockM>
+__device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
+                                                   const Accumulator<1, kBlockM>& P,
+                                                   const Accumulator<1, kBlockM>& dP,
+                                                   const float (&delta)[kBlockM], int lane) {
+#pragma unroll
+  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+    const auto of = [&](int i) {
+      const float p = P.data[0][n][i], of_delta = i % 2 == 0 ? pair.x : pair.y;
+      return fmaf(-fabsf(p), of_delta, fmaxf(p, 0.f) * dP.data[0][n][i]);
+    };
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      dS.data[0][n / 2][n % 2 * 2 + row] =
+          flash_attn::ptx::pack<Element>(of(2 * row), of(2 * row + 1));
+    }
+  }
+}
+
+// With any score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what dX
+// consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. Both
+// carry the factor kExactScale, as lse_log2 does. 16 queries at a time, so that neither S nor that
+// slope is kept. place: of the warp's S. keep(k, weights, marked): of 16 queries, the weights as fp32,
+// and as rounded, negative where they are dropped.
+template <typename Element, int kBlockM, typename Policy, typename Keep>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S, const Policy& score,
                                              const BwdParams& params, float scale_log2,
-                                             const float (&lse_log2)[kBlockM],
-                                             const uint32_t* query_words, uint32_t key_word,
-                                             bool masked, const BwdWork& work, ScorePlace place,
-                                             int lane, const Keep& keep) {
-  if (query_words == nullptr) key_word = score.draw_key_word(params.dropout, place.key, lane);
+                                             const float (&lse_log2)[kBlockM], bool masked,
+                                             const BwdWork& work, ScorePlace place, int lane,
+                                             const Keep& keep) {
+  const uint32_t key_word = score.draw_key_word(params.dropout, place.key, lane);
 #pragma unroll
   for (int k = 0; k < kBlockM / 16; ++k) {
     const ScorePlace at = {place.query + 16 * k, place.key};
@@ -127,14 +247,13 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
     }
     const OperandA<1, 16> rounded = to_operand_a<Element>(part);
     score.differentiate(part, slope);
-    const OperandA<1, 16> weight = to_operand_a<Weight>(part);
+    const OperandA<1, 16> weight = to_operand_a<__half>(part);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       P.data[0][k][r] = rounded.data[0][0][r];
       weights.data[0][k][r] = weight.data[0][0][r];
     }
-    score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, key_word,
-                        query_words == nullptr ? nullptr : query_words + 8 * k, lane);
+    score.drop_and_mark(P.data[0][k], weights.data[0][k], params.dropout, at, key_word, lane);
     keep(k, part, weights.data[0][k]);
   }
 }
@@ -169,30 +288,6 @@ __device__ __forceinline__ void store_transposed(Tile& tile, const OperandA<1, k
   }
 }
 
-// An operand of a thread in shared memory, where only it looks.
-template <int kBlockM, int kThreads>
-__device__ __forceinline__ void stash(uint4 (&place)[kBlockM / 16][kThreads], int thread,
-                                      const OperandA<1, kBlockM>& A) {
-#pragma unroll
-  for (int k = 0; k < kBlockM / 16; ++k) {
-    const auto& registers = A.data[0][k];
-    place[k][thread] = {registers[0], registers[1], registers[2], registers[3]};
-  }
-}
-template <int kBlockM, int kThreads>
-__device__ __forceinline__ void take_back(OperandA<1, kBlockM>& A,
-                                          const uint4 (&place)[kBlockM / 16][kThreads],
-                                          int thread) {
-#pragma unroll
-  for (int k = 0; k < kBlockM / 16; ++k) {
-    const uint4 registers = place[k][thread];
-    A.data[0][k][0] = registers.x;
-    A.data[0][k][1] = registers.y;
-    A.data[0][k][2] = registers.z;
-    A.data[0][k][3] = registers.w;
-  }
-}
-
 // The fp32 weights of 16 queries of a thread, negative where they are dropped.
 template <int kBlocks, int kThreads>
 __device__ __forceinline__ void stash(float4 (&place)[kBlocks][kThreads], int thread, int k,
@@ -215,25 +310,6 @@ __device__ __forceinline__ void stash(float4 (&place)[kBlocks][kThreads], int th
 __device__ __forceinline__ float differentiate_weight(float weight, float dp, float delta) {
   const float difference = fmaf(dp, 1 / kExactScale, -delta);
   return weight * (__float_as_int(weight) < 0 ? delta : difference);
-}
-
-// In place of the weights.
-template <typename Element, typename Weight, int kBlockM>
-__device__ __forceinline__ void differentiate_weights(OperandA<1, kBlockM>& dX,
-                                                      const Accumulator<1, kBlockM>& dP,
-                                                      const float (&delta)[kBlockM], int lane) {
-#pragma unroll
-  for (int n = 0; n < kBlockM / 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      uint32_t& x = dX.data[0][n / 2][n % 2 * 2 + row];
-      const float2 weight = flash_attn::ptx::unpack<Weight>(x);
-      const float* const dp = dP.data[0][n] + 2 * row;
-      x = flash_attn::ptx::pack<Element>(differentiate_weight(weight.x, dp[0], pair.x),
-                                         differentiate_weight(weight.y, dp[1], pair.y));
-    }
-  }
 }
 
 // From the thread's fp32 weights.

@@ -36,17 +36,19 @@ struct BwdTraits {
   static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
-  // dS is not P ∘ (dP - delta).
-  static constexpr bool kWeighted = kForm == BwdForm::kScores || kForm == BwdForm::kWeighted;
-  // What dS consists of beside dP and delta waits for them in shared memory, not in registers: as fp32,
-  // where there is room for it, or as fp16.
-  static constexpr bool kStashesExact = kForm == BwdForm::kScores;
-  static constexpr bool kSharesWords = kForm == BwdForm::kWeighted;  // dropout's, of queries
+  // dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in shared
+  // memory, not in registers.
+  static constexpr bool kStashesWeights = kForm == BwdForm::kScores;
+  // dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign that
+  // tells what is dropped. Dropout's words of queries are shared.
+  static constexpr bool kWeighted = kForm == BwdForm::kWeighted;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
   static constexpr int kConsumers = kBwdConsumers;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kBwdBlockN, kStages = kTile.stages;
+  // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
+  static constexpr int kEarly = kBlockM / 2;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -78,7 +80,7 @@ struct BwdTraits {
   using PieceSlab =
       SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
-  static constexpr int kTermStages = kHeadDim <= 64 ? 1 : 2;
+  static constexpr int kTermStages = kWeighted ? kStages : kHeadDim <= 64 ? 1 : 2;
 
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
@@ -102,7 +104,8 @@ struct BwdTermStorage<Traits, BwdForm::kScores> {
 };
 template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kWeighted> {
-  uint4 stash[Traits::kBlockM / 16][Traits::kConsumerThreads];
+  // Rounded P of the queries with which dV does not begin.
+  uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
 };
 
 // Pieces of dQ's sums on their way to dq.
@@ -123,7 +126,7 @@ struct BwdTermMaps<true> : BwdTensorMaps {
 };
 
 // Dropout's words (DropoutHead::query_word) of each block of queries.
-template <typename Traits, bool kSharesWords = Traits::kSharesWords>
+template <typename Traits, bool kWeighted = Traits::kWeighted>
 struct BwdDropoutStorage {};
 template <typename Traits>
 struct BwdDropoutStorage<Traits, true> {
@@ -191,7 +194,9 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
     queue.init(1 + helpers + 32 * kConsumerWarps);
-    if constexpr (Traits::kAdditive || Traits::kSharesWords) term_ring.init(1, kConsumerWarps);
+    if constexpr (Traits::kAdditive) term_ring.init(1, kConsumerWarps);
+    // Words, which each thread of a warp has written and each of the consumers' reads.
+    if constexpr (Traits::kWeighted) term_ring.init(32, 32 * kConsumerWarps);
     piece_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);

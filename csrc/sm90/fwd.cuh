@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       if constexpr (Traits::kKeyBias) load_key_bias_loop<Traits>(params, smem);
     } else if (warp < (Traits::kStagedBias ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
-      if (warp == 2) load_v_loop<Traits>(maps.v, params.head_dim_v, smem);
+      if (warp == 2) load_v_loop<Traits>(params, maps.v, smem);
       if constexpr (Traits::kStagedBias) {
         if (warp == 3) load_bias_loop<Traits>(params.score.bias, maps.bias, smem);
       }

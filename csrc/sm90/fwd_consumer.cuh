@@ -82,6 +82,11 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
     ring.advance();
   }
 
+  // Of V, with which dropout's words come.
+  __device__ __forceinline__ void release_values(const Ring<Traits::kStages>& ring) const {
+    if (Traits::kDropout || lane == 0) ring.arrive_empty();
+  }
+
   // Starts S = Q K(n)ᵀ of a tile, n its first block. The caller waits.
   __device__ __forceinline__ void start_tile(typename Traits::Scores& S) {
     slots.wait_full();
@@ -124,14 +129,13 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
   __device__ __forceinline__ void send_staged() {
     if (staged < 0) return;
     send_output(smem.work[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
-    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[staged]);
+    release_work(staged);
     staged = -1;
   }
 
-  // The end of a tile of which nothing was staged.
+  // The end of a tile.
   __device__ __forceinline__ void release_work(int slot) const {
-    __syncwarp();
-    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[slot]);
+    ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[slot]);
   }
 
   // The values of the first keys of the block at hand become 0. By the whole warpgroup.

@@ -88,7 +88,7 @@ class KeyWalk {
     ptx::wgmma_wait<0>();
     pin(O);
     pin(P);
-    if (self.lane == 0) v_in_use.arrive_empty();
+    self.release_values(v_in_use);
     if (moved) scale_rows(O, correction);  // O = O · exp(m_old - m)
   }
 
@@ -100,7 +100,8 @@ class KeyWalk {
     ptx::wgmma_wait<0>();
     pin(O);
     pin(P);
-    self.release(self.v_ring);
+    self.release_values(self.v_ring);
+    self.v_ring.advance();
     self.scores(S);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     self.send_staged();
@@ -127,7 +128,8 @@ class KeyWalk {
     if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
     ptx::wgmma_wait<Traits::kStartsEarly ? 1 : 0>();
     pin(O);
-    self.release(self.v_ring);
+    self.release_values(self.v_ring);
+    self.v_ring.advance();
   }
 
   __device__ __forceinline__ void accumulate(Probabilities& P) {
@@ -157,8 +159,9 @@ class KeyWalk {
     }
     if constexpr (Traits::kAlibi) {
       const int to_diagonal = score.to_diagonal(place());
-      if (is_full() && !softmax.negates() && AlibiStep::fits<Traits::kBlockN>(to_diagonal)) {
-        AlibiStep step(score.alibi(), to_diagonal, self.lane);
+      if (is_full() && !softmax.negates() && alibi_is_linear<Traits::kBlockN>(to_diagonal)) {
+        const auto finish = [&](auto& S) { score.finish(S, place(), self.lane); };
+        AlibiStep step(score.alibi(), softmax.scale_log2(), to_diagonal, self.lane, finish);
         return with(step);
       }
     }
@@ -180,15 +183,15 @@ class KeyWalk {
           if (moved) serves = !__any_sync(~0u, step.failed());
           return moved;
         };
-        if (first_serves && First::fits(score)) {
-          First step(score, softmax.scale_log2());
-          return try_step(step, first_serves);
-        }
-        if constexpr (Traits::kConsumers < 3) {  // registers of three are too few for one more
-          if (second_serves && Second::fits(score)) {
-            Second step(score, softmax.scale_log2());
-            return try_step(step, second_serves);
+        if constexpr (Traits::kConsumers < 3) {  // registers of three are too few for both
+          if (first_serves && First::fits(score)) {
+            First step(score, softmax.scale_log2());
+            return try_step(step, first_serves);
           }
+        }
+        if (second_serves && Second::fits(score)) {
+          Second step(score, softmax.scale_log2());
+          return try_step(step, second_serves);
         }
       }
     }
@@ -216,12 +219,17 @@ class KeyWalk {
     return self.smem.key_bias.of_keys[self.bias_ring.stage()];
   }
   __device__ __forceinline__ void release_key_bias() {
-    __syncwarp();
-    self.release(self.bias_ring);
+    self.bias_ring.arrive_empty();
+    self.bias_ring.advance();
   }
 
+  // The block of keys in the n-th place. Computed where it is needed, as registers are short.
+  __device__ __forceinline__ int block() const {
+    if constexpr (Traits::kAlibi) return block_in_place(work, score.turned(), n);
+    return n;
+  }
   __device__ __forceinline__ bool is_full() const {
-    return n >= blocks().full_begin && n < blocks().full_end;
+    return block() >= blocks().full_begin && block() < blocks().full_end;
   }
   // With score terms registers are too short to keep them.
   __device__ __forceinline__ const BlockRange& blocks() const {
@@ -240,15 +248,15 @@ class KeyWalk {
     } else {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     }
-    if (n >= blocks().full_begin && n < blocks().full_end) return;
+    if (is_full()) return;
     const int query = work.first_row + self.warp_row + fragment_row(0, self.lane);
-    const int first_key = n * Traits::kBlockN;
+    const int first_key = block() * Traits::kBlockN;
     if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {
       mask_from(
           S, {work.window.end_key(query) - first_key, work.window.end_key(query + 8) - first_key},
           self.lane);
     }
-    if (n < blocks().full_begin) {
+    if (block() < blocks().full_begin) {
       mask_before(
           S,
           {work.window.first_key(query) - first_key, work.window.first_key(query + 8) - first_key},
@@ -268,7 +276,7 @@ class KeyWalk {
 
   // Of this warp's scores.
   __device__ __forceinline__ ScorePlace place() const {
-    return {work.first_row + self.warp_row, work.first_key + n * Traits::kBlockN};
+    return {work.first_row + self.warp_row, work.first_key + block() * Traits::kBlockN};
   }
 
   // V(n) is there. The values of keys in front of the first that the tile's queries see become 0:
@@ -276,8 +284,8 @@ class KeyWalk {
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();
     if constexpr (Traits::ScorePolicy::kGeneral) {
-      if (n > blocks().begin) return;
-      const int unseen = work.window.first_key(work.first_row) - n * Traits::kBlockN;
+      if (block() > blocks().begin) return;
+      const int unseen = work.window.first_key(work.first_row) - block() * Traits::kBlockN;
       if (unseen > 0) self.clear_values(unseen);
     }
   }
@@ -289,7 +297,7 @@ class KeyWalk {
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
   const BlockRange range;
-  int n;  // block of keys
+  int n;  // counts blocks of keys
   float correction[2];
   bool first_serves = true, second_serves = true;  // of softcap's polynomials, so far
   uint32_t query_word;                             // dropout's, of the lane's rows

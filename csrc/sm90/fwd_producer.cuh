@@ -8,14 +8,15 @@
 
 namespace flash_attn::sm90 {
 
-// Block n of K or V. One thread.
+// The block of K or V in the place of block n. One thread.
 template <typename Traits, typename Tile>
 __device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork& work, int n,
-                                           int num_cols, Tile (&tiles)[Traits::kStages],
+                                           int turned, int num_cols, Tile (&tiles)[Traits::kStages],
                                            Ring<Traits::kStages>& ring) {
   ring.wait_empty();
   ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-  load_tile(tiles[ring.stage()], map, work.kv, n * Traits::kBlockN, num_cols, ring.full(),
+  const int block = Traits::kAlibi ? block_in_place(work, turned, n) : n;
+  load_tile(tiles[ring.stage()], map, work.kv, block * Traits::kBlockN, num_cols, ring.full(),
             ptx::CacheHint::kEvictLast);
   ring.advance();
 }
@@ -37,7 +38,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     const SeqlenInfo seqlen(params, tile.batch_idx);
     const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
     FwdWorkSlot& slot = smem.work[slots.stage()];
-    int n = 0, begin = 0;  // blocks of K to load
+    int n = 0, begin = 0, turned = 0;  // blocks of K to load
     if (has_rows && lane == 0) {
       slots.wait_empty();
       slot.end = false;
@@ -45,9 +46,10 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       new (slot.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen));
       slots.arrive_full();
       n = slot.work().range.end, begin = slot.work().range.begin;
+      turned = turned_blocks<Traits>(slot.work(), seqlen.diagonal(params));
     }
     const auto load_next = [&] {
-      load_block<Traits>(k_map, slot.work(), --n, params.head_dim, smem.k, k_ring);
+      load_block<Traits>(k_map, slot.work(), --n, turned, params.head_dim, smem.k, k_ring);
     };
     while (n > begin + 1) load_next();
     tile_idx += gridDim.x;
@@ -88,8 +90,10 @@ __device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUten
   for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
     if (!work.has_keys()) return;
     const auto start_score = [&] {
-      new (smem.score_storage[slot]) typename Traits::ScorePolicy(
-          params, work.batch_idx, work.q.head, SeqlenInfo(params, work.batch_idx).diagonal(params));
+      const int64_t diagonal = SeqlenInfo(params, work.batch_idx).diagonal(params);
+      [[maybe_unused]] auto* const score = new (smem.score_storage[slot])
+          typename Traits::ScorePolicy(params, work.batch_idx, work.q.head, diagonal);
+      if constexpr (Traits::kAlibi) score->turn(turned_blocks<Traits>(work, diagonal));
     };
     const auto load = [&] {
       load_tile(smem.q[ring.stage()], map, work.q, work.first_row, params.head_dim, ring.full(),
@@ -176,12 +180,10 @@ __device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
         for (int i = 0; i < kKeys; ++i) {
           smem.key_bias.of_keys[ring.stage()][i * 32 + lane] = of_keys[i] * factor;
         }
-        __syncwarp();
-        if (lane == 0) ring.arrive_full();
+        ring.arrive_full();
       }
     });
-    __syncwarp();
-    if (lane == 0) slots.arrive_empty();
+    slots.arrive_empty();
   }
 }
 
@@ -207,22 +209,24 @@ __device__ __forceinline__ void draw_key_words_loop(const FwdParams& params,
       const uint32_t word = head.key_word((work.first_key + n * Traits::kBlockN) / 4 + lane);
       ring.wait_empty();
       if (lane < kWords) smem.dropout.key_words[ring.stage()][lane] = word;
-      __syncwarp();
-      if (lane == 0) ring.arrive_full();
+      ring.arrive_full();
     }
-    __syncwarp();
-    if (lane == 0) slots.arrive_empty();
+    slots.arrive_empty();
   }
 }
 
 template <typename Traits>
-__device__ __forceinline__ void load_v_loop(const CUtensorMap& map, int num_cols,
+__device__ __forceinline__ void load_v_loop(const FwdParams& params, const CUtensorMap& map,
                                             FwdSharedStorage<Traits>& smem) {
   Ring<Traits::kStages> ring(smem.v_ring);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int /*slot*/) {
+    int turned = 0;
+    if constexpr (Traits::kAlibi) {
+      turned = turned_blocks<Traits>(work, SeqlenInfo(params, work.batch_idx).diagonal(params));
+    }
 #pragma unroll 1
     for (int n = work.range.end - 1; n >= work.range.begin; --n) {
-      load_block<Traits>(map, work, n, num_cols, smem.v, ring);
+      load_block<Traits>(map, work, n, turned, params.head_dim_v, smem.v, ring);
     }
   });
 }

@@ -9,46 +9,47 @@
 namespace flash_attn::sm90 {
 
 // ALiBi where the block lies wholly on one side of its rows' diagonals: from a column to the next all
-// scores change by the same. What is the same in all columns joins the exponents' addend, not S.
+// scores change by the same. It joins the exponents' addends, which do not wait for S, and leaves S as it
+// is: S with it, for the rare block that is completed, would take registers in all. finish(S): the
+// general form of it.
+template <typename Finish>
 class AlibiStep : public NoStep {
  public:
-  // to_diagonal: from the block's first key to its first query's diagonal.
-  template <int kN>
-  __device__ __forceinline__ static bool fits(int to_diagonal) {
-    return to_diagonal >= kN - 1 || to_diagonal <= -15;
-  }
-  // alibi: what a score loses a key away from the diagonal, in the unit of S.
-  __device__ __forceinline__ AlibiStep(float alibi, int to_diagonal, int lane)
-      : per_column_(to_diagonal > 0 ? alibi : -alibi) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int from_diagonal = fragment_col(0, lane) - fragment_row(row, lane) - to_diagonal;
-      of_row_[row] = per_column_ * static_cast<float>(from_diagonal);
-    }
-  }
+  // alibi: what a score loses a key away from the diagonal, in the unit of S. to_diagonal: from the
+  // block's first key to its first query's diagonal.
+  __device__ __forceinline__ AlibiStep(float alibi, float scale_log2, int to_diagonal, int lane,
+                                       const Finish& finish)
+      : per_column_((to_diagonal > 0 ? alibi : -alibi) * scale_log2),
+        from_diagonal_(fragment_col(0, lane) - fragment_row(0, lane) - to_diagonal),
+        finish_(finish) {}
 
-  __device__ __forceinline__ float addend(int row, float scale_log2, float row_max) const {
-    return fmaf(of_row_[row], scale_log2, -row_max);
+  __device__ __forceinline__ float addend(int row, float /*scale_log2*/, float row_max) const {
+    return fmaf(per_column_, static_cast<float>(from_diagonal_ - fragment_row(row, 0)), -row_max);
   }
   template <typename Element>
   __device__ __forceinline__ float2 exponents(float& first, float& second, int element,
                                               float scale_log2, float addend, uint32_t /*packed*/) {
-    first = fmaf(per_column_, static_cast<float>(fragment_col(element, 0)), first);
-    second = fmaf(per_column_, static_cast<float>(fragment_col(element + 1, 0)), second);
-    return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
+    return {fmaf(first, scale_log2, of_column(element, addend)),
+            fmaf(second, scale_log2, of_column(element + 1, addend))};
   }
   template <typename Scores>
   __device__ __forceinline__ void complete(Scores& S) const {
-#pragma unroll
-    for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) += of_row_[row];
-    }
+    finish_(S);
   }
 
  private:
-  float per_column_, of_row_[2];
+  __device__ __forceinline__ float of_column(int element, float addend) const {
+    return fmaf(per_column_, static_cast<float>(fragment_col(element, 0)), addend);
+  }
+
+  float per_column_;   // what a score gains from a column to the next, in units of log 2
+  int from_diagonal_;  // of the lane's first row and column
+  const Finish& finish_;
 };
+template <int kN>
+__device__ __forceinline__ bool alibi_is_linear(int to_diagonal) {
+  return to_diagonal >= kN - 1 || to_diagonal <= -15;
+}
 
 // Softcap where no score comes near the cap: tanh(x) = x · p(x²), p minimax up to kLimit, relative error
 // 2e-6, of scores up to kLargestScore, and 8e-7. That the scores were as small as that is found out beside

@@ -59,6 +59,18 @@ class RecordedScores : public PlainScores {
   float known_;
 };
 
+// The terms of kAlibi beside turned_blocks().
+class TurnedScores : public TermScores<terms_of(FwdForm::kAlibi)> {
+ public:
+  using TermScores::TermScores;
+
+  __device__ __forceinline__ void turn(int blocks) { turned_ = blocks; }
+  __device__ __forceinline__ int turned() const { return turned_; }
+
+ private:
+  int turned_;
+};
+
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes,
           FwdForm kForm>
 struct FwdTraits {
@@ -72,7 +84,9 @@ struct FwdTraits {
   static constexpr bool kMaxLogits = kForm == FwdForm::kMaxLogits;
   using ScorePolicy = std::conditional_t<
       kMaxLogits, RecordedScores,
-      std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>>;
+      std::conditional_t<
+          kPlainScores, PlainScores,
+          std::conditional_t<kForm == FwdForm::kAlibi, TurnedScores, TermScores<terms_of(kForm)>>>>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
@@ -129,6 +143,25 @@ struct FwdWork {
 
   __device__ __forceinline__ bool has_keys() const { return range.end > range.begin; }
 };
+
+// Blocks of keys are walked over from the last to the first. With ALiBi scores rise towards the diagonal, and
+// on the way there each block would raise the maxima of its rows, which costs another pass over it: so
+// the walk begins at the diagonal of the tile's last query and goes on with the last block behind the
+// first one. This is how many blocks lie behind the one that it begins with. diagonal: the key that
+// query 0 meets on it.
+template <typename Traits>
+__device__ __forceinline__ int turned_blocks(const FwdWork& work, int64_t diagonal) {
+  if constexpr (!Traits::kAlibi) return 0;
+  const int last = work.range.end - 1;
+  const int64_t block =
+      (diagonal + work.first_row + Traits::kBlockM - 1 - work.first_key) / Traits::kBlockN;
+  return last - static_cast<int>(min(max(block, int64_t{work.range.begin}), int64_t{last}));
+}
+// The block that comes in the place of block n.
+__device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, int n) {
+  const int block = n - turned;
+  return block < work.range.begin ? block + work.range.end - work.range.begin : block;
+}
 
 template <typename Traits>
 __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const TileCoordinates& tile,
@@ -243,16 +276,17 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    // Q, V; a bias or words.
-    constexpr int kLoaders = Traits::kStagedBias || Traits::kKeyBias || Traits::kDropout ? 3 : 2;
-    work_ring.init(1, kLoaders + kConsumerWarps);
+    // What threads write, each of those that read it releases: racecheck follows nothing else. Of the
+    // loaders a thread each of Q's, V's and a staged bias's, and the warp of a key bias or of words.
+    constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
+    work_ring.init(1, 2 + Traits::kStagedBias + kWarpReaders + 32 * kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
-    v_ring.init(Traits::kDropout ? 2 : 1, kConsumerWarps);
+    v_ring.init(Traits::kDropout ? 1 + 32 : 1, (Traits::kDropout ? 32 : 1) * kConsumerWarps);
     if constexpr (Traits::kStagedBias) {
       for (auto& ring : this->bias_rings) ring.init(1, 4);
     }
-    if constexpr (Traits::kKeyBias) key_bias.ring.init(1, kConsumerWarps);
+    if constexpr (Traits::kKeyBias) key_bias.ring.init(32, 32 * kConsumerWarps);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

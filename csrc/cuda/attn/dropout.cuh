@@ -112,12 +112,37 @@ class DropoutMask {
     });
   }
 
+  // Of a block of an accumulator, two of 8 columns, what is dropped changes its sign.
+  __device__ __forceinline__ void negate_dropped(float (&first)[4], float (&second)[4],
+                                                 uint32_t row_word,
+                                                 const uint32_t (&col_words)[2]) const {
+    for_each_number_pair(row_word, col_words, [&](int index, uint32_t numbers) {
+      bool kept[2];
+      ptx::greater_equal_or_nan2(numbers, params_.bound, params_.mirror != 0, kept[0], kept[1]);
+#pragma unroll
+      for (int neighbour = 0; neighbour < 2; ++neighbour) {
+        float& element = (index < 2 ? first : second)[index % 2 * 2 + neighbour];
+        element = kept[neighbour] ? element : -element;
+      }
+    });
+  }
+
  private:
   // step(index, kept) for each register of an operand's block: all bits of a half where its element is
   // kept.
   template <typename Step>
   __device__ __forceinline__ void for_each_pair(uint32_t row_word, const uint32_t (&col_words)[2],
                                                 const Step& step) const {
+    for_each_number_pair(row_word, col_words, [&](int index, uint32_t numbers) {
+      step(index, ptx::greater_equal_or_nan2(numbers, params_.bound) ^ params_.mirror);
+    });
+  }
+
+  // step(index, numbers) likewise: what is compared with the bound.
+  template <typename Step>
+  __device__ __forceinline__ void for_each_number_pair(uint32_t row_word,
+                                                       const uint32_t (&col_words)[2],
+                                                       const Step& step) const {
     uint32_t words[2][2];
 #pragma unroll
     for (int neighbour = 0; neighbour < 2; ++neighbour) {
@@ -133,8 +158,7 @@ class DropoutMask {
         // for the sign, are the element's own.
         const uint32_t bytes = s == 0 ? (odd_ ? 0x6723 : 0x4501) : (odd_ ? 0x7632 : 0x5410);
         const uint32_t numbers = ptx::permute_bytes(words[0][r], words[1][r], bytes);
-        step(kTransposed ? s + 2 * r : r + 2 * s,
-             ptx::greater_equal_or_nan2(ptx::absolute2(numbers), params_.bound) ^ params_.mirror);
+        step(kTransposed ? s + 2 * r : r + 2 * s, ptx::absolute2(numbers));
       }
     }
   }

@@ -72,13 +72,13 @@ __device__ __forceinline__ void mask_keys(Accumulator<kMBlocks, kN>& S,
   mask_outside(S, first, end, lane);
 }
 
-// The transpose, for probabilities: keys as rows, queries first_query … as columns; 0 where nothing
-// is seen.
+// The transpose, for probabilities: keys as rows, queries first_query … as columns; `hidden` where
+// nothing is seen.
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void mask_queries(Accumulator<kMBlocks, kN>& P,
                                              const AttentionWindow& window,
                                              const int (&key_of_row)[2 * kMBlocks], int first_query,
-                                             int lane) {
+                                             int lane, float hidden = 0.f) {
   int first[2 * kMBlocks], end[2 * kMBlocks];
 #pragma unroll
   for (int row = 0; row < P.kRows; ++row) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void mask_queries(Accumulator<kMBlocks, kN>& P,
     first[row] = window.first_query(key_of_row[row]) - first_query;
     end[row] = exists ? window.end_query(key_of_row[row]) - first_query : 0;
   }
-  mask_outside(P, first, end, lane, 0.f);
+  mask_outside(P, first, end, lane, hidden);
 }
 
 }  // namespace flash_attn

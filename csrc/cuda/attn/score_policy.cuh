@@ -254,27 +254,31 @@ class TermScores {
   }
 
   // Of 16 queries as columns and 16 keys as rows: what is dropped of P, rounded, becomes 0, and
-  // negative in a second operand of the same place. of_key: draw_key_word(). query_words: query_word() of
-  // these queries, or null.
+  // negative in a second operand of the same place. of_key: draw_key_word().
   __device__ __forceinline__ void drop_and_mark(uint32_t (&P)[4], uint32_t (&marked)[4],
                                                 const DropoutParams& params, ScorePlace place,
-                                                uint32_t of_key, const uint32_t* query_words,
-                                                int lane) const {
+                                                uint32_t of_key, int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     uint32_t of_queries[2];
-    if (query_words != nullptr) {
-      const uint2 pair = *reinterpret_cast<const uint2*>(query_words + lane % 4 * 2);
-      of_queries[0] = pair.x, of_queries[1] = pair.y;
-    } else {
-      lane = local(lane);
-#pragma unroll
-      for (int neighbour = 0; neighbour < 2; ++neighbour) {
-        of_queries[neighbour] =
-            dropout_.query_word(dropout_pair(place.query, lane % 4 * 2 + neighbour));
-      }
-    }
+    const int pair = dropout_pair(place.query, local(lane) % 4 * 2);
+    of_queries[0] = dropout_.query_word(pair);
+    of_queries[1] = dropout_.query_word(pair + 1);
     DropoutMask<true>(params, dropout_.last, place.key % 32 != 0)
         .drop_and_mark(P, marked, of_key, of_queries);
+  }
+
+  // Of queries as columns and 16 keys as rows: what is dropped of P changes its sign. of_key:
+  // draw_key_word(). query_words: query_word() of these queries.
+  template <int kN>
+  __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
+                                                 int first_key, uint32_t of_key,
+                                                 const uint32_t* query_words, int lane) const {
+    const DropoutMask<true> mask(params, dropout_.last, first_key % 32 != 0);
+#pragma unroll
+    for (int n = 0; n < kN / 8; n += 2) {
+      const uint2 pair = *reinterpret_cast<const uint2*>(query_words + n * 4 + lane % 4 * 2);
+      mask.negate_dropped(P.data[0][n], P.data[0][n + 1], of_key, {pair.x, pair.y});
+    }
   }
 
   // What the mask of a lane's elements begins with: of its row, where queries are rows or keys are. The
@@ -357,6 +361,7 @@ class TermScores {
     }
   }
 
+  __device__ __forceinline__ SoftcapTanh softcap_tanh() const { return {cap_, inverse_cap_}; }
   // In the unit of Q Kᵀ; 0: no softcap.
   __device__ __forceinline__ float cap() const { return cap_; }
   // One score of X, by the special-function unit.

@@ -15,6 +15,49 @@ __device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
   return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
 }
 
+// tanh(X / cap), by a polynomial of X or by the special-function unit.
+class SoftcapTanh {
+ public:
+  __device__ __forceinline__ SoftcapTanh(float cap, float inverse_cap)
+      : cap_(cap), inverse_cap_(inverse_cap) {
+    const float square = inverse_cap * inverse_cap;
+    float factor = inverse_cap;  // coefficients of X² instead of x², and one more of X
+#pragma unroll
+    for (int power = 0; power <= kDegree; ++power) {
+      c_[power] = coefficient(power) * factor;
+      factor *= square;
+    }
+  }
+
+  // Whether the polynomial serves scores up to `largest`.
+  __device__ __forceinline__ bool is_near(float largest) const {
+    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
+    return cap_ >= kLeastCap && largest * inverse_cap_ <= kLimit;
+  }
+  __device__ __forceinline__ float near(float x) const {
+    const float square = x * x;
+    float value = c_[kDegree];
+#pragma unroll
+    for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
+    return x * value;
+  }
+  __device__ __forceinline__ float anywhere(float x) const {
+    const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+    return fmaf(-2.f, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), 1.f);
+  }
+
+ private:
+  // tanh(x) = x · p(x²) up to |x| = kLimit: p minimax, relative error 1.2e-6.
+  static constexpr int kDegree = 3;
+  static constexpr float kLimit = 0.55f;
+  __device__ static constexpr float coefficient(int power) {
+    constexpr float kP[] = {0.99999888f, -0.333213873f, 0.131312314f, -0.042696f};
+    return kP[power];
+  }
+
+  float cap_, inverse_cap_, c_[kDegree + 1];
+};
+
 // By a polynomial where no score of the warp comes near the cap, as is usual; else by capped().
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float cap,

@@ -55,6 +55,24 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
   return packed;
 }
 
+// cvt.rn.relu.{f16x2,bf16x2}.f32, PTX ISA "cvt": the same, and 0 for negative numbers.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack_positive(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack_positive<__half>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack_positive<__nv_bfloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
 // The two elements that pack() packed.
 template <typename Element>
 __device__ __forceinline__ float2 unpack(uint32_t packed);
