@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flash_attn.context_parallel.calls import Options, Queries, run_backward, run_forward
+from flash_attn.context_parallel.dropout import Dropout
 from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows, sum_rows
 from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
@@ -47,10 +48,10 @@ class _Blocks:
         cu_k: list[int],
         varlen: bool,
     ) -> None:
-        left, right, top_left, alibi = mask
+        left, right, *flags = mask
         self.group = _resolve_process_group(group_name)
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.mask = Mask(left, right, bool(top_left), bool(alibi))
+        self.mask = Mask(left, right, *map(bool, flags))
         self.documents = Documents(tuple(cu_q), tuple(cu_k), varlen)
         shards_q = Shards(cu_q[-1], layout, self.size)
         shards_k = Shards(cu_k[-1], layout, self.size)
@@ -171,6 +172,10 @@ def _gather_backward(
     return dq, lambda: sums
 
 
+def _dropout(probability: float, rng_state: Tensor | None, heads: list[int]) -> Dropout | None:
+    return None if rng_state is None else Dropout(probability, rng_state, *heads)
+
+
 @torch.library.custom_op("flash_attn::context_parallel_fwd", mutates_args=())
 def context_parallel_fwd(
     q: Tensor,
@@ -178,8 +183,11 @@ def context_parallel_fwd(
     v: Tensor,
     alibi_slopes: Tensor | None,
     learnable_sink: Tensor | None,
+    rng_state: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    dropout_p: float,
+    dropout_heads: list[int],
     deterministic: bool,
     mask: list[int],
     cu_seqlens_q: list[int],
@@ -191,9 +199,11 @@ def context_parallel_fwd(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """q, k, v (batch, rows, heads, d) of this rank → out, softmax_lse. mask: left, right, top_left,
-    whether there is ALiBi. cu_seqlens: of the whole sequence, from 0 to its length."""
+    whether there is ALiBi, and dropout. cu_seqlens: of the whole sequence, from 0 to its length.
+    dropout_heads: how many heads the mask is of, and which of them is the first one here."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
+    dropout = _dropout(dropout_p, rng_state, dropout_heads)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
     forward = _ring_forward if scheme == "ring" else _gather_forward
     out = q.new_empty(*q.shape[:-1], v.size(-1))
     lse = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=compute_dtype(q.dtype))
@@ -224,8 +234,11 @@ def context_parallel_bwd(
     v: Tensor,
     alibi_slopes: Tensor | None,
     learnable_sink: Tensor | None,
+    rng_state: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    dropout_p: float,
+    dropout_heads: list[int],
     deterministic: bool,
     mask: list[int],
     cu_seqlens_q: list[int],
@@ -238,7 +251,8 @@ def context_parallel_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and of the sink what this rank's rows contribute (empty without a sink)."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
+    dropout = _dropout(dropout_p, rng_state, dropout_heads)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
     queries = Queries(q, out, dout, softmax_lse, dlse)
     backward = _ring_backward if scheme == "ring" else _gather_backward
     # Results of an op share no memory with its arguments nor with one another.
@@ -290,18 +304,18 @@ def _(dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, learnable_sink, *_):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, alibi_slopes, learnable_sink, *ctx.rest = inputs
-    ctx.save_for_backward(*output, q, k, v, alibi_slopes, learnable_sink)
+    tensors, ctx.rest = inputs[:6], inputs[6:]
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    out, softmax_lse, q, k, v, alibi_slopes, sink = ctx.saved_tensors
+    out, softmax_lse, q, k, v, alibi_slopes, sink, rng_state = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dsink = context_parallel_bwd(
-        dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, sink, *ctx.rest
+        dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, sink, rng_state, *ctx.rest
     )
-    return dq, dk, dv, None, None if sink is None else dsink, *[None] * len(ctx.rest)
+    return dq, dk, dv, None, None if sink is None else dsink, None, *[None] * len(ctx.rest)
 
 
 context_parallel_fwd.register_autograd(_backward, setup_context=_setup_context)
