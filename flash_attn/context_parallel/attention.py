@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from flash_attn.context_parallel.calls import Options, Queries, run_backward, run_forward
 from flash_attn.context_parallel.dropout import Dropout
 from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows, sum_rows
-from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
+from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
 
@@ -96,11 +96,6 @@ class _Blocks:
 Grads = tuple[Tensor, Callable[[], Sequence[Tensor]]]
 
 
-def _zeros(x: Tensor) -> Tensor:
-    """Like x, for sums."""
-    return torch.zeros_like(x, dtype=compute_dtype(x.dtype), memory_format=torch.contiguous_format)
-
-
 def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
     k, v = k.contiguous(), v.contiguous()
     keys = (k, v)
@@ -120,33 +115,33 @@ def _ring_backward(
     finish_before: Callable[[], None],
 ) -> Grads:
     k, v = k.contiguous(), v.contiguous()
-    dq, dk, dv = _zeros(queries.q), _zeros(k), _zeros(v)
+    dq, dk, dv = RunningSum(queries.q), RunningSum(k), RunningSum(v)
     keys, returning = (k, v), None
     for step in range(blocks.size):
         following = blocks.fetch(step + 1, k, v)
-        grads = (dk, dv) if step == 0 else [_zeros(x) for x in keys]
+        grads = (dk, dv) if step == 0 else [RunningSum(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
             run_backward(call, queries, *keys, options, (dq, *grads))
         if step == 0:  # later on there are more buffers
             finish_before()
         keys = following.wait() if following else ()
         _add_returned(returning, dk, dv)
-        returning = blocks.give_back(step, *grads) if step else None
+        returning = blocks.give_back(step, *(x.value() for x in grads)) if step else None
 
     def of_keys() -> tuple[Tensor, Tensor]:
         _add_returned(returning, dk, dv)
-        return dk, dv
+        return dk.value(), dv.value()
 
-    return dq, of_keys
+    return dq.value(), of_keys
 
 
-def _add_returned(returning: Transfer | None, dk: Tensor, dv: Tensor) -> None:
+def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) -> None:
     """Adds what another rank found for this rank's keys, once it is here; in the order of steps."""
     if returning is None:
         return
     for grad, part in zip((dk, dv), returning.wait(), strict=True):
         if part.size(1):
-            grad += part
+            grad.add(slice(None), part)
 
 
 def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
@@ -165,11 +160,11 @@ def _gather_backward(
 ) -> Grads:
     finish_before()
     keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
-    dq, dk, dv = _zeros(queries.q), *(_zeros(x) for x in keys)
+    dq, dk, dv = RunningSum(queries.q), *(RunningSum(x) for x in keys)
     for call in blocks.calls_with_all_keys():
         run_backward(call, queries, *keys, options, (dq, dk, dv))
-    sums = [sum_rows(x, blocks.k, blocks.group) for x in (dk, dv)]
-    return dq, lambda: sums
+    sums = [sum_rows(x.value(), blocks.k, blocks.group) for x in (dk, dv)]
+    return dq.value(), lambda: sums
 
 
 def _dropout(probability: float, rng_state: Tensor | None, heads: list[int]) -> Dropout | None:

@@ -4,7 +4,7 @@ Tensors are (batch, rows, heads, d) here, and LSE (batch, heads, rows); the toke
 are the rows of a batch of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn._call import bwd, fwd, fwd_arguments
 from flash_attn.backends import use_backend
 from flash_attn.context_parallel.dropout import Dropout, Padding, padding_of
-from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
+from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Rectangle
 
 
@@ -91,9 +91,14 @@ def run_forward(
 
 
 def run_backward(
-    call: Call, queries: Queries, k: Tensor, v: Tensor, options: Options, grads: tuple
+    call: Call,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    grads: Iterable[RunningSum],
 ) -> None:
-    """Adds what `call` contributes to grads: dq, dk and dv, in the dtype that is added in."""
+    """Adds what `call` contributes to grads: dq, dk and dv."""
     rows, keys = _extent(call)
     inputs = [_widened(x[:, rows]) for x in (queries.dout, queries.q, queries.out)]
     inputs += [_widened(x[:, keys]) for x in (k, v)]
@@ -118,7 +123,7 @@ def run_backward(
         owns = (own_rows, own_keys, own_keys)
         parts = [part[:, own] for part, own in zip(parts, owns, strict=True)]
     for grad, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
-        grad[:, place] += part
+        grad.add(place, part)
 
 
 def _extent(call: Call) -> tuple[slice, slice]:
