@@ -33,6 +33,7 @@ def fwd(
     deterministic: bool,
     return_probs: bool,
     return_max_logits: bool,
+    dropout_place: Sequence[int] | None,
     backend: str | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,6 +74,7 @@ def bwd(
     softcap: float,
     deterministic: bool,
     grad_mask: Sequence[bool],
+    dropout_place: Sequence[int] | None,
     backend: str | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -94,10 +94,14 @@ def fwd_arguments(
     deterministic=False,
     return_probs=False,
     return_max_logits=False,
+    dropout_place=None,
 ):
     """The argument list of the op `fwd`.
 
     Lengths that are None are those of dense tensors; with dropout an rng_state of None is drawn.
+    dropout_place: (sequence, head, heads, query, key), where the call is a part of a larger one of
+    so many heads, whose mask it draws: its first sequence, head, query (a multiple of 16) and key
+    (of 32).
     """
     if max_seqlen_q is None:
         max_seqlen_q = dense_seqlen(q)
@@ -167,6 +171,7 @@ def fwd_arguments(
         deterministic,
         return_probs,
         return_max_logits,
+        dropout_place,
         forced_backend(),
     )
 
@@ -188,7 +193,7 @@ def fwd(arguments):
             _log.call("fwd", arguments)
         run = _functorch.fwd if _functorch.is_active() else C.fwd
         results = run(*arguments)
-    return_probs = arguments[-3]
+    return_probs = arguments[-4]
     if return_probs:
         out, softmax_lse, probabilities, max_logits = results
         return out, softmax_lse, _with_largest_1(probabilities), max_logits
@@ -321,6 +326,7 @@ def bwd(
     causal_alignment="bottom-right",
     softcap,
     deterministic,
+    dropout_place=None,
 ):
     """Runs the op `bwd` for q, k and v. Returns dq, dk, dv.
 
@@ -360,6 +366,7 @@ def bwd(
         softcap,
         deterministic,
         [True, True, True, False, False],
+        dropout_place,
         forced_backend(),
     )
     return dq, dk, dv

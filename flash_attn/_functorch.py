@@ -13,7 +13,7 @@ is_active = torch._C._are_functorch_transforms_active
 
 # Where the inputs that have a gradient stand among the arguments of `fwd`, in grad_mask's order.
 DIFFERENTIABLE = (0, 1, 2, 9, 11)  # q, k, v, attn_bias, learnable_sink
-ARGUMENTS_OF_BWD = 26  # as many of them `bwd` takes too: all but the last three
+ARGUMENTS_OF_BWD = 26  # as many of them `bwd` takes too: all but the last four
 
 
 class _Attention(torch.autograd.Function):
@@ -44,8 +44,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
-        given, backend = arguments[:ARGUMENTS_OF_BWD], arguments[-1]
-        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, backend)
+        given, place_and_backend = arguments[:ARGUMENTS_OF_BWD], arguments[-2:]
+        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, *place_and_backend)
         result = [None] * len(arguments)
         for i, is_wanted, gradient in zip(DIFFERENTIABLE, wanted, gradients, strict=True):
             result[i] = gradient if is_wanted else None

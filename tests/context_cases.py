@@ -33,6 +33,7 @@ class Case:
     alibi: str = ""  # "heads" or "sequences": what slopes differ by
     sink: bool = False
     deterministic: bool = False
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         default = Case()
@@ -49,7 +50,19 @@ class Case:
     @property
     def options(self) -> dict:
         names = ("causal", "causal_alignment", "window_size", "softcap", "deterministic")
+        names += ("dropout_p",)
         return {name: getattr(self, name) for name in names}
+
+
+# Of the generator that dropout draws from: one process's, and that of the first rank.
+SEED = 11
+
+
+def seed_ranks(group) -> None:
+    """All ranks but the first one draw something else."""
+    groups = group if isinstance(group, tuple) else (group,)
+    first = all(dist.get_rank(g) == 0 for g in groups)
+    torch.manual_seed(SEED if first else 100 + dist.get_rank())
 
 
 @dataclasses.dataclass
@@ -117,6 +130,7 @@ class Whole:
             longest = [int(c.diff().max()) for c in cu]
             return flash_attn.flash_attn_varlen_func(q, k, v, *cu, *longest, **options)
 
+        torch.manual_seed(SEED)
         leaves = {name: x.to(dtype or x.dtype) for name, x in self.leaves.items()}
         flow = tuple(x.to(dtype or x.dtype) for x in self.flow)
         return self.run(attend, leaves, flow)
@@ -124,6 +138,8 @@ class Whole:
     def on_ranks(self, group) -> dict[str, Tensor]:
         """The same of the ranks of `group`: this rank's rows."""
         case, varlen = self.case, self.case.documents is not None
+        if case.dropout_p > 0:
+            seed_ranks(group)
 
         def attend(q, k, v, **options):
             options |= dict(group=group, scheme=case.scheme, layout=case.layout)

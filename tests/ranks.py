@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _serve(rank: int, size: int, device: str, seconds: float, store: str, pipe) -> None:
+def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -26,7 +26,7 @@ def _serve(rank: int, size: int, device: str, seconds: float, store: str, pipe) 
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds / 2),
+        timeout=timedelta(seconds=time_out),
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     while (task := pipe.recv()) is not None:
@@ -39,10 +39,14 @@ def _serve(rank: int, size: int, device: str, seconds: float, store: str, pipe) 
 
 
 class Pool:
-    """seconds: for one function on all ranks; the group's own time-out is half of it."""
+    """seconds: for one function on all ranks; the group's own time-out is half of it, or
+    time_out."""
 
-    def __init__(self, size: int, device: str, seconds: float = 60) -> None:
+    def __init__(
+        self, size: int, device: str, seconds: float = 60, time_out: float | None = None
+    ) -> None:
         self.size, self.device, self.seconds = size, device, seconds
+        self.time_out = seconds / 2 if time_out is None else time_out
         self._start()
 
     def _start(self) -> None:
@@ -54,7 +58,7 @@ class Pool:
             here, there = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, self.device, self.seconds, store, there),
+                args=(rank, self.size, self.device, self.time_out, store, there),
                 daemon=True,
             )
             process.start()

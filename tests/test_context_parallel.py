@@ -76,6 +76,37 @@ def test_exact(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
     pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks), pool.device)
 
 
+LONGER = BASE.with_(batch=1, seqlen_q=130, seqlen_k=130)
+DROPOUT = [
+    LONGER.with_(seqlen_q=256, seqlen_k=256, batch=2),  # all pieces begin with a block of the mask
+    LONGER.with_(seqlen_q=256, seqlen_k=256, layout="contiguous", sink=True, softcap=3.0),
+    LONGER.with_(batch=2),  # hardly any does
+    LONGER.with_(causal=False, heads_q=2, heads_kv=1, deterministic=True),
+    LONGER.with_(seqlen_q=70, causal_alignment="top-left"),
+    LONGER.with_(seqlen_k=70),
+    LONGER.with_(window_size=(40, 0), layout="contiguous"),
+    # Bands that the corner of a block lies outside of.
+    LONGER.with_(window_size=(3, 2), causal=False, seqlen_k=115),
+    LONGER.with_(window_size=(-1, 5), causal=False, seqlen_q=77),
+    LONGER.with_(window_size=(4, -1), causal=False, seqlen_k=75, causal_alignment="top-left"),
+    LONGER.with_(alibi="sequences"),
+    LONGER.with_(alibi="heads", window_size=(33, 9), causal=False, seqlen_k=101),
+    LONGER.with_(documents=((0, 5, 5, 70, 130), (0, 5, 5, 70, 130))),
+    LONGER.with_(documents=((0, 37, 60, 130), (0, 50, 51, 130)), alibi="sequences", sink=True),
+]
+
+
+@pytest.mark.parametrize("case", DROPOUT, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, TWO_DIMENSIONS], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_dropout_is_that_of_one_process(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
+    """The mask is the one that the first rank's generator gives one process."""
+    if ranks == TWO_DIMENSIONS and scheme == "ulysses":
+        scheme = None
+    pool.need(ranks)
+    pool.run(check_exact, case.with_(scheme=scheme, ranks=ranks, dropout_p=0.3), pool.device)
+
+
 @pytest.mark.parametrize(
     "case", [BASE, BASE.with_(heads_kv=1, seqlen_q=53, seqlen_k=53, sink=True), VARLEN[0]], ids=str
 )
@@ -103,6 +134,7 @@ def random_case(seed: int) -> Case:
         softcap=rng.choice([0.0, 3.0]),
         alibi=rng.choice(["", "heads", "sequences"]),
         sink=rng.random() < 0.3,
+        dropout_p=rng.choice([0.0, 0.0, 0.4]),
     )
     schemes = ["ring", "all-gather", None]
     case = case.with_(scheme=rng.choice(schemes + ["ulysses"] * (case.ranks != TWO_DIMENSIONS)))
@@ -155,6 +187,7 @@ def check_in_head_groups(case: Case, device: str) -> None:
 def test_backward_in_head_groups(scheme: str, pool: Pool) -> None:
     """One key head at a time, as long sequences go."""
     case = Case(scheme=scheme, ranks=2, heads_q=6, heads_kv=3, alibi="sequences", sink=True)
+    case = case.with_(dropout_p=0.2)
     pool.run(check_in_head_groups, case, pool.device)
 
 
@@ -216,7 +249,7 @@ def check_refusals(device: str) -> None:
         with pytest.raises(error, match=message):
             call(q, x, x, group=group, **options)
 
-    refuses(NotImplementedError, "dropout_p: expected 0.0 in context_parallel", dropout_p=0.1)
+    refuses(RuntimeError, r"dropout_p: expected a number in \[0, 1\), got 1.0", dropout_p=1.0)
     refuses(ValueError, "scheme: expected one of", scheme="star")
     refuses(ValueError, "layout: expected one of", layout="striped")
     refuses(ValueError, "causal_alignment", causal_alignment="middle")

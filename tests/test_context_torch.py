@@ -38,32 +38,37 @@ def grads_of(out: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tenso
     return torch.autograd.grad(out.square().sum(), leaves)
 
 
-def check_compiled(scheme: str | None, device: str) -> None:
+def check_compiled(scheme: str | None, dropout_p: float, device: str) -> None:
     device, group = place(2, device)
     if group is None:
         return
     whole = inputs(device)
-    out = flash_attn.flash_attn_func(*whole, causal=True)
+    torch.manual_seed(3)
+    out = flash_attn.flash_attn_func(*whole, dropout_p=dropout_p, causal=True)
     grads = grads_of(out, whole)
     parts = [context_parallel.split(x, group).detach().requires_grad_() for x in whole]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(q, k, v):
-        options = dict(causal=True, group=group, scheme=scheme)
+        options = dict(causal=True, group=group, scheme=scheme, dropout_p=dropout_p)
         return context_parallel.flash_attn_func(2 * q, k, v, softmax_scale=8**-0.5 / 2, **options)
 
+    torch.compiler.reset()  # cases before count towards its limit of compilations
+    torch.manual_seed(3 + dist.get_rank(group))
     actual = attend(*parts)
     torch.testing.assert_close(actual, context_parallel.split(out, group))
+    torch.manual_seed(3 + dist.get_rank(group))
     with torch.inference_mode():
         torch.testing.assert_close(attend(*(x.clone() for x in parts)), actual)
     for grad, wanted in zip(grads_of(actual, parts), grads, strict=True):
         torch.testing.assert_close(grad, context_parallel.split(wanted, group))
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", [*SCHEMES, None])
-def test_compile(scheme: str | None, pool: Pool) -> None:
+def test_compile(scheme: str | None, dropout_p: float, pool: Pool) -> None:
     """One graph without a break, forward and backward."""
-    pool.run(check_compiled, scheme, pool.device)
+    pool.run(check_compiled, scheme, dropout_p, pool.device)
 
 
 def check_checkpointed(scheme: str, device: str) -> None:
@@ -71,7 +76,8 @@ def check_checkpointed(scheme: str, device: str) -> None:
     parts = [context_parallel.split(x, group).detach().requires_grad_() for x in inputs(device)]
 
     def attend(q, k, v):
-        options = dict(causal=True, group=group, scheme=scheme)
+        options = dict(causal=True, group=group, scheme=scheme, dropout_p=0.2)
+        torch.manual_seed(5)
         return context_parallel.flash_attn_func(q.sin(), k, v, **options)
 
     expected = grads_of(attend(*parts), parts)
@@ -229,3 +235,41 @@ def test_dead_rank() -> None:
         assert outcomes == [(True, None), (False, "the process has ended")]
     finally:
         pool.close()
+
+
+def check_alone_on_nccl(scheme: str, dies: bool) -> float:
+    """Rank 1 does not come, or is gone; what rank 0 computes is returned, if it ever is."""
+    if dist.get_rank() == 1:
+        if dies:
+            os._exit(0)
+        return 0.0
+    parts = [context_parallel.split(x).detach() for x in inputs("cuda:0", torch.bfloat16)]
+    out = context_parallel.flash_attn_func(*parts, scheme=scheme)
+    torch.cuda.synchronize()
+    return out.sum().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("dies", [False, True], ids=["slow", "dead"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_alone_on_nccl(scheme: str, dies: bool) -> None:
+    """The group's time-out, of 5 s, raises or ends the process, as NCCL's watchdog is set to do."""
+    pool = Pool(2, "cuda", seconds=120, time_out=5)
+    try:
+        # The ranks are connected, so that what fails is the call itself.
+        pool.run(check_connected)
+        (answered, result), (came, _) = pool.outcomes(check_alone_on_nccl, scheme, dies)
+    finally:
+        pool.close()
+    assert came != dies
+    assert not answered, f"a result, {result}, without the other rank's keys"
+    reasons = "(?i)timed? ?out|aborted|remote|connection|the process has ended"
+    assert re.search(reasons, result), result
+
+
+def check_connected() -> None:
+    parts = [context_parallel.split(x).detach() for x in inputs(f"cuda:{dist.get_rank()}")]
+    for scheme in SCHEMES:
+        context_parallel.flash_attn_func(*parts, scheme=scheme)
+    torch.cuda.synchronize()

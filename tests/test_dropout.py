@@ -196,10 +196,18 @@ MASK_CASES = [
 ]
 
 
+# The first sequence, head, query and key of a part of a call, and how many heads that call has.
+PLACES_OF_PARTS = [None, (0, 0, 4, 0, 0), (3, 1, 7, 48, 96), (0, 2, 6, 16, 32)]
+
+
+@pytest.mark.parametrize("part", PLACES_OF_PARTS, ids=str)
 @each_case(MASK_CASES, [ATEN_CPU, ATEN_CUDA, SM80, SM90])
-def test_mask_read_out_of_the_results(case: Case, target: Target, seed: int) -> None:
+def test_mask_read_out_of_the_results(
+    case: Case, target: Target, part: tuple[int, ...] | None, seed: int
+) -> None:
     """With equal scores and one-hot rows of v and dout, what is not 0 of out and of dv is what is
-    kept: bit for bit, forward and backward, whatever the tiles."""
+    kept: bit for bit, forward and backward, whatever the tiles. A part of a call draws its part of
+    that call's mask."""
     problem = Problem(case, seed, target.device)
     problem.q.zero_()
     seen = expect(problem, backward=False).probs != 0
@@ -213,11 +221,14 @@ def test_mask_read_out_of_the_results(case: Case, target: Target, seed: int) -> 
             place = torch.cat([torch.arange(count) for count in (*counts, case.tail)])
             one_hot = place[:, None] - first == torch.arange(case.d)
             x.copy_(one_hot[:, None].expand(x.shape[-3:]))
-        results = run(problem, target.backend)
+        results = run(problem, target.backend, dropout_place=part)
         out[first], dv[first] = (results[name].cpu() != 0 for name in ("out", "dv"))
     row_q = row_k = 0
+    sequence, head, heads, query, key = part or (0, 0, case.heads_q, 0, 0)
     for b, (n_q, n_k) in enumerate(lengths):
-        kept = keep_mask(problem.rng, case.dropout_p, b, case.heads_q, n_q, n_k)
+        ends = (query + n_q, key + n_k)
+        kept = keep_mask(problem.rng, case.dropout_p, sequence + b, heads, *ends)
+        kept = kept[head : head + case.heads_q, query:, key:]
         kept = kept & seen[b, :, :n_q, :n_k]
         of_q = (slice(row_q, row_q + n_q),) if case.is_varlen else (b,)
         of_k = (slice(row_k, row_k + n_k),) if case.is_varlen else (b,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -400,6 +401,31 @@ def test_dropout_without_a_state() -> None:
     )
     with pytest.raises(RuntimeError, match="flash_attn: rng_state: expected a tensor .*got none"):
         torch.ops.flash_attn.fwd(**arguments)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        [0, 0, 4, 0],
+        [0, -1, 4, 0, 0],
+        [0, 1, 4, 0, 0],  # heads 1 to 4 of 4
+        [0, 0, 3, 0, 0],
+        [0, 0, 4, 8, 0],
+        [0, 0, 4, 0, 16],
+        [0, 0, 4, 1 << 31, 0],
+    ],
+    ids=str,
+)
+def test_dropout_place(place: list[int]) -> None:
+    from cases import Case, Problem, op_arguments
+
+    problem = Problem(Case(dropout_p=0.5, heads_q=4), 0, "cpu")
+    arguments = op_arguments(problem) | problem.float_tensors()
+    message = r"flash_attn: dropout_place: expected \(sequence, head, .* got " + re.escape(
+        str(place)
+    )
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.flash_attn.fwd(**arguments, dropout_place=place)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@
 #include <optional>
 #include <tuple>
 
+#include "core/params.h"
+
 namespace flash_attn::aten {
 
 // A checked call: shapes and dtypes agree (bindings/checks.h), softmax_scale is resolved, causal is
@@ -25,6 +27,7 @@ struct Args {
   std::optional<at::Tensor> rng_state;       // int64 (2): seed, offset; needed when dropout_p > 0
   int64_t max_seqlen_q, max_seqlen_k;        // dense: the lengths; varlen: the caller's maxima
   double dropout_p = 0.0;
+  DropoutPlace dropout_place;
   double softmax_scale = 1.0;
   int64_t window_left = -1, window_right = -1;  // -1: no limit
   bool top_left = false;

@@ -63,10 +63,16 @@ struct WholeBlocks {
 
 }  // namespace
 
-Dropout::Dropout(double probability, const Tensor& rng_state, int64_t batch, int64_t heads)
-    : threshold_(std::llround(std::ldexp(probability, 8))) {
+Dropout::Dropout(double probability, const Tensor& rng_state, int64_t batch, int64_t heads,
+                 const DropoutPlace& place)
+    : threshold_(std::llround(std::ldexp(probability, 8))), place_(place) {
   const Tensor seed = rng_state.select(0, 0), offset = rng_state.select(0, 1);
-  const Tensor number = at::arange(batch * heads, rng_state.options()).view({batch, heads, 1, 1});
+  const auto numbers = [&](int64_t first, int64_t count) {
+    return at::arange(first, first + count, rng_state.options());
+  };
+  const int64_t all_heads = place.heads == 0 ? heads : place.heads;
+  const Tensor number = numbers(place.sequence, batch).mul_(all_heads).view({batch, 1, 1, 1}) +
+                        numbers(place.head, heads).view({heads, 1, 1});
   const auto words =
       philox4x32({low(number), high(number), low(offset), high(offset)}, low(seed), high(seed));
   key_ = words[0];
@@ -84,6 +90,11 @@ Dropout Dropout::part(Block batches, Block heads) const {
 }
 
 Tensor Dropout::keep(Block rows, Block keys) const {
+  return keep_there({rows.first + place_.query, rows.last + place_.query},
+                    {keys.first + place_.key, keys.last + place_.key});
+}
+
+Tensor Dropout::keep_there(Block rows, Block keys) const {
   const at::TensorOptions int64 = key_.options();
   const WholeBlocks row_blocks(rows, 16), key_blocks(keys, 32);
   // (batch, heads, groups of rows, 1) and (batch, heads, 1, groups of keys)

@@ -16,11 +16,15 @@
 //   kept iff number ≥ T, where T = round(probability · 2^8) ≤ 2^7; else iff number < 2^8 − T
 //
 // The keep probability is 1 − T / 2^8: kept weights are scaled by the inverse of that.
+//
+// A call that is a part of a larger one (core/params.h, DropoutPlace) counts batch, head, query and key
+// as they lie there.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include "aten/block_range.h"
+#include "core/params.h"
 
 namespace flash_attn::aten {
 
@@ -28,7 +32,8 @@ class Dropout {
  public:
   Dropout() = default;
   // rng_state int64 (2): seed, offset.
-  Dropout(double probability, const at::Tensor& rng_state, int64_t batch, int64_t heads);
+  Dropout(double probability, const at::Tensor& rng_state, int64_t batch, int64_t heads,
+          const DropoutPlace& place);
 
   explicit operator bool() const { return threshold_ > 0; }
   // That of some batches and heads.
@@ -39,7 +44,11 @@ class Dropout {
   at::Tensor factors(Block rows, Block keys, at::ScalarType dtype) const;
 
  private:
-  int64_t threshold_ = 0;              // T
+  // bool (batch, heads, rows, keys), of positions in the larger call
+  at::Tensor keep_there(Block rows, Block keys) const;
+
+  int64_t threshold_ = 0;  // T
+  DropoutPlace place_;
   at::Tensor key_, row_, col_, last_;  // K, X, Y and Z: int64 (batch, heads, 1, 1)
 };
 

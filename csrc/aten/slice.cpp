@@ -105,7 +105,8 @@ Call::Call(const Args& args)
       keys({args.k, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.max_seqlen_k}),
       one_slice_(!host_reads(args.q)) {
   if (args.dropout_p > 0) {
-    dropout_ = Dropout(args.dropout_p, *args.rng_state, queries.batch(), args.q.size(-2));
+    dropout_ = Dropout(args.dropout_p, *args.rng_state, queries.batch(), args.q.size(-2),
+                       args.dropout_place);
   }
 }
 

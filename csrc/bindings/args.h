@@ -22,6 +22,9 @@ using OptTensor = std::optional<at::Tensor>;
 using OptName =
     std::optional<std::string_view>;  // a backend's name, or none: the best that serves the call
 
+// core/params.h's DropoutPlace, as five numbers; none: the call is no part of a larger one.
+using OptPlace = std::optional<std::vector<int64_t>>;
+
 struct AttnArgs {
   at::Tensor q, k, v;
   OptTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table;
@@ -53,10 +56,12 @@ struct AttnArgs {
 struct FwdArgs {
   AttnArgs attn;
   bool return_probs, return_max_logits;
+  OptPlace dropout_place;
   OptName backend;
 
   auto tie() {
-    return std::tuple_cat(attn.tie(), std::tie(return_probs, return_max_logits, backend));
+    return std::tuple_cat(attn.tie(),
+                          std::tie(return_probs, return_max_logits, dropout_place, backend));
   }
 };
 using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor,
@@ -68,11 +73,12 @@ struct BwdArgs {
   at::Tensor out, softmax_lse;
   AttnArgs attn;
   std::array<bool, 5> grad_mask;  // q, k, v, attn_bias, learnable_sink
+  OptPlace dropout_place;
   OptName backend;
 
   auto tie() {
     return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(),
-                          std::tie(grad_mask, backend));
+                          std::tie(grad_mask, dropout_place, backend));
   }
 };
 using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,

@@ -87,6 +87,7 @@ class Attention : public torch::autograd::Function<Attention> {
     std::apply([&](const auto&... field) { (saved.put(field), ...); }, args.attn.tie());
     saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend))
                                            : c10::IValue());
+    saved.values.emplace_back(args.dropout_place);
     saved.values.emplace_back(static_cast<int64_t>(wanted));
     ctx->save_for_backward(std::move(saved.tensors));
     ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
@@ -112,8 +113,9 @@ class Attention : public torch::autograd::Function<Attention> {
     args.softmax_lse = tensors[1];
     Restore restore(tensors.begin() + 2, elements);
     std::apply([&](auto&... field) { (restore.get(field), ...); }, args.attn.tie());
-    const c10::IValue& backend = elements[elements.size() - 2];
+    const c10::IValue& backend = elements[elements.size() - 3];
     if (!backend.isNone()) args.backend = backend.toStringView();
+    args.dropout_place = elements[elements.size() - 2].to<OptPlace>();
     const auto given = static_cast<Wanted>(elements[elements.size() - 1].toInt());
     const bool heads_first = given == Wanted::kOutHeadsFirst;
 

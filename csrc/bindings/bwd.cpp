@@ -144,7 +144,7 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     }
   } else {
     BwdParams params;
-    fill_params(params, attn);
+    fill_params(params, attn, args.dropout_place);
     params.score = score_params(attn);
     params.out = out.const_data_ptr();
     params.dout = dout.const_data_ptr();
@@ -190,8 +190,8 @@ BwdResult bwd(const BwdArgs& given) {
   // As in the forward: without keys, no kernel runs, but a sink has its gradient through LSE.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   if (plan.backend != Backend::kAten && !only_sink) return run(plan, args);
-  aten::Grads grads = aten::bwd(to_aten(args.attn), args.dout, args.dlse, args.out,
-                                args.softmax_lse, args.grad_mask);
+  aten::Grads grads = aten::bwd(to_aten(args.attn, args.dropout_place), args.dout, args.dlse,
+                                args.out, args.softmax_lse, args.grad_mask);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};
 }
 

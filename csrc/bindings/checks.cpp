@@ -157,6 +157,20 @@ void check_dropout(const AttnArgs& args) {
               args.rng_state->sym_sizes(), " and ", args.rng_state->scalar_type());
 }
 
+void check_dropout_place(const OptPlace& place, const AttnArgs& args) {
+  if (!place) return;
+  const std::vector<int64_t>& at = *place;
+  // The numbers of heads and the positions are those of 32 bits in the kernels.
+  const bool fits = at.size() == 5 && *std::ranges::min_element(at) >= 0 && at[3] % 16 == 0 &&
+                    at[4] % 32 == 0 && std::max(at[3], at[4]) <= INT32_MAX && at[2] <= INT32_MAX &&
+                    args.q.sym_size(-2) + at[1] <= at[2];
+  TORCH_CHECK(
+      fits,
+      "flash_attn: dropout_place: expected (sequence, head, heads, query, key) of at least 0,"
+      " query a multiple of 16, key one of 32, and heads at least head + ",
+      args.q.sym_size(-2), ", got ", c10::IntArrayRef(at));
+}
+
 SymInt check_lengths(const AttnArgs& args) {
   const auto& [q, k, v] = std::tie(args.q, args.k, args.v);
   if (!args.is_varlen()) {
@@ -190,9 +204,7 @@ SymInt check_lengths(const AttnArgs& args) {
   return args.cu_seqlens_q->sym_size(0) - 1;
 }
 
-}  // namespace
-
-void check(const AttnArgs& args) {
+void check_attention(const AttnArgs& args) {
   if (args.is_varlen()) {
     check_qkv(args.q, args.k, args.v, 3, "(total, heads, head_dim) with cu_seqlens_q");
   } else {
@@ -216,8 +228,16 @@ void check(const AttnArgs& args) {
   check_window(args.window_left, args.window_right);
 }
 
+}  // namespace
+
+void check(const FwdArgs& args) {
+  check_attention(args.attn);
+  check_dropout_place(args.dropout_place, args.attn);
+}
+
 void check(const BwdArgs& args) {
-  check(args.attn);
+  check_attention(args.attn);
+  check_dropout_place(args.dropout_place, args.attn);
   const Tensor& q = args.attn.q;
   const auto check_out_like = [&](const char* name, const Tensor& tensor) {
     check_like(name, tensor, q);

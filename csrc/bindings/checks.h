@@ -7,7 +7,7 @@ namespace flash_attn {
 
 // Shapes, dtypes, devices and scalar ranges; symbolic sizes are compared, not read, so the meta
 // kernels run it too.
-void check(const AttnArgs& args);
+void check(const FwdArgs& args);
 void check(const BwdArgs& args);
 // On the CPU, where the host may look: no sequence is longer than max_seqlen. Reads the lengths.
 void check_max_seqlens(const AttnArgs& args);

@@ -23,12 +23,12 @@ Explanation explain(const CallShape& call, OptName forced) {
 }  // namespace
 
 Explanation explain_fwd(const FwdArgs& args) {
-  check(args.attn);
+  check(args);
   return explain(call_shape(args), args.backend);
 }
 
 Explanation explain_bwd(const FwdArgs& args) {
-  check(args.attn);
+  check(args);
   return explain(backward_shape(args), args.backend);
 }
 

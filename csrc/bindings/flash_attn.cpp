@@ -41,6 +41,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                            .deterministic = options.deterministic},
                   .return_probs = false,
                   .return_max_logits = false,
+                  .dropout_place = std::nullopt,
                   .backend = options.backend};
   auto [out, softmax_lse, probs, max_logits] = call_fwd(std::move(args));
   return {out, softmax_lse};

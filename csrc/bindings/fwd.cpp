@@ -27,7 +27,7 @@ void launch_masked(FwdParams& params, const AttnArgs& attn, const at::Tensor& ou
   sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
 }
 
-FwdResult run(const Plan& plan, AttnArgs attn, bool wants_max_logits) {
+FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -39,13 +39,13 @@ FwdResult run(const Plan& plan, AttnArgs attn, bool wants_max_logits) {
   const auto lse_options = q.options().dtype(at::kFloat);
   at::Tensor lse = attn.is_varlen() ? at::empty({q.size(1), q.size(0)}, lse_options)
                                     : at::empty({q.size(0), q.size(2), q.size(1)}, lse_options);
-  const at::Tensor max_logits = start_max_logits(q, wants_max_logits);
+  const at::Tensor max_logits = start_max_logits(q, args.return_max_logits);
   if (q.numel() == 0 || attn.k.numel() == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
   } else {
     FwdParams params = {};
-    fill_params(params, attn);
+    fill_params(params, attn, args.dropout_place);
     params.score = score_params(attn);
     params.max_logits = max_logits_pointer(max_logits);
     plan.skips_tiles ? launch_masked(params, attn, out, lse) : launch_fwd(plan, params, out, lse);
@@ -67,7 +67,7 @@ void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, cons
 }
 
 FwdResult fwd(const FwdArgs& args) {
-  check(args.attn);
+  check(args);
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Plan plan = make_plan(call_shape(args), args.backend);
@@ -75,11 +75,11 @@ FwdResult fwd(const FwdArgs& args) {
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   if (plan.backend == Backend::kAten || only_sink) {
-    aten::Args call = to_aten(attn);
+    aten::Args call = to_aten(attn, args.dropout_place);
     call.wants_max_logits = args.return_max_logits;
     return aten::fwd(call, args.return_probs);
   }
-  return run(plan, attn, args.return_max_logits);
+  return run(plan, args, attn);
 }
 
 }  // namespace flash_attn

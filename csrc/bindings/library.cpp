@@ -64,7 +64,8 @@ TORCH_LIBRARY(flash_attn, library) {
       "dropout_p, "
       "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, bool top_left, "
       "float softcap, "
-      "bool deterministic, bool return_probs, bool return_max_logits=False, str? backend=None) -> "
+      "bool deterministic, bool return_probs, bool return_max_logits=False, int[]? "
+      "dropout_place=None, str? backend=None) -> "
       "(Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor max_logits)",
       tags);
   library.def(
@@ -77,8 +78,8 @@ TORCH_LIBRARY(flash_attn, library) {
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float? softmax_scale, bool "
       "causal, "
       "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, "
-      "bool[5] grad_mask, "
-      "str? backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+      "bool[5] grad_mask, int[]? dropout_place=None, "
+      "str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
       tags);
   const std::string decode_rest =
       "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? leftpad_k, Tensor? block_table, "

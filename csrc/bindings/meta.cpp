@@ -29,7 +29,7 @@ Tensor max_logits_of(const Tensor& q, bool wanted) {
 
 FwdResult fwd_meta(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
-  check(attn);
+  check(args);
   const Tensor& q = attn.q;
   auto out_sizes = q.sym_sizes().vec();
   out_sizes.back() = attn.v.sym_size(-1);

@@ -76,6 +76,12 @@ void warn_once(const std::string& reasons) {
   }
 }
 
+DropoutPlace place_of(const OptPlace& place) {
+  if (!place) return {};
+  const std::vector<int64_t>& at = *place;
+  return {.sequence = at[0], .head = at[1], .heads = at[2], .query = at[3], .key = at[4]};
+}
+
 }  // namespace
 
 CallShape call_shape(const FwdArgs& args) {
@@ -124,7 +130,7 @@ Plan make_plan(const CallShape& call, OptName forced) {
   }
 }
 
-aten::Args to_aten(const AttnArgs& args) {
+aten::Args to_aten(const AttnArgs& args, const OptPlace& dropout_place) {
   return {.q = args.q,
           .k = args.k,
           .v = args.v,
@@ -140,6 +146,7 @@ aten::Args to_aten(const AttnArgs& args) {
           .max_seqlen_q = args.is_varlen() ? value(args.max_seqlen_q) : args.q.size(1),
           .max_seqlen_k = args.is_varlen() ? value(args.max_seqlen_k) : args.k.size(1),
           .dropout_p = args.dropout_p,
+          .dropout_place = place_of(dropout_place),
           .softmax_scale = resolved_scale(args.softmax_scale, args.q.size(-1)),
           .window_left = value(args.window_left),
           .window_right = args.causal ? 0 : value(args.window_right),
@@ -260,7 +267,7 @@ bool tf32_is_allowed() {
 
 }  // namespace
 
-void fill_params(AttnParams& params, const AttnArgs& args) {
+void fill_params(AttnParams& params, const AttnArgs& args, const OptPlace& dropout_place) {
   const bool varlen = args.is_varlen();
   const auto pointer = [](const OptTensor& tensor) {
     return tensor ? tensor->const_data_ptr<int32_t>() : nullptr;
@@ -292,7 +299,8 @@ void fill_params(AttnParams& params, const AttnArgs& args) {
             .window_right = args.causal ? 0 : window_to_params(args.window_right),
             .top_left = args.top_left};
   if (args.dropout_p > 0) {
-    params.dropout = DropoutParams::make(args.dropout_p, args.rng_state->const_data_ptr<int64_t>());
+    params.dropout = DropoutParams::make(args.dropout_p, args.rng_state->const_data_ptr<int64_t>(),
+                                         params.heads_q, place_of(dropout_place));
   }
 }
 

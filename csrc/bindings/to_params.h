@@ -25,7 +25,7 @@ inline Backend select_backend(const CallShape& call, OptName forced) {
   return make_plan(call, forced).backend;
 }
 
-aten::Args to_aten(const AttnArgs& args);
+aten::Args to_aten(const AttnArgs& args, const OptPlace& dropout_place);
 aten::DecodeArgs to_aten(const DecodeArgs& args);
 
 // The tensor itself where a kernel can read it (last dimension contiguous; base and strides
@@ -41,7 +41,7 @@ Strides strides_of(const at::Tensor& tensor);
 // Every tensor of the call as the kernels read it.
 AttnArgs readable(AttnArgs args);
 // What forward and backward share, of readable() arguments.
-void fill_params(AttnParams& params, const AttnArgs& args);
+void fill_params(AttnParams& params, const AttnArgs& args, const OptPlace& dropout_place);
 ScoreParams score_params(const AttnArgs& args);
 // alibi_slopes and learnable_sink: contiguous, fp32.
 ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,

@@ -29,6 +29,13 @@ struct Strides {
   int64_t head = 0;
 };
 
+// Where a call lies in a larger one, a part of whose dropout mask it draws. Zeros: it is that one.
+struct DropoutPlace {
+  int64_t sequence = 0, head = 0;  // the first ones of the part
+  int64_t heads = 0;               // of the larger call; 0: those of the part
+  int64_t query = 0, key = 0;      // of each sequence, the first ones: multiples of 16 and of 32
+};
+
 // Which elements of P count: a pure function of the state and of an element's place, as
 // aten/dropout.h defines it. What kernels compare an element's number of 8 bits with stands here
 // twice, behind the sign in both halves of a word: as those of two fp16 numbers, whose order is the
@@ -40,18 +47,32 @@ struct DropoutParams {
   float keep = 1;                      // the keep probability
   float scale = 1;                     // of what is kept: its inverse
 
-  // probability: in [0, 1], of being dropped.
-  static constexpr DropoutParams make(double probability, const int64_t* rng_state) {
+  // DropoutPlace, as kernels use it: batch · heads_q + head of the larger call's first head here; the
+  // heads of the call, and how many more the larger one has; pairs of queries and fours of keys before
+  // the first ones (cuda/attn/dropout.cuh).
+  int64_t first_number = 0;
+  uint32_t heads = 1, more_heads = 0;
+  int32_t first_pair = 0, first_four = 0;
+
+  // probability: in [0, 1], of being dropped. heads: of the call.
+  static constexpr DropoutParams make(double probability, const int64_t* rng_state, int heads = 1,
+                                      const DropoutPlace& place = {}) {
     constexpr uint32_t kNumbers = 1 << 8, kTwice = 0x00800080;
     const auto threshold = static_cast<uint32_t>(probability * kNumbers + 0.5);
     const uint32_t keeping = kNumbers - threshold;
     if (threshold == 0) return {};
+    const int64_t all_heads = place.heads == 0 ? heads : place.heads;
     return {.rng_state = rng_state,
             .bound = (threshold <= kNumbers / 2 ? threshold : keeping) * kTwice,
             .mirror = threshold <= kNumbers / 2 ? 0 : ~0u,
             // Where nothing is kept, nothing is scaled, and 1 keeps infinity out of the gradients.
             .keep = keeping == 0 ? 1 : static_cast<float>(1.0 * keeping / kNumbers),
-            .scale = keeping == 0 ? 1 : static_cast<float>(1.0 * kNumbers / keeping)};
+            .scale = keeping == 0 ? 1 : static_cast<float>(1.0 * kNumbers / keeping),
+            .first_number = place.sequence * all_heads + place.head,
+            .heads = static_cast<uint32_t>(heads),
+            .more_heads = static_cast<uint32_t>(all_heads - heads),
+            .first_pair = static_cast<int32_t>(place.query / 2),
+            .first_four = static_cast<int32_t>(place.key / 4)};
   }
 };
 

@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(32)
     dropout_kernel(const __grid_constant__ DropoutParams params, int64_t head_number, int first_row,
                    int first_col, float* operand, float* accumulator) {
   const int lane = threadIdx.x;
-  const DropoutHead head = DropoutHead::of(params, head_number);
+  const auto head = DropoutWords::of(params, head_number);
   const auto word = [&](bool of_key, int first, int within) {
-    return of_key ? head.key_word(dropout_four(first, within))
-                  : head.query_word(dropout_pair(first, within));
+    return of_key ? head.key_word(dropout_four(params, first, within))
+                  : head.query_word(dropout_pair(params, first, within));
   };
   for (int row = 0; row < kRows; row += 16) {
     for (int col = 0; col < kCols; col += 16) {

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flash_attn.context_parallel.calls import Options, Queries, run_backward, run_forward
+from flash_attn.context_parallel.dropout import Dropout
 from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows, sum_rows
-from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
+from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
 
@@ -47,10 +48,10 @@ class _Blocks:
         cu_k: list[int],
         varlen: bool,
     ) -> None:
-        left, right, top_left, alibi = mask
+        left, right, *flags = mask
         self.group = _resolve_process_group(group_name)
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.mask = Mask(left, right, bool(top_left), bool(alibi))
+        self.mask = Mask(left, right, *map(bool, flags))
         self.documents = Documents(tuple(cu_q), tuple(cu_k), varlen)
         shards_q = Shards(cu_q[-1], layout, self.size)
         shards_k = Shards(cu_k[-1], layout, self.size)
@@ -95,11 +96,6 @@ class _Blocks:
 Grads = tuple[Tensor, Callable[[], Sequence[Tensor]]]
 
 
-def _zeros(x: Tensor) -> Tensor:
-    """Like x, for sums."""
-    return torch.zeros_like(x, dtype=compute_dtype(x.dtype), memory_format=torch.contiguous_format)
-
-
 def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
     k, v = k.contiguous(), v.contiguous()
     keys = (k, v)
@@ -119,33 +115,33 @@ def _ring_backward(
     finish_before: Callable[[], None],
 ) -> Grads:
     k, v = k.contiguous(), v.contiguous()
-    dq, dk, dv = _zeros(queries.q), _zeros(k), _zeros(v)
+    dq, dk, dv = RunningSum(queries.q), RunningSum(k), RunningSum(v)
     keys, returning = (k, v), None
     for step in range(blocks.size):
         following = blocks.fetch(step + 1, k, v)
-        grads = (dk, dv) if step == 0 else [_zeros(x) for x in keys]
+        grads = (dk, dv) if step == 0 else [RunningSum(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
             run_backward(call, queries, *keys, options, (dq, *grads))
         if step == 0:  # later on there are more buffers
             finish_before()
         keys = following.wait() if following else ()
         _add_returned(returning, dk, dv)
-        returning = blocks.give_back(step, *grads) if step else None
+        returning = blocks.give_back(step, *(x.value() for x in grads)) if step else None
 
     def of_keys() -> tuple[Tensor, Tensor]:
         _add_returned(returning, dk, dv)
-        return dk, dv
+        return dk.value(), dv.value()
 
-    return dq, of_keys
+    return dq.value(), of_keys
 
 
-def _add_returned(returning: Transfer | None, dk: Tensor, dv: Tensor) -> None:
+def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) -> None:
     """Adds what another rank found for this rank's keys, once it is here; in the order of steps."""
     if returning is None:
         return
     for grad, part in zip((dk, dv), returning.wait(), strict=True):
         if part.size(1):
-            grad += part
+            grad.add(slice(None), part)
 
 
 def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
@@ -164,11 +160,15 @@ def _gather_backward(
 ) -> Grads:
     finish_before()
     keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
-    dq, dk, dv = _zeros(queries.q), *(_zeros(x) for x in keys)
+    dq, dk, dv = RunningSum(queries.q), *(RunningSum(x) for x in keys)
     for call in blocks.calls_with_all_keys():
         run_backward(call, queries, *keys, options, (dq, dk, dv))
-    sums = [sum_rows(x, blocks.k, blocks.group) for x in (dk, dv)]
-    return dq, lambda: sums
+    sums = [sum_rows(x.value(), blocks.k, blocks.group) for x in (dk, dv)]
+    return dq.value(), lambda: sums
+
+
+def _dropout(probability: float, rng_state: Tensor | None, heads: list[int]) -> Dropout | None:
+    return None if rng_state is None else Dropout(probability, rng_state, *heads)
 
 
 @torch.library.custom_op("flash_attn::context_parallel_fwd", mutates_args=())
@@ -178,8 +178,11 @@ def context_parallel_fwd(
     v: Tensor,
     alibi_slopes: Tensor | None,
     learnable_sink: Tensor | None,
+    rng_state: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    dropout_p: float,
+    dropout_heads: list[int],
     deterministic: bool,
     mask: list[int],
     cu_seqlens_q: list[int],
@@ -191,9 +194,11 @@ def context_parallel_fwd(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """q, k, v (batch, rows, heads, d) of this rank → out, softmax_lse. mask: left, right, top_left,
-    whether there is ALiBi. cu_seqlens: of the whole sequence, from 0 to its length."""
+    whether there is ALiBi, and dropout. cu_seqlens: of the whole sequence, from 0 to its length.
+    dropout_heads: how many heads the mask is of, and which of them is the first one here."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
+    dropout = _dropout(dropout_p, rng_state, dropout_heads)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
     forward = _ring_forward if scheme == "ring" else _gather_forward
     out = q.new_empty(*q.shape[:-1], v.size(-1))
     lse = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=compute_dtype(q.dtype))
@@ -224,8 +229,11 @@ def context_parallel_bwd(
     v: Tensor,
     alibi_slopes: Tensor | None,
     learnable_sink: Tensor | None,
+    rng_state: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    dropout_p: float,
+    dropout_heads: list[int],
     deterministic: bool,
     mask: list[int],
     cu_seqlens_q: list[int],
@@ -238,7 +246,8 @@ def context_parallel_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and of the sink what this rank's rows contribute (empty without a sink)."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, backend)
+    dropout = _dropout(dropout_p, rng_state, dropout_heads)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
     queries = Queries(q, out, dout, softmax_lse, dlse)
     backward = _ring_backward if scheme == "ring" else _gather_backward
     # Results of an op share no memory with its arguments nor with one another.
@@ -290,18 +299,18 @@ def _(dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, learnable_sink, *_):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, alibi_slopes, learnable_sink, *ctx.rest = inputs
-    ctx.save_for_backward(*output, q, k, v, alibi_slopes, learnable_sink)
+    tensors, ctx.rest = inputs[:6], inputs[6:]
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    out, softmax_lse, q, k, v, alibi_slopes, sink = ctx.saved_tensors
+    out, softmax_lse, q, k, v, alibi_slopes, sink, rng_state = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dsink = context_parallel_bwd(
-        dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, sink, *ctx.rest
+        dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, sink, rng_state, *ctx.rest
     )
-    return dq, dk, dv, None, None if sink is None else dsink, *[None] * len(ctx.rest)
+    return dq, dk, dv, None, None if sink is None else dsink, None, *[None] * len(ctx.rest)
 
 
 context_parallel_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -4,7 +4,7 @@ Tensors are (batch, rows, heads, d) here, and LSE (batch, heads, rows); the toke
 are the rows of a batch of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flash_attn._call import bwd, fwd, fwd_arguments
 from flash_attn.backends import use_backend
-from flash_attn.context_parallel.merge import RunningMerge, compute_dtype
+from flash_attn.context_parallel.dropout import Dropout, Padding, padding_of
+from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Rectangle
 
 
@@ -28,6 +29,7 @@ class Options:
     alibi_slopes: Tensor | None  # fp32 (heads_q), or (sequences, heads_q)
     deterministic: bool
     varlen: bool  # the rows are those of many sequences, which alibi_slopes may tell apart
+    dropout: Dropout | None
     backend: str | None  # of the use_backend block around the whole call
 
     def forced_backend(self) -> AbstractContextManager:
@@ -35,8 +37,12 @@ class Options:
         return nullcontext() if self.backend is None else use_backend(self.backend)
 
     def of_heads(self, heads: slice) -> "Options":
-        slopes = self.alibi_slopes
-        return replace(self, alibi_slopes=None if slopes is None else slopes[..., heads])
+        slopes, dropout = self.alibi_slopes, self.dropout
+        return replace(
+            self,
+            alibi_slopes=None if slopes is None else slopes[..., heads],
+            dropout=None if dropout is None else dropout.of_heads(heads),
+        )
 
 
 @dataclass(frozen=True)
@@ -70,34 +76,54 @@ def run_forward(
     """Adds what `call` gives for some of the rows and keys to `merge`."""
     rows, keys = _extent(call)
     q, k, v = (_widened(x) for x in (q[:, rows], k[:, keys], v[:, keys]))
-    arguments, lse_shift = _arguments(call, q, options)
+    arguments, lse_shift, padding = _arguments(call, q, options)
+    if padding is not None:
+        q, k, v = padding.pad_rows(q), padding.pad_keys(k), padding.pad_keys(v)
     if len(call) > 1:
         q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
     out, lse, *_ = fwd(fwd_arguments(q, k, v, **arguments))
     if len(call) > 1:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    if padding is not None:
+        own = padding.own_rows(rows.stop - rows.start)
+        out, lse = out[:, own], lse[..., own]
     merge.add(rows, out, lse if lse_shift is None else lse - lse_shift)
 
 
 def run_backward(
-    call: Call, queries: Queries, k: Tensor, v: Tensor, options: Options, grads: tuple
+    call: Call,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    grads: Iterable[RunningSum],
 ) -> None:
-    """Adds what `call` contributes to grads: dq, dk and dv, in the dtype that is added in."""
+    """Adds what `call` contributes to grads: dq, dk and dv."""
     rows, keys = _extent(call)
     inputs = [_widened(x[:, rows]) for x in (queries.dout, queries.q, queries.out)]
     inputs += [_widened(x[:, keys]) for x in (k, v)]
     lse = queries.lse[..., rows]
     dlse = None if queries.dlse is None else queries.dlse[..., rows]
-    arguments, lse_shift = _arguments(call, inputs[1], options)
+    arguments, lse_shift, padding = _arguments(call, inputs[1], options)
     if lse_shift is not None:
         lse = lse + lse_shift
+    if padding is not None:
+        inputs = [padding.pad_rows(x) for x in inputs[:3]] + [
+            padding.pad_keys(x) for x in inputs[3:]
+        ]
+        lse, dlse = padding.pad_lse(lse), None if dlse is None else padding.pad_dlse(dlse)
     if len(call) > 1:
         inputs = [x.squeeze(0) for x in inputs]
         lse, dlse = lse.squeeze(0), None if dlse is None else dlse.squeeze(0)
     dout, q, out, k, v = inputs
     parts = bwd(dout, q, k, v, out, lse, dlse=dlse, **arguments)
+    if padding is not None:
+        own_rows = padding.own_rows(rows.stop - rows.start)
+        own_keys = padding.own_keys(keys.stop - keys.start)
+        owns = (own_rows, own_keys, own_keys)
+        parts = [part[:, own] for part, own in zip(parts, owns, strict=True)]
     for grad, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
-        grad[:, place] += part
+        grad.add(place, part)
 
 
 def _extent(call: Call) -> tuple[slice, slice]:
@@ -106,8 +132,25 @@ def _extent(call: Call) -> tuple[slice, slice]:
     return slice(first.q[0], last.q[1]), slice(first.k[0], last.k[1])
 
 
-def _arguments(call: Call, q: Tensor, options: Options) -> tuple[dict, Tensor | None]:
-    """The op's options, and what its LSE has too much: a tensor that broadcasts to it, or None."""
+def _arguments(
+    call: Call, q: Tensor, options: Options
+) -> tuple[dict, Tensor | None, Padding | None]:
+    """The op's options; what its LSE has too much, a tensor that broadcasts to it, or None; and
+    with dropout, what has to be put around its rows and keys."""
+    arguments, lse_shift = _arguments_without_dropout(call, q, options)
+    if options.dropout is None:
+        return arguments, lse_shift, None
+    (rectangle,) = call
+    padding = padding_of(rectangle)
+    place = (rectangle.query - padding.rows[0], rectangle.key - padding.keys[0])
+    arguments |= options.dropout.arguments(rectangle.document, *place)
+    arguments |= padding.arguments(arguments.get("attn_bias"), rectangle.keys, q.device)
+    return arguments, lse_shift, padding
+
+
+def _arguments_without_dropout(
+    call: Call, q: Tensor, options: Options
+) -> tuple[dict, Tensor | None]:
     first = call[0]
     arguments = dict(
         softmax_scale=options.softmax_scale,

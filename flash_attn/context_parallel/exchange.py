@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import (
     all_to_all_single,
     all_to_all_single_autograd,
+    broadcast,
     wait_tensor,
 )
 
@@ -66,6 +67,11 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.Proc
         return all_to_all_single_autograd(x, received, sent, group)
     # In inference mode the differentiable op does not exist.
     return wait_tensor(all_to_all_single(x, received, sent, group))
+
+
+def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What the first rank of the group has for x."""
+    return wait_tensor(broadcast(x, 0, group))
 
 
 def gather_rows(x: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -> Tensor:

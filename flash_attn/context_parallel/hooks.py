@@ -35,8 +35,7 @@ def serve_torch(*, scheme: str | None = None) -> Iterator[None]:
 
     Raises:
         NotImplementedError: this torch has no such place to hook in (it is private to torch, and
-            known of 2.11); inside, a call of scaled_dot_product_attention with attn_mask or
-            dropout_p.
+            known of 2.11); inside, a call of scaled_dot_product_attention with attn_mask.
     """
     torch_side = _torch_side()
     restore = F.scaled_dot_product_attention
@@ -125,7 +124,7 @@ def transformers_attention(
         query (batch, heads, rows, d) → (out (batch, rows, heads, d), None). It follows scaling,
         dropout, is_causal (default: module.is_causal), sliding_window, softcap and s_aux (sinks).
 
-    Raises: ValueError: layout; the function: NotImplementedError for an attention_mask or dropout.
+    Raises: ValueError: layout; the function: NotImplementedError for an attention_mask.
     """
     check_layout(layout)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_attn._call import (
     as_int,
+    draw_rng_state,
     expect,
     forced_backend,
     fwd,
@@ -22,6 +23,8 @@ from flash_attn._call import (
 )
 from flash_attn.context_parallel.attention import context_parallel_fwd
 from flash_attn.context_parallel.calls import on_device
+from flash_attn.context_parallel.dropout import Dropout
+from flash_attn.context_parallel.exchange import from_first_rank
 from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows
 from flash_attn.context_parallel.merge import compute_dtype
 from flash_attn.context_parallel.shards import (
@@ -81,8 +84,11 @@ def flash_attn_func(
         q: (batch, rows of this rank, heads_q, d). fp16, bf16, fp32 or fp64, any device that the
             group serves.
         k: (batch, rows of this rank, heads_kv, d); v: (batch, rows of this rank, heads_kv, d_v).
-        dropout_p: 0.0; more raises NotImplementedError, as the mask of a part of the scores would
-            not be that of one GPU.
+        dropout_p: probability of dropping a weight. The mask is that of one GPU whose generator is
+            in the state of that of the group's first rank, however many ranks there are. "ring" and
+            "all-gather" bring parts that begin inside of a block of 16 queries or 32 keys there,
+            with copies of q, k and v, and run a call for each document of varlen ones: fast where
+            all ranks' pieces are multiples of 32 tokens, as "ulysses" is for all lengths.
         alibi_slopes: fp32 (heads_q) or (batch, heads_q). Where keys and diagonals lie on different
             ranks, "ring" and "all-gather" add ALiBi as a bias, which takes longer, on backends that
             serve attn_bias; "ulysses" calls the kernels as one GPU does.
@@ -118,9 +124,8 @@ def flash_attn_func(
     Raises:
         RuntimeError: as flash_attn.flash_attn_func; rows that do not fit the layout; or the group's
             own error, where a rank is gone or does not come before the group's time-out.
-        ValueError: scheme, layout, group or causal_alignment. NotImplementedError: dropout.
+        ValueError: scheme, layout, group or causal_alignment.
     """
-    _check_dropout(dropout_p)
     _check_dimensions(q, k, v, 4)
     ranks = ranks_of(group)
     seqlens = [
@@ -136,6 +141,8 @@ def flash_attn_func(
         window=window_sides(window_size),
         top_left=is_top_left(causal_alignment),
         softcap=softcap,
+        dropout_p=dropout_p,
+        heads=q.size(-2),
         deterministic=deterministic,
     )
     tensors = (q, k, v, alibi_slopes, learnable_sink)
@@ -186,7 +193,6 @@ def flash_attn_varlen_func(
 
     Raises: as flash_attn_func here; RuntimeError: cu_seqlens do not start with 0 or fall.
     """
-    _check_dropout(dropout_p)
     _check_dimensions(q, k, v, 3)
     call = _WholeCall(
         cu_seqlens_q=_on_host(cu_seqlens_q, "cu_seqlens_q"),
@@ -197,6 +203,8 @@ def flash_attn_varlen_func(
         window=window_sides(window_size),
         top_left=is_top_left(causal_alignment),
         softcap=softcap,
+        dropout_p=dropout_p,
+        heads=q.size(-2),
         deterministic=deterministic,
     )
     expect(
@@ -283,6 +291,8 @@ class _WholeCall:
     window: tuple[int, int]
     top_left: bool
     softcap: float
+    dropout_p: float
+    heads: int  # of the queries
     deterministic: bool
 
 
@@ -315,7 +325,8 @@ def _attend(
     device = q.device.type
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-    tensors = (q, k, v, slopes, sink)
+    rng_state = _shared_state(q, ranks) if call.dropout_p > 0 else None
+    tensors = (q, k, v, slopes, sink, rng_state)
     over_keys = partial(_over_keys, call, ranks.outer, scheme, layout)
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
@@ -331,12 +342,21 @@ def _attend(
     return out, lse if with_lse else None
 
 
+def _shared_state(like: Tensor, ranks: Ranks) -> Tensor:
+    """What the first rank draws. Every rank draws, so that their generators advance alike."""
+    state = draw_rng_state(like)
+    for group in (ranks.outer, ranks.inner):
+        if group is not None:
+            state = from_first_rank(state, group)
+    return state
+
+
 def _over_heads(attend, group, held, tensors, with_lse: bool):
     """`attend` to all tokens of `group` with some of the heads on each of its ranks.
 
     held: of q, and of k and v, what each rank holds (Share.held).
     """
-    q, k, v, slopes, sink = tensors
+    q, k, v, slopes, sink, rng_state = tensors
     heads = head_shares(q.size(2), k.size(2), dist.get_world_size(group))
     heads_q, heads_kv = zip(*heads, strict=True)
     share_q, share_k = Share(held[0], heads_q), Share(held[1], heads_kv)
@@ -344,7 +364,8 @@ def _over_heads(attend, group, held, tensors, with_lse: bool):
     mine = slice(*heads_q[dist.get_rank(group)])
     slopes = None if slopes is None else slopes[..., mine]
     sink = None if sink is None else sink[mine]
-    out, lse = (attend if q.size(2) else _without_heads)((q, k, v, slopes, sink))
+    tensors = (q, k, v, slopes, sink, rng_state)
+    out, lse = attend(tensors, mine.start) if q.size(2) else _without_heads(tensors)
     out = to_rows(out, share_q, group)
     if with_lse:
         lse = to_rows(lse.transpose(1, 2).unsqueeze(-1), share_q, group)
@@ -352,14 +373,18 @@ def _over_heads(attend, group, held, tensors, with_lse: bool):
     return out, lse
 
 
-def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors):
+def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors, first_head: int = 0):
     """Keys and values come from the other ranks of `group`."""
     left, right = call.window
-    mask = [left, 0 if call.causal else right, int(call.top_left), int(tensors[3] is not None)]
+    _, _, _, slopes, _, rng_state = tensors
+    flags = (call.top_left, slopes is not None, rng_state is not None)
+    mask = [left, 0 if call.causal else right, *map(int, flags)]
     return context_parallel_fwd(
         *tensors,
         call.softmax_scale,
         call.softcap,
+        call.dropout_p,
+        [call.heads, first_head],
         call.deterministic,
         mask,
         list(call.cu_seqlens_q),
@@ -372,9 +397,12 @@ def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors):
     )
 
 
-def _on_one_rank(call: _WholeCall, tensors):
+def _on_one_rank(call: _WholeCall, tensors, first_head: int):
     """All rows and keys are here."""
-    q, k, v, slopes, sink = tensors
+    q, k, v, slopes, sink, rng_state = tensors
+    dropout = {}
+    if rng_state is not None:
+        dropout = Dropout(call.dropout_p, rng_state, call.heads, first_head).arguments()
     lengths = {}
     if call.varlen:
         q, k, v = (x.squeeze(0) for x in (q, k, v))
@@ -388,6 +416,7 @@ def _on_one_rank(call: _WholeCall, tensors):
             k,
             v,
             **lengths,
+            **dropout,
             alibi_slopes=slopes,
             learnable_sink=sink,
             softmax_scale=call.softmax_scale,
@@ -404,20 +433,12 @@ def _on_one_rank(call: _WholeCall, tensors):
 def _without_heads(tensors) -> tuple[Tensor, Tensor]:
     """The results of a rank that got no heads. They depend on q, k, v and the sink, so that the
     backward comes through here, too, and exchanges nothing with the others, who wait for it."""
-    q, k, v, _, sink = tensors
+    q, k, v, _, sink, _ = tensors
     nothing = k.sum() + v.sum()
     if sink is not None:
         nothing = nothing + sink.sum().to(q.dtype)
     out = q[..., :1].expand(*q.shape[:-1], v.size(-1)) + nothing
     return out, q[..., 0].transpose(1, 2).to(compute_dtype(q.dtype)) + nothing
-
-
-def _check_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            "flash_attn: dropout_p: expected 0.0 in context_parallel (the kernels cannot shift the"
-            f" mask of a part of the scores to its rows, keys and heads yet), got {dropout_p}"
-        )
 
 
 def _check_dimensions(q: Tensor, k: Tensor, v: Tensor, dims: int) -> None:
@@ -441,6 +462,7 @@ def _check(call: _WholeCall, ranks: Ranks, shards: list[Shards], tensors) -> Non
     """What every rank has to find wrong by itself, before it waits for the others."""
     q, k, v, slopes, sink = tensors
     scale = call.softmax_scale
+    expect(0 <= call.dropout_p < 1, "dropout_p", "a number in [0, 1)", call.dropout_p)
     expect(math.isfinite(scale) and scale > 0, "softmax_scale", "a finite number above 0", scale)
     capped = math.isfinite(call.softcap) and call.softcap >= 0
     expect(capped, "softcap", "a finite number of at least 0", call.softcap)

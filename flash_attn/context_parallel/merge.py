@@ -127,6 +127,32 @@ class RunningMerge:
         return torch.div(self._acc, _by_row(total), out=self._out), lse
 
 
+class RunningSum:
+    """The sum of what calls contribute to a gradient (batch, rows, heads, d), in fp32, or fp64.
+
+    A first contribution to all rows is the sum so far: it saves filling with zeros, and a reading.
+    """
+
+    def __init__(self, gradient_of: Tensor) -> None:
+        # Not the tensor itself, whose memory may be wanted before the sum's.
+        self._shape, self._device = gradient_of.shape, gradient_of.device
+        self._dtype = compute_dtype(gradient_of.dtype)
+        self._sum: Tensor | None = None
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """part: (batch, n, heads, d) of some rows. It may become the sum's own."""
+        if self._sum is None and part.shape == self._shape:
+            self._sum = part.to(self._dtype).contiguous()
+        else:
+            self.value()[:, rows] += part
+
+    def value(self) -> Tensor:
+        """The sum so far, contiguous."""
+        if self._sum is None:
+            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._sum
+
+
 def _by_row(x: Tensor) -> Tensor:
     """(batch, heads, rows) as a factor of (batch, rows, heads, d)."""
     return x.transpose(1, 2).unsqueeze(-1)

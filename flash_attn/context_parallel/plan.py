@@ -33,6 +33,7 @@ class Mask:
     right: int = NO_LIMIT
     top_left: bool = False
     alibi: bool = False
+    dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Rectangle:
     # and key j are then side · (j - i - distance) apart.
     side: int = 0
     distance: int = 0
+    # Where the first row and the first key lie in their document.
+    query: int = 0
+    key: int = 0
 
     @property
     def rows(self) -> int:
@@ -94,6 +98,8 @@ Call = tuple[Rectangle, ...]
 def calls(mask: Mask, documents: Documents, q: Ranges, k: Ranges) -> tuple[Call, ...]:
     """The calls for the tokens `q` of one rank against the tokens `k` of another; may be none."""
     rectangles = list(_rectangles(mask, documents, q, k))
+    if mask.dropout:  # a call can say one place in the mask
+        return tuple((r.without_idle_limits(),) for r in rectangles)
     if documents.varlen:
         return tuple(_grouped(rectangles))
     if not mask.alibi:
@@ -118,11 +124,18 @@ def _rectangles(mask: Mask, documents: Documents, q: Ranges, k: Ranges) -> Itera
                 if key >= end:
                     continue
                 keys = (column + key - k_first, column + end - k_first)
-                distance = (query - start_q) - (key - start_k) + offset
-                if mask.alibi:
-                    yield from _alibi_parts(mask, rows, keys, document, distance)
-                elif part := _band(mask, rows, keys, document, distance):
-                    yield part
+                place = (query - start_q, key - start_k)
+                distance = place[0] - place[1] + offset
+                for part in _parts(mask, rows, keys, document, distance):
+                    shift = (part.q[0] - rows[0], part.k[0] - keys[0])
+                    yield replace(part, query=place[0] + shift[0], key=place[1] + shift[1])
+
+
+def _parts(mask: Mask, q: Range, k: Range, document: int, distance: int) -> Iterator[Rectangle]:
+    if mask.alibi:
+        yield from _alibi_parts(mask, q, k, document, distance)
+    elif part := _band(mask, q, k, document, distance):
+        yield part
 
 
 def _with_rows(ranges: Ranges) -> Iterator[tuple[int, Range]]:

@@ -113,7 +113,7 @@ def _gradient_of(placement, is_wanted: bool):
 
 
 def _shard_bwd(*arguments):
-    call = dict(zip(argument_names("bwd"), arguments, strict=True))
+    call = _call("bwd", arguments)
     shardings = [_replicated(call, 5)]
     for dim, place, place_lse in _dims(call):
         main = dict.fromkeys(("dout", "out", "q", "k", "v"), Shard(place))

@@ -1,5 +1,6 @@
 """What other people's sources import from the flash-attn packages is here, with the arguments that
-they pass. The sources are unpacked, not installed: most of them need a GPU, or each other."""
+they pass; and their own checks of versions let it in. The sources are unpacked, not installed: most
+of them need a GPU, or each other."""
 
 from __future__ import annotations
 
@@ -8,33 +9,50 @@ import importlib
 import inspect
 import subprocess
 import sys
+import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from packaging import version
+from packaging.version import Version
+
+import flash_attn.flash_attn_interface as ours
 
 SOURCES = [
     "axolotl==0.19.0",
     "liger-kernel==0.8.5",
+    "megatron-core==0.19.2",
     "sglang==0.5.10.post1",
+    "transformer-engine==2.20.2",
     "unsloth==2026.10.9",
     "verl==0.9.1",
     "xfuser==0.7.0",
     "yunchang==0.6.4",
 ]
+WITHOUT_WHEEL = ["deepspeed==0.19.8"]
 OURS = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_2_cuda")
 # A name of old releases, which the program asks for where the newer one is missing.
 ABSENT = {("unsloth", "flash_attn.flash_attn_interface", "flash_attn_cuda")}
-# Calls functions as releases before 2.7 and FlashAttention-3's betas had them.
-OTHER_KEYWORDS = {"yunchang"}
+# Call functions as releases before 2.7, and FlashAttention-3's betas, had them, too.
+OTHER_KEYWORDS = {"deepspeed", "yunchang"}
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
-    pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:")
-    subprocess.run([*pip, "-d", str(folder), *SOURCES], check=True)
+    pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder))
+    # Some ask for a newer Python than may be here; nothing of them is run but a few lines.
+    subprocess.run(
+        [*pip, "--only-binary", ":all:", "--python-version", "3.12", *SOURCES], check=True
+    )
+    subprocess.run([*pip, "--no-build-isolation", *WITHOUT_WHEEL], check=True)
+    for archive_file in folder.glob("*.tar.gz"):
+        with tarfile.open(archive_file) as archive:
+            archive.extractall(folder / archive_file.name.split("-")[0], filter="data")
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / wheel.name.split("-")[0])
@@ -93,7 +111,8 @@ def problems_of(package: str, tree: ast.AST) -> list[str]:
 
 
 def test_imports_and_keywords(sources: Path) -> None:
-    problems, seen = [], dict.fromkeys((s.split("==")[0].replace("-", "_") for s in SOURCES), 0)
+    names = [s.split("==")[0].replace("-", "_") for s in (*SOURCES, *WITHOUT_WHEEL)]
+    problems, seen = [], dict.fromkeys(names, 0)
     for path in sources.rglob("*.py"):
         package = path.relative_to(sources).parts[0]
         try:
@@ -103,4 +122,60 @@ def test_imports_and_keywords(sources: Path) -> None:
         seen[package] += sum(1 for _ in imports(tree))
         problems += [f"{path.relative_to(sources)}: {x}" for x in problems_of(package, tree)]
     assert not problems, "\n".join(problems)
-    assert sum(count > 0 for count in seen.values()) >= 6, seen
+    assert sum(count > 0 for count in seen.values()) >= 9, seen
+
+
+def run_statements(
+    sources: Path, file: str, wanted: Callable[[ast.stmt, str], bool], names: dict
+) -> None:
+    """Those of a file's own statements that are `wanted`, by their syntax and text, in order."""
+    (path,) = sources.glob(file)
+    text = path.read_text()
+    statements = [x for x in ast.parse(text).body if wanted(x, ast.get_source_segment(text, x))]
+    assert statements, f"{file} is another one now"
+    exec(compile(ast.Module(statements, []), str(path), "exec"), names)
+
+
+def asks_for(*modules: str) -> Callable[[ast.stmt, str], bool]:
+    return lambda statement, text: (
+        isinstance(statement, ast.Try) and any(m in text for m in modules)
+    )
+
+
+def test_transformer_engine_lets_us_in(sources: Path) -> None:
+    attention = "transformer_engine/transformer_engine/pytorch/attention/dot_product_attention"
+    names = dict(PkgVersion=Version, get_pkg_version=metadata.version, torch=torch, inspect=inspect)
+    names |= dict(PackageNotFoundError=metadata.PackageNotFoundError, Callable=Callable)
+    names |= dict(get_device_compute_capability=torch.cuda.get_device_capability)
+    run_statements(
+        sources, f"{attention}/utils.py", lambda _, text: "class FlashAttentionUtils" in text, names
+    )
+    found = names["fa_utils"] = names["FlashAttentionUtils"]
+    gates = asks_for('("flash-attn")', '("flash-attn-3")')
+    run_statements(sources, f"{attention}/backends.py", gates, names)
+    assert found.is_installed and found.v2_7_0_plus
+    assert found.v3_is_installed and found.fa3_supports_softcap
+    assert names["_flash_attn_varlen_bwd"] is ours._flash_attn_varlen_backward
+
+
+def test_megatron_lets_us_in(sources: Path) -> None:
+    core = "megatron_core/megatron/core"
+    names = dict(PkgVersion=Version, version=metadata.version, HAVE_PACKAGING=True)
+    run_statements(sources, f"{core}/utils.py", lambda _, text: "_fa_version" in text, names)
+    assert names["is_fa_min_version"]("2.7.3")
+    run_statements(
+        sources,
+        f"{core}/transformer/attention.py",
+        asks_for("import flash_attn_varlen", "_3."),
+        names,
+    )
+    assert names["HAVE_FA3"]
+    assert names["flash_attn_varlen_func"] is ours.flash_attn_varlen_func
+
+
+def test_deepspeed_lets_us_in(sources: Path) -> None:
+    names = dict(version=version)
+    layer = "deepspeed/deepspeed-*/deepspeed/sequence/fpdt_layer.py"
+    run_statements(sources, layer, asks_for("import flash_attn"), names)
+    assert names["flash_attn_version"] >= Version("2.7.0")
+    assert names["_flash_attn_backward"] is ours._flash_attn_backward

@@ -54,12 +54,17 @@ __device__ __forceinline__ void mix_dropout_words(uint32_t (&word)[2], uint32_t 
   word[1] = static_cast<uint32_t>(second);
 }
 
-// What the numbers of one head depend on.
-struct DropoutHead {
+// What the numbers of one head depend on, whose queries and keys count from the first ones of the
+// larger call (DropoutParams), where there is one.
+struct DropoutWords {
   uint32_t philox_key, of_queries, of_keys, last;  // K, X, Y, Z
 
-  // number: batch · heads_q + head.
-  static __device__ __forceinline__ DropoutHead of(const DropoutParams& params, int64_t number) {
+  // number: batch · heads_q + head, of the call: below 2^32 where the larger one has more heads.
+  static __device__ __forceinline__ DropoutWords of(const DropoutParams& params, int64_t number) {
+    if (params.more_heads != 0) {
+      number += int64_t{static_cast<uint32_t>(number) / params.heads} * params.more_heads;
+    }
+    number += params.first_number;
     const int64_t seed = params.rng_state[0], offset = params.rng_state[1];
     uint32_t word[4] = {static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32),
                         static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)};
@@ -74,6 +79,22 @@ struct DropoutHead {
   // four: j / 32 · 8 + j % 8 of keys j, j + 8, j + 16, j + 24.
   __device__ __forceinline__ uint32_t key_word(int four) const {
     return philox2x32(four, of_keys, philox_key);
+  }
+};
+
+// The same, whose queries and keys count from the first ones of this call.
+struct DropoutHead {
+  DropoutWords words;
+  int first_pair, first_four;
+
+  static __device__ __forceinline__ DropoutHead of(const DropoutParams& params, int64_t number) {
+    return {DropoutWords::of(params, number), params.first_pair, params.first_four};
+  }
+  __device__ __forceinline__ uint32_t query_word(int pair) const {
+    return words.query_word(first_pair + pair);
+  }
+  __device__ __forceinline__ uint32_t key_word(int four) const {
+    return words.key_word(first_four + four);
   }
 };
 
@@ -168,13 +189,16 @@ class DropoutMask {
   bool odd_;
 };
 
-// Where a lane's rows and columns lie among the pairs of queries and the fours of keys, from the first
-// of a block of 16.
-__device__ __forceinline__ int dropout_pair(int first_query, int within) {
-  return first_query / 2 + within;
+// Where a lane's rows and columns lie among the pairs of queries and the fours of keys of the larger
+// call, from the first of a block of 16. Where this one begins is read at each use, as a constant: it
+// is no number that a kernel keeps.
+__device__ __forceinline__ int dropout_pair(const DropoutParams& params, int first_query,
+                                            int within) {
+  return params.first_pair + first_query / 2 + within;
 }
-__device__ __forceinline__ int dropout_four(int first_key, int within) {
-  return first_key / 32 * 8 + within;
+__device__ __forceinline__ int dropout_four(const DropoutParams& params, int first_key,
+                                            int within) {
+  return params.first_four + first_key / 32 * 8 + within;
 }
 
 }  // namespace flash_attn

@@ -125,7 +125,7 @@ class TermScores {
               (sequence * bias.batch_stride + head * bias.head_stride) * bytes;
     }
     if (kTerms.dropout && params.dropout.rng_state != nullptr) {
-      dropout_ = DropoutHead::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
+      dropout_ = DropoutWords::of(params.dropout, int64_t{batch_idx} * params.heads_q + head);
     }
   }
 
@@ -210,7 +210,7 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     const DropoutMask<false> mask(params, dropout_.last, first_key % 32 != 0);
     uint32_t of_keys[2];
-    draw_key_words(of_keys, first_key, local(lane));
+    draw_key_words(of_keys, params, first_key, local(lane));
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], of_query[m], of_keys);
   }
@@ -226,13 +226,13 @@ class TermScores {
       const uint32_t of_query = draw_query_word(params, place.query + 16 * m, lane);
       uint32_t of_keys[2];
       if constexpr (kN == 16) {
-        draw_key_words(of_keys, place.key, lane);
+        draw_key_words(of_keys, params, place.key, lane);
         DropoutMask<false>(params, dropout_.last, place.key % 32 != 0)
             .drop(P.data[m][0], of_query, of_keys);
       } else {
 #pragma unroll
         for (int k = 0; k < kN / 16; k += 2) {
-          draw_key_words(of_keys, place.key + 16 * k, lane);
+          draw_key_words(of_keys, params, place.key + 16 * k, lane);
           drop_two(P, m, k, params, of_query, of_keys);
         }
       }
@@ -260,7 +260,7 @@ class TermScores {
                                                 uint32_t of_key, int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     uint32_t of_queries[2];
-    const int pair = dropout_pair(place.query, local(lane) % 4 * 2);
+    const int pair = dropout_pair(params, place.query, local(lane) % 4 * 2);
     of_queries[0] = dropout_.query_word(pair);
     of_queries[1] = dropout_.query_word(pair + 1);
     DropoutMask<true>(params, dropout_.last, place.key % 32 != 0)
@@ -286,12 +286,12 @@ class TermScores {
   __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams& params, int first_query,
                                                       int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
-    return dropout_.query_word(dropout_pair(first_query, lane / 4));
+    return dropout_.query_word(dropout_pair(params, first_query, lane / 4));
   }
   __device__ __forceinline__ uint32_t draw_key_word(const DropoutParams& params, int first_key,
                                                     int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
-    return dropout_.key_word(dropout_four(first_key, lane / 4));
+    return dropout_.key_word(dropout_four(params, first_key, lane / 4));
   }
 
   // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
@@ -313,7 +313,7 @@ class TermScores {
     for (int k = 0; k < kN; k += 16) {
       const DropoutMask<false> mask(params, dropout_.last, (place.key + k) % 32 != 0);
       uint32_t of_keys[2];
-      draw_key_words(of_keys, place.key + k, lane);
+      draw_key_words(of_keys, params, place.key + k, lane);
 #pragma unroll
       for (int m = 0; m < kMBlocks; ++m) {
         bool kept[2][4];
@@ -389,11 +389,12 @@ class TermScores {
   }
 
   // Of the lane's columns, where keys are columns.
-  __device__ __forceinline__ void draw_key_words(uint32_t (&words)[2], int first_key,
-                                                 int lane) const {
+  __device__ __forceinline__ void draw_key_words(uint32_t (&words)[2], const DropoutParams& params,
+                                                 int first_key, int lane) const {
 #pragma unroll
     for (int neighbour = 0; neighbour < 2; ++neighbour) {
-      words[neighbour] = dropout_.key_word(dropout_four(first_key, lane % 4 * 2 + neighbour));
+      words[neighbour] =
+          dropout_.key_word(dropout_four(params, first_key, lane % 4 * 2 + neighbour));
     }
   }
 
@@ -442,7 +443,7 @@ class TermScores {
   float inverse_scale_;
   int diagonal_;
   const void* bias_ = nullptr;
-  DropoutHead dropout_;
+  DropoutWords dropout_;
 };
 
 using GeneralScores = TermScores<kAllTerms>;
