@@ -7,10 +7,12 @@ Forward, backward and AdamW of four layers, hidden 1024, bf16, 16384 tokens in s
 lengths. The same weights and tokens go through each attention: ours, SDPA by its own choice of
 backend, SDPA held to cuDNN, FlexAttention where a model has a softcap. Beside the step, the
 attention call of one layer is timed alone, forward and backward: `gain` is the time that the step
-saves, over what the attention calls of all layers save alone.
+saves, over what the attention calls of all layers save alone. Contestants take turns in rounds, of
+which the mean counts: a step is mostly the same work, so that the difference is small beside drift.
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from benchmarks.shapes import Case
 from benchmarks.timing import QUICK, Recipe, Timer
 
 TOKENS, LAYERS, HIDDEN, VOCABULARY = 16384, 4, 1024, 8192
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,22 @@ def attention_alone(attend: backends.Attend, inputs: backends.Inputs) -> Callabl
     return call
 
 
+def mean_times(calls: dict[str, Callable], timer: Timer) -> dict[str, float]:
+    """ms a call."""
+    rounds = [{name: timer(call) * 1e3 for name, call in calls.items()} for _ in range(ROUNDS)]
+    return {name: statistics.mean(times[name] for times in rounds) for name in calls}
+
+
 def compare(name: str, seqlen: int, timer: Timer) -> list[dict]:
     model, device = MODELS[name], timer.device
     case = model.case(seqlen)
     inputs = backends.make_inputs(case, torch.bfloat16, device)
-    steps, alone, losses = {}, {}, {}
-    for contestant in ("ours", *model.peers):
-        attend = backends.attention(contestant, case, inputs)
-        losses[contestant] = training_step(case, attend, device)().item()
-        steps[contestant] = timer(training_step(case, attend, device)) * 1e3
-        alone[contestant] = timer(attention_alone(attend, inputs)) * 1e3
+    names = ("ours", *model.peers)
+    attends = {name: backends.attention(name, case, inputs) for name in names}
+    calls = {name: training_step(case, attend, device) for name, attend in attends.items()}
+    losses = {name: step().item() for name, step in calls.items()}
+    steps = mean_times(calls, timer)
+    alone = mean_times({n: attention_alone(attend, inputs) for n, attend in attends.items()}, timer)
     shape = {"model": name, "seqlen": seqlen, "tokens": TOKENS}
     ratio = results.ratios(steps, "ours", model.peers, "less")
     gains = {
