@@ -53,15 +53,21 @@ def test_logits_and_gradients(
     inputs = model.inputs(device, side)
     rows = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
     dlogits = torch.randn(*rows, VOCABULARY, device=device, dtype=dtype)
-    expected = logits_and_gradients(model.build("eager", device, dtype), inputs, dlogits)
+    eager = logits_and_gradients(model.build("eager", device, dtype), inputs, dlogits)
     actual = logits_and_gradients(model.build(attention, device, dtype), inputs, dlogits)
+    expected = eager
+    if dtype == torch.bfloat16:  # the weights as they are, and nothing else rounded
+        exact = model.build("eager", device, dtype).float()
+        expected = logits_and_gradients(exact, inputs, dlogits.float())
     assert actual.keys() == expected.keys()
     largest = {name: e.abs().max().item() for name, e in expected.items()}
     # The gradient of a key's bias is 0 but for rounding, which grows with the other gradients.
     rounding = tolerance / 20 * max(largest.values())
     for name, e in expected.items():
         error = (actual[name] - e).abs().max().item()
-        assert error <= tolerance * largest[name] + rounding, name
+        # Eager attention in 16 bits, which rounds every score, is no truth: it may be as far away.
+        of_eager = (eager[name] - e).abs().max().item()
+        assert error <= max(tolerance * largest[name], of_eager) + rounding, name
 
 
 @EVERYWHERE
@@ -87,8 +93,12 @@ def test_generated_tokens(
     if dtype != torch.bfloat16:
         assert torch.equal(actual, expected)
     else:
+        # Two tokens may be as likely as 16 bits can tell: the first new one is nearly the best.
         first = inputs["input_ids"].size(1)
-        assert torch.equal(actual[:, : first + 1], expected[:, : first + 1])
+        assert torch.equal(actual[:, :first], expected[:, :first])
+        logits = model.build("eager", device, dtype).float()(**inputs).logits[:, -1]
+        chosen = logits.gather(1, actual[:, first : first + 1]).squeeze(1)
+        assert (logits.max(1).values - chosen <= tolerance * logits.abs().max()).all()
 
 
 def test_beam_search() -> None:
