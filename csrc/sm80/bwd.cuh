@@ -5,12 +5,11 @@
 //   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
 //   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
 //
-// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it
-// walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
-// Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
-// fp32 reductions in global memory, or, when the caller wants the same bits there too, by the
-// kernel in bwd_dq.cuh. All warps have one role; each product's result is split over them in a grid
-// of its own.
+// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it walks
+// over the query heads that read this kv head and over their queries in blocks of kBlockM. Nobody else
+// adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by fp32 reductions in
+// global memory, or, when the caller wants the same bits there too, by the kernel in bwd_dq.cuh. All
+// warps have one role; each product's result is split over them in a grid of its own.
 //
 // The plain loop:
 //
@@ -40,15 +39,12 @@
 //
 // A burst of dQ's reductions holds up the loads from shared memory behind it. Either dS K comes
 // last and they drain while the next iteration starts; or (spread_dq) it comes first and they go
-// one by one between the steps of dSᵀ Q and Pᵀ dO. On an H200 at 8k keys the first is 1 to 5 % faster
-// with two stages up to d = 128; at d = 192 and 256 one stage with spread reductions is 8 % faster
-// than two stages.
+// one by one between the steps of dSᵀ Q and Pᵀ dO, which is faster above d = 128, with one stage.
 //
-// Compiled with dQ's reductions and without, each without score terms and with them
-// (cuda/attn/score_policy.cuh); for 16 bits and, as the forward, for fp32. For masks: bwd_masked.cuh.
+// Compiled with dQ's reductions, without them, and with score terms (cuda/attn/score_policy.cuh), where
+// they are a branch; for 16 bits and, as the forward, for fp32. For masks: bwd_masked.cuh.
 //
-// Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE,
-// delta │
+// Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE, delta │
 #pragma once
 
 #include "../cuda/attn/key_gradient.cuh"
@@ -99,7 +95,7 @@ struct BwdTraits {
   static constexpr int kDqPasses = kHeadDim / kDqPassCols;
   static_assert(!kTile.spread_dq || kDqPasses <= 2);  // one under dK, one under dV
   using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kDqPassCols>;
-  // Warps that share the sums of a score over the head dim; score terms leave no registers for that.
+  // Share the sums of a score over the head dim. Score terms leave no registers for that.
   static constexpr int kDepthWarps = kHeadDim > kMaxHeadDim && !ScorePolicy::kGeneral ? 4 : 1;
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
   // Of bwd_large_head.cuh.

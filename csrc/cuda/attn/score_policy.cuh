@@ -267,8 +267,7 @@ class TermScores {
         .drop_and_mark(P, marked, of_key, of_queries);
   }
 
-  // Of queries as columns and 16 keys as rows: what is dropped of P changes its sign. of_key:
-  // draw_key_word(). query_words: query_word() of these queries.
+  // Queries as columns: what is dropped of P changes its sign. of_key, query_words: as drawn for these.
   template <int kN>
   __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
                                                  int first_key, uint32_t of_key,
