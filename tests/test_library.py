@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flash_attn
+from flash_attn import _build_info
 
 PACKAGE = Path(flash_attn.__file__).parent
 LIBRARIES = sorted([*PACKAGE.glob("_C*.so"), PACKAGE / "lib" / "libflash_attn.so"])
@@ -33,6 +34,47 @@ def test_no_cxx_runtime_of_its_own(library: Path) -> None:
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "flash_attn" in listed or "PyInit__C" in listed
     assert RUNTIME.findall(listed) == []
+
+
+SOURCES = PACKAGE.parent / "csrc"
+PLAIN_FORMS = {"kPlain", "kPieces", "kPooled", "kOrdered", "kMaxLogits"}
+
+
+def form_of(kernel: str) -> str | None:
+    """The enumerator that a symbol of sm90 tells by its number."""
+    at = re.search(r"::(Fwd|Bwd)Form\)(\d+)", kernel)
+    if at is None:
+        return None
+    source = (SOURCES / "sm90" / f"{at[1].lower()}_traits.cuh").read_text()
+    forms = re.search(rf"enum class {at[1]}Form {{([^}}]*)}}", source)
+    return forms[1].split(",")[int(at[2])].strip()
+
+
+def has_terms(kernel: str) -> bool:
+    form = form_of(kernel)
+    if form is not None:
+        return form not in PLAIN_FORMS
+    return "TermScores<" in kernel or "::bwd_bias_kernel<" in kernel
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+@pytest.mark.skipif(not SOURCES.exists(), reason="no source tree beside the tests")
+@pytest.mark.skipif(not _build_info.CUDA, reason="no kernels built")
+def test_as_many_kernels_with_score_terms_as_csrc_says() -> None:
+    """Each is time of the build and size of the library: one more should not come unseen."""
+    command = ["nm", "--demangle", LIBRARIES[-1]]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kernel = r" [tTwW] void (flash_attn::sm\d\d::(?!launch_)\w+_kernel<.*?)(?: \[clone \S+\])?$"
+    kernels = set(re.findall(kernel, listed, re.M))
+    wide = re.compile(r"DType\)[27]\b")  # fp32, TF32
+    counts = {
+        "score terms": sum(has_terms(name) and not wide.search(name) for name in kernels),
+        "score terms in fp32": sum(has_terms(name) and bool(wide.search(name)) for name in kernels),
+        "max_logits": sum(form_of(name) == "kMaxLogits" for name in kernels),
+    }
+    said = (SOURCES / "README.md").read_text()
+    for what, count in counts.items():
+        assert f"{count} kernels with {what}" in said.replace("\n", " "), (what, count)
 
 
 def test_an_unbuilt_checkout_does_not_borrow_a_library(tmp_path: Path) -> None:

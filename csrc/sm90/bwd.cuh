@@ -42,8 +42,7 @@
 // done.
 //
 // Compiled for several forms (BwdForm): without score terms, with all of them (cuda/attn/score_policy.cuh),
-// and with some. With softcap or dropout, what dS consists of beside dP is rounded together with P
-// (exponentiate).
+// and with some. Softcap alone puts P times its slope in the place of P, dropout alone P with a sign.
 //
 // Shared memory   │ K │ V │ Q × kStages │ dO × kStages │ dS × 3, at the end of a tile dV and dK │
 //                 │ LSE, delta × kStages │ pieces of dQ × 2 │ work × 2, barriers │
