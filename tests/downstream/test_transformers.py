@@ -12,7 +12,7 @@ from flash_attn.integrations.transformers import register
 
 EXACT = register()
 GPU = pytest.mark.gpu
-# (attention, device, dtype, what the logits and gradients may differ by, of their largest)
+# (attention, device, dtype, what the logits and gradients may differ by, of their root mean square)
 REGISTERED = (EXACT, "cpu", torch.float32, 2e-5)
 REGISTERED_GPU = pytest.param(EXACT, "cuda", torch.float32, 1e-3, marks=GPU)
 UNCHANGED = pytest.param("flash_attention_2", "cuda", torch.bfloat16, 6e-2, marks=GPU)
@@ -60,14 +60,15 @@ def test_logits_and_gradients(
         exact = model.build("eager", device, dtype).float()
         expected = logits_and_gradients(exact, inputs, dlogits.float())
     assert actual.keys() == expected.keys()
-    largest = {name: e.abs().max().item() for name, e in expected.items()}
+    root_mean_square = {name: e.norm().item() / e.numel() ** 0.5 for name, e in expected.items()}
     # The gradient of a key's bias is 0 but for rounding, which grows with the other gradients.
-    rounding = tolerance / 20 * max(largest.values())
+    rounding = tolerance / 20 * max(root_mean_square.values())
     for name, e in expected.items():
-        error = (actual[name] - e).abs().max().item()
-        # Eager attention in 16 bits, which rounds every score, is no truth: it may be as far away.
-        of_eager = (eager[name] - e).abs().max().item()
-        assert error <= max(tolerance * largest[name], of_eager) + rounding, name
+        error = (actual[name] - e).norm().item() / e.numel() ** 0.5
+        # What a model in 16 bits loses outside of attention, eager attention's loses as well: two
+        # draws of that error differ by less than a half.
+        of_eager = (eager[name] - e).norm().item() / e.numel() ** 0.5
+        assert error <= max(tolerance * root_mean_square[name], 1.5 * of_eager) + rounding, name
 
 
 @EVERYWHERE
@@ -96,7 +97,9 @@ def test_generated_tokens(
         # Two tokens may be as likely as 16 bits can tell: the first new one is nearly the best.
         first = inputs["input_ids"].size(1)
         assert torch.equal(actual[:, :first], expected[:, :first])
-        logits = model.build("eager", device, dtype).float()(**inputs).logits[:, -1]
+        options |= dict(max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+        exact = model.build("eager", device, dtype).float().generate(**inputs, **options)
+        logits = exact.logits[0].float()
         chosen = logits.gather(1, actual[:, first : first + 1]).squeeze(1)
         assert (logits.max(1).values - chosen <= tolerance * logits.abs().max()).all()
 
