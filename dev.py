@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Sets everything up on a fresh machine, then runs one job.
 
-    python3 dev.py demo | test | lint | build | wheel
+    python3 dev.py demo | test | lint | build | wheel | docs
     python3 dev.py test --downstream     other people's programs, installed into .venv
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
-where the machine has none (no GPU is needed to compile); for lint the formatters alone. Run again,
-it reuses what is there: pip is skipped while the requirements stand, and the build is incremental.
+where the machine has none (no GPU is needed to compile); for lint and docs their tools alone. Run
+again, it reuses what is there: pip is skipped while the requirements stand, and the build is
+incremental.
 FLASH_ATTN_CUDA=0 builds for the CPU only; FLASH_ATTN_CUDA_ARCHS=90-real for one GPU.
 """
 
@@ -25,6 +26,7 @@ PYTHON = VENV / "bin" / "python"
 BUILD_TOOLS = ["setuptools>=64", "wheel", "cmake>=3.28", "ninja"]
 TEST_TOOLS = ["pytest", "hypothesis", "einops", "numpy", "expecttest", "tqdm", "matplotlib"]
 LINT_TOOLS = ["ruff", "clang-format"]
+DOC_TOOLS = ["mkdocs", "mkdocstrings[python]", "ruff"]
 
 
 def say(text: str) -> None:
@@ -162,19 +164,26 @@ def lint(extra: list[str]) -> None:
     run(VENV / "bin" / "ruff", "check", *(["--fix"] if fix else []), ".")
 
 
+def docs(extra: list[str]) -> None:
+    """The pages of docs/ and the reference from the docstrings as a site in build/site; a link to
+    nothing fails it."""
+    pip_install("what the documentation needs", *DOC_TOOLS)
+    run(VENV / "bin" / "mkdocs", "build", "--quiet", *extra)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("job", choices=["demo", "test", "lint", "build", "wheel"])
+    parser.add_argument("job", choices=["demo", "test", "lint", "build", "wheel", "docs"])
     arguments, extra = parser.parse_known_args()
     make_environment()
-    if arguments.job != "lint":
+    if arguments.job not in ("lint", "docs"):
         install_build()
-    if arguments.job not in ("lint", "wheel"):
+    if arguments.job not in ("lint", "docs", "wheel"):
         build()
-    jobs = {"demo": demo, "test": test, "lint": lint, "wheel": wheel, "build": lambda extra: None}
-    jobs[arguments.job](extra)
+    jobs = {"demo": demo, "test": test, "lint": lint, "docs": docs, "wheel": wheel}
+    jobs.get(arguments.job, lambda extra: None)(extra)
 
 
 if __name__ == "__main__":
