@@ -179,3 +179,21 @@ def test_python_reaches_the_library_through_one_module() -> None:
         assert "import flash_attn_2_cuda" not in body, f"{path}: the shim stands on the package"
         if "cli" not in path.parts:
             assert "functional.scaled_dot_product_attention(" not in body, path
+
+
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "benchmarks/*.md", "csrc/*.md", "docs/**/*.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_of_prose(path: Path) -> None:
+    """At most 100 characters; a row of a table and what is quoted between fences may be longer."""
+    fenced, long = False, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and len(line) > 100 and not line.lstrip().startswith(("|", "$$", "```")):
+            long.append(f"{number}: {line}")
+    assert not long, "\n".join(long)
