@@ -35,8 +35,10 @@ from workplace import ROOT, Workplace
 
 # The tests of a file: pytest's arguments, one run after the other until one fails.
 PYTHON = {
-    "flash_attn/_call.py": ["test_wrong_arguments.py", "test_api.py", "test_masks.py"],
-    "flash_attn/_masked_call.py": ["test_masks.py"],
+    "flash_attn/_call.py": [
+        *("test_wrong_arguments.py", "test_api.py", "test_masks.py", "test_mask_refusals.py"),
+    ],
+    "flash_attn/_masked_call.py": ["test_masks.py", "test_mask_refusals.py"],
     "flash_attn/_pages.py": ["test_varlen.py -k page", "test_wrong_arguments.py -k varlen"],
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
