@@ -304,3 +304,14 @@ def test_scaling_predicts_more_from_longer_sequences():
         assert 1 < speedups[0] < speedups[1] < 2, name
     assert "ulysses" not in scaling.schemes(1 << 17, 64)  # more ranks than heads
     assert "ring x ulysses" not in scaling.schemes(1 << 17, 8)  # one host
+
+
+def test_pictures_show_each_contestant(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.pictures", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    words = {x.stem: x.read_text() for x in tmp_path.iterdir()}
+    assert set(words) == {"forward", "backward", "decode", "step"}
+    for name, peer in dict(
+        forward="FlashAttention-2", decode="cuDNN", step="FlexAttention"
+    ).items():
+        assert f"<!-- {peer} -->" in words[name] and "<!-- flash_attn (this) -->" in words[name]
