@@ -461,6 +461,27 @@ def test_varlen_with_pages(seed: int) -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("option", ["softmax_scale", "causal", "softcap", "learnable_sink"])
+def test_each_option_of_decode_reaches_the_op(option: str) -> None:
+    """As in a forward of as many keys."""
+    q, k, v = torch.randn(2, 3, 4, 16), *torch.randn(2, 2, 12, 2, 16)
+    value = {"softmax_scale": 0.5, "causal": True, "softcap": 2.0}.get(option, torch.randn(4))
+    lengths = torch.full((2,), 12, dtype=torch.int32)
+    plain = dict(causal=False)
+    options = plain | {option: value}
+    actual = flash_attn.flash_decode_func(q, k, v, lengths, **options)
+    torch.testing.assert_close(actual, flash_attn.flash_attn_func(q, k, v, **options))
+    assert not torch.equal(actual, flash_attn.flash_decode_func(q, k, v, lengths, **plain))
+
+
+def test_can_use_has_the_defaults_of_the_calls() -> None:
+    asked = inspect.signature(flash_attn.can_use).parameters
+    called = inspect.signature(flash_attn.flash_attn_func).parameters
+    shared = asked.keys() & called.keys()
+    assert {n: asked[n].default for n in shared} == {n: called[n].default for n in shared}
+    assert {"deterministic", "dropout_p", "causal_alignment"} <= shared
+
+
 def test_private_forward_and_backward(seed: int) -> None:
     """What ring attention and TransformerEngine call: gradients into tensors that they allocate."""
     q, k, v, dout = torch.randn(4, 2, 12, 2, 16)
@@ -469,6 +490,7 @@ def test_private_forward_and_backward(seed: int) -> None:
     out, lse, _, rng_state = flash_attn_interface._flash_attn_forward(
         q, k, v, **options, **sides, return_softmax=False
     )
+    assert rng_state.shape == (2,), "seed and offset, with or without dropout"
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     flash_attn_interface._flash_attn_backward(
         dout,

@@ -65,6 +65,7 @@ CALLS = [
     Call("broadcast batch", (2, 3, 9, 16), (1, 3, 12, 16)),
     Call("broadcast heads", (2, 3, 9, 16), (2, 1, 12, 16)),
     Call("scale", (2, 3, 9, 16), (2, 3, 12, 16), scale=0.05),
+    Call("scale, one batch for two", (2, 3, 9, 16), (1, 3, 12, 16), scale=0.3),
     Call("negative scale", (2, 3, 9, 16), (2, 3, 12, 16), scale=-0.3),
     Call("negative scale, causal", (2, 3, 9, 16), (2, 3, 9, 16), scale=-0.3, is_causal=True),
     Call("zero scale, causal", (2, 3, 9, 16), (2, 3, 9, 16), scale=0.0, is_causal=True),
