@@ -79,8 +79,8 @@ inline constexpr FwdTile kFwdTile<256, SmemBudget::kLarge> = {
 template <>
 inline constexpr FwdTile kFwdTile<256, SmemBudget::kLargest> = kFwdTile<256, SmemBudget::kSmall>;
 
-// fp32: three classes, one tile each that any budget holds. A warp owns 16 rows: operands are split
-// into pairs of registers, and products are twelve times those of 16 bits.
+// fp32: three classes, one tile each that any budget holds. Operands are split into pairs of registers,
+// and each product is three.
 using cuda::with_scores_class;
 template <int kHeadDim>
 inline constexpr FwdTile kFwdWideTile = {};

@@ -8,6 +8,7 @@
 //
 //   producer warpgroup    warp 0: takes tiles, loads K      consumer warpgroups    64 queries each:
 //   (few registers)       warp 1: Q     warp 2: V           (many registers)       S, P, O in registers
+//                         warp 3: what a score term needs: a bias, dropout's words of keys
 //
 // Each role runs ahead of the next as far as its ring has slots: while consumers finish a tile, K
 // and V of the next one come in.
@@ -34,6 +35,7 @@
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
+// With a staged bias, d = 128 has one place for Q, too.
 #pragma once
 
 #include "../cuda/launch.h"
