@@ -20,8 +20,8 @@
 // slots, so that the tensor cores always have somebody's product to do; within a warpgroup nothing is
 // overlapped but the product that ends an iteration.
 //
-// Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │ Q × 2 │
-//                 │ dO × kDoutStages │ dS × 2 │ the peer's dS × 2 │ P │ LSE, delta × 2 │ work, barriers │
+// Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │ slabs of Q and of dO │
+//                 │ P, in its place dS × 2 │ the peer's dS × 2 │ LSE, delta × 2 │ work, barriers │
 #pragma once
 
 #include <new>

@@ -53,20 +53,13 @@ struct FwdTile {
 template <int kHeadDim, int kHeadDimV>
 inline constexpr FwdTile kFwdTile = {};
 
-// TFLOP/s on an H200, bf16, full / causal, ± 5 %. First the tile's own, of one run; what was tried
-// beside it as a ratio to it, of other runs (benchmarks/NOTES.md). Those of d = 64 with many
-// queries, 128 and 256 are from before dominant keys were kept exact
-// (OnlineSoftmax::spare_largest): today 507 / 490, 615 / 610 and 688 (full) at 16k, settled.
+// docs/kernels/sm90-forward.md has the speed of each tile, and of what was tried beside it.
 //
-// d = 40, s = 8k 340 / 324, 2k 291 / 236. Two stages: 0.98 / 0.98 (8k); four 0.99 / 1.00; two
-// consumers, 128 keys: 0.89 / 0.89 (8k), 1.03 / 1.08 (1k). Four consumers of 112 registers, 80 keys
-// not ahead: 1.01 / 1.00 (8k), 1.09 / 1.07 (2k), but dominant keys are not exact
-// (OnlineSoftmax::step_ahead).
+// Four consumers would be a little faster for few queries, but have no registers for exponentials
+// ahead of the maxima, which keep dominant keys exact (OnlineSoftmax::step_ahead).
 template <>
 inline constexpr FwdTile kFwdTile<48, 48> = {
     .consumers = 3, .block_n = 96, .stages = 3, .q_stages = 2, .output_slabs = 1, .ordered = true};
-// s = 16k 536 / 511, 2k 439 / 361. Turns passed on after S instead of at once: 1.00 / 0.99. Earlier
-// forms: 80 keys 0.94 / 0.93; 128 keys not ahead 0.95 / 0.94 (16k).
 template <>
 inline constexpr FwdTile kFwdTile<64, 64> = {
     .consumers = 3, .block_n = 96, .stages = 2, .q_stages = 2, .output_slabs = 1, .ordered = true};
@@ -80,8 +73,7 @@ inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
                                             .output_slabs = kHeadDim < 64 ? 1 : 3,
                                             .ordered = true};
 // d = 64: at the end of a tile both consumers of a block stand still at once; another block's do
-// not. s = 512 334 / 227, 1k 384 / 307, 2k 406 / 365. One block of 2 × 128 keys: 0.93 / 0.90 (512),
-// 0.97 / 0.88 (1k); 3 × 96 keys: 1.07 / 0.97 (2k), 1.19 / 1.14 (16k). 80 keys: 0.96 / 0.96 (512).
+// not.
 inline constexpr int kFewMaskedQueries = 2048;
 template <>
 inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
@@ -92,39 +84,25 @@ inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
                                                 .ordered = false,
                                                 .blocks = 2};
 // With 128 rows to a tile of K and V, TMA seems to bound these two (rows of three boxes of 64
-// bytes, in d = 72 across sectors): five k-steps in the place of six gained 3 %, 192 rows gain
-// more.
-//
-// d = 80, s = 8k 528 / 487, 16k 532 / 510; d = 72, 8k 456 / 421. Two stages: 0.98 / 0.98, 0.95 /
-// 0.98 (d = 72); four, O in three parts: 1.00 / 1.01 (8k), 1.02 / 1.03 (16k); two consumers, 128
-// keys: 0.96 / 0.98, 0.78 / 0.84 (d = 72), 1.04 / 1.17 (1k). 96 keys not ahead: 0.97 / 1.00.
+// bytes, in d = 72 across sectors): 192 rows share each of them.
 template <>
 inline constexpr FwdTile kFwdTile<80, 80> = {
     .consumers = 3, .block_n = 80, .stages = 3, .q_stages = 2, .output_slabs = 3, .ordered = true};
-// s = 8k 588 / 554. Two stages: 0.99 / 0.98; two consumers, 128 keys: 0.95 / 0.96.
 template <>
 inline constexpr FwdTile kFwdTile<96, 96> = {
     .consumers = 3, .block_n = 80, .stages = 3, .q_stages = 2, .output_slabs = 3, .ordered = true};
-// s = 16k 681 / 653, 512 461 / 298. Without turns: 1.00 / 0.98 (16k), 0.96 / 0.98 (1k); turns
-// passed on after S: 0.99 / 0.98 (16k). An earlier form, not ahead: 128 keys 624 / 622, 176 keys
-// 619 / 618.
 template <>
 inline constexpr FwdTile kFwdTile<128, 128> = {
     .consumers = 2, .block_n = 128, .stages = 2, .q_stages = 2, .output_slabs = 2, .ordered = true};
 template <>
 inline constexpr FwdTile kFwdTile<192, 128> = {
     .consumers = 2, .block_n = 128, .stages = 2, .q_stages = 1, .output_slabs = 1, .ordered = true};
-// s = 8k 654 / 617. In tiles of 192 columns, 96 keys: 0.98 to 1.03; as d = 192: 0.88.
 template <>
 inline constexpr FwdTile kFwdTile<160, 160> = {
     .consumers = 2, .block_n = 112, .stages = 2, .q_stages = 1, .output_slabs = 5, .ordered = true};
-// s = 8k, an earlier form: 96 keys ahead 672 / 650; 112 not ahead 677 / 633. 64 keys with three
-// stages, or with two of Q: 0.99 / 0.99, 0.98 / 0.98.
 template <>
 inline constexpr FwdTile kFwdTile<192, 192> = {
     .consumers = 2, .block_n = 96, .stages = 2, .q_stages = 1, .output_slabs = 1, .ordered = true};
-// s = 16k 729 / 702, 512 485 / 317. Without turns: 0.97 / 1.01 (16k), 1.00 / 0.99 (512). 80 keys
-// not ahead, O in the place of Q: 0.93 / 0.98 (16k), 0.82 / 0.90 (512).
 template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {
     .consumers = 2, .block_n = 64, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
