@@ -32,7 +32,7 @@ enum class TileOrder { kLastBlocksFirst, kFirstBlocksFirst, kAsTold };
 // Dense: heads are taken in sections whose K and V stay in the L2 cache together; inside a section
 // the longest blocks of all its heads come first, so that the last blocks to start are short ones.
 // Where sections do not divide the heads, the first one is the smaller: as the last it would have too
-// few short blocks to fill the gaps (causal, 32 heads by fives: 5 % of the time of all).
+// few short blocks to fill the gaps.
 //
 // Varlen: the lengths are on the device, so the grid is sized from total and batch: sequence b owns
 // the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b + 1. It is enough, as

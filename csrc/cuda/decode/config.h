@@ -18,8 +18,7 @@ struct DecodeTile {
 
 // 96 KiB a block in every class: one block keeps 64 KB under way, where 35 KB an SM saturate an
 // H200's memory. Two blocks fit an SM of sm_90, one the 163 KB of sm_80 and the 99 KB of sm_86, 89
-// and 120. Wide tiles wait and reduce less often: 32 keys in 3 stages against 16 in 6 at head_dim
-// 128, 1 % faster on long caches and 3 to 10 % where few blocks share the device.
+// and 120. Wide tiles wait and reduce less often.
 template <int kHeadDim>
 inline constexpr DecodeTile kDecodeTile = {};
 template <>

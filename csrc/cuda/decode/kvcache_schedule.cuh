@@ -15,9 +15,9 @@
 // Cut alike or by length, each sequence is cut by its own length alone, and the parts take the
 // pieces in turns: no bit of a sequence's result depends on the other sequences.
 //
-// A launch finds the instruction cache cold, and a call is short (7 us went into an earlier form of
-// this): all is 32-bit arithmetic, with one division by what only the device knows. Whole warps do it, each for itself; lane
-// i holds the keys of sequence i of 32.
+// A launch finds the instruction cache cold, and a call is short: all is 32-bit arithmetic, with one
+// division by what only the device knows. Whole warps do it, each for itself; lane i holds the keys of
+// sequence i of 32.
 #pragma once
 
 #include "../cache/rows.cuh"

@@ -21,8 +21,7 @@ int64_t row_tiles(const CallShape& call) {
 }
 
 // Estimated time of a call, in units of the time that the whole device needs to read one tile of
-// keys for each SM. The constants are from sweeps over 1 to 256 pieces of 12 shapes on an H200; the
-// pieces they choose were within 2 % of the best of each sweep.
+// keys for each SM. docs/kernels/decode.md says from which sweeps the constants are.
 struct DecodeCost {
   int64_t row_tiles;
   int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
@@ -100,7 +99,7 @@ bool cuts_by_length(const CallShape& call, int64_t places) {
 }
 
 Splits decode_splits(const CallShape& call) {
-  // 4096 rather than 2048: half the merges, and 1 to 2 % faster on 64 ragged sequences.
+  // 4096 rather than 2048: half the merges.
   constexpr int kPieceKeys = 4096, kMostWaves = 8;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
   const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
