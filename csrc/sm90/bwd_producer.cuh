@@ -34,8 +34,8 @@ struct RowScales {
 };
 
 // LSE and delta, scaled, of each block of queries of a piece of work; they start at any address in
-// varlen: no bulk copy. A whole warp, each thread of which says what it has written. The loads are under way while the slot is waited for.
-// before(block, new_head, ring): before each block.
+// varlen: no bulk copy. A whole warp, each thread of which says what it has written. The loads are
+// under way while the slot is waited for. before(block, new_head, ring): before each block.
 template <int kBlockM, int kStages, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 RowValues<kBlockM> (&row_values)[kStages],

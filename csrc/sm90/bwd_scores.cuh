@@ -84,8 +84,8 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
   }
 }
 
-// Of P as dV wants it, 16 queries: into registers, or, of the last kLate blocks of 16, into late_p, where they
-// wait.
+// Of P as dV wants it, 16 queries: into registers, or, of the last kLate blocks of 16, into late_p,
+// where they wait.
 template <int kBlockM, int kLate, int kThreads>
 __device__ __forceinline__ void put_early_or_late(OperandA<1, kBlockM>& P,
                                                   uint4 (&late_p)[kLate][kThreads], int thread,
@@ -113,7 +113,7 @@ __device__ __forceinline__ void take_late(OperandA<1, kBlockM>& P,
   }
 }
 
-// P with a softcap, as dV wants it. And in the place of S what dX consists of beside dP and delta, P times the softcap's slope.
+// P with a softcap, as dV wants it; in the place of S, P times the slope, which dX consists of.
 template <typename Element, int kBlockM, int kLate, int kThreads>
 __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
                                                     uint4 (&late_p)[kLate][kThreads], int thread,

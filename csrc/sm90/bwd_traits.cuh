@@ -16,8 +16,8 @@ enum class DqShare { kRows, kCols };
 
 // The loop's instances. Without score terms: kPlain; kPooled, with the sums of dQ as a pool
 // (bwd_dq_pool.cuh), for which other forms have no room; kOrdered, with these sums in the same order
-// every time (bwd_dq_order.cuh). The code of either would cost the plain loop. kScores: with score terms, each
-// decided by a branch that all threads take alike. For calls with no other terms: kAdditive (ALiBi, a
+// every time (bwd_dq_order.cuh). The code of either would cost the plain loop. kScores: with score
+// terms, each decided by a branch that all threads take alike. With no other terms: kAdditive (ALiBi, a
 // bias that TMA can read, or both), which are added to S and leave the rest as it is; kWeighted (softcap,
 // dropout).
 enum class BwdForm { kPlain, kPooled, kOrdered, kScores, kAdditive, kWeighted };

@@ -18,9 +18,9 @@
 //   for n:  S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S); dropout
 //           O = O · exp(m_old - m) + P V(n)
 //
-// The loop here (fwd_key_walk.cuh) departs from it in four ways. S = Q K(n)ᵀ is issued before O += P V(n + 1), so that
-// softmax(n) hides behind that product. Consumers take turns to issue, so that one's softmax also
-// hides behind the others' products. The exponentials do not wait for the maxima of their own block
+// The loop here (fwd_key_walk.cuh) departs from it in four ways. S = Q K(n)ᵀ is issued before
+// O += P V(n + 1), so that softmax(n) hides behind that product. Consumers take turns to issue, so
+// that one's softmax also hides behind the others' products. The exponentials do not wait for the maxima of their own block
 // (OnlineSoftmax::step_ahead): O is rescaled only where it must be. And a tile's first S is issued
 // before the tile before ends: beside its last product, its epilogue and the way of its O out.
 // (With two blocks on a multiprocessor, for few queries of d = 64, another block's products fill the

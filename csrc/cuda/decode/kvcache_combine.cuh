@@ -4,8 +4,8 @@
 //
 // Its blocks come while the split-KV kernel runs, find their sequence and its pieces from the
 // lengths, and wait. What is left then is one trip to memory, for o and lse together, and a store.
-// A warp has a row's columns side by side and 16 pieces (above 256 columns 8) under way; several warps deal more pieces
-// among them.
+// A warp has a row's columns side by side and 16 pieces (above 256 columns 8) under way; several
+// warps deal more pieces among them.
 #pragma once
 
 #include <algorithm>

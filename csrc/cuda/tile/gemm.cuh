@@ -57,9 +57,9 @@ __device__ __forceinline__ void round_operand(uint32_t (&block)[4]) {
   }
 }
 
-// C (+)= A B over kK. The fragments of the next block are loaded while this one multiplies. A: anything with
-// load(blocks, k), which fills the registers of columns k … k + kStepK - 1; what it computes there runs under the
-// products of the columns before.
+// C (+)= A B over kK. The fragments of the next block are loaded while this one multiplies. A:
+// anything with load(blocks, k), which fills the registers of columns k … k + kStepK - 1; what it
+// computes there runs under the products of the columns before.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
 __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&& A,
