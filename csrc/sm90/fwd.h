@@ -1,6 +1,6 @@
 // The forward kernel, and its instances for both dtypes by head-dim class: plain in inst/fwd_d*.cu,
-// with score terms in inst/fwd_scores_d*.cu, with one of them in inst/fwd_one_term_d*.cu, with the keys in pieces in
-// inst/fwd_pieces_d*.cu, without terms but with max_logits in inst/fwd_max_logits_d*.cu.
+// with score terms in fwd_scores_d*.cu, with one of them in fwd_one_term_d*.cu, with the keys in
+// pieces in fwd_pieces_d*.cu, without terms but with max_logits in fwd_max_logits_d*.cu.
 #pragma once
 
 #include "../core/params.h"

@@ -20,8 +20,8 @@ namespace flash_attn::sm90 {
 //
 // Row r of a sequence [begin, begin + len) is first = rows - len + r, last = begin + len: r >= len
 // lies beyond the map. Reads give zeros there, writes do nothing, and nothing before `begin` is
-// addressed, but for a box that lies beyond the map as a whole: TMA may then touch the map's first byte, which
-// nobody may own. Such boxes are never asked for.
+// addressed, but for a box that lies beyond the map as a whole: TMA may then touch the map's first
+// byte, which nobody may own. Such boxes are never asked for.
 struct SequenceBox {
   int first;  // of row 0
   int last;
