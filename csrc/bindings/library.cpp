@@ -1,5 +1,5 @@
-// The ops' schemas: every argument of every feature from the first version on, so that none ever
-// changes its meaning. The fields of bindings/args.h stand in the same order. Upstream's own op
+// The ops' schemas: arguments are added, each with a meaning of its own, and none ever changes
+// what it means. The fields of bindings/args.h stand in the same order. Upstream's own op
 // names (_flash_attn_forward, …) stay free.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
