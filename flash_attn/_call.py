@@ -327,11 +327,13 @@ def bwd(
     softcap,
     deterministic,
     dropout_place=None,
+    wide_key_gradients=False,
 ):
     """Runs the op `bwd` for q, k and v. Returns dq, dk, dv.
 
     k and v may be some of the keys only, where out and softmax_lse belong to all of them: the
     results then are what these keys contribute to dq, and dk and dv of these keys.
+    wide_key_gradients: dk and dv come in fp32, as whoever adds them up wants them.
     """
     window_left, window_right = window_sides(window_size)
     dq, dk, dv, _, _ = _ops().bwd(
@@ -367,6 +369,7 @@ def bwd(
         deterministic,
         [True, True, True, False, False],
         dropout_place,
+        wide_key_gradients,
         forced_backend(),
     )
     return dq, dk, dv

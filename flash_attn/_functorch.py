@@ -44,8 +44,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
-        given, place_and_backend = arguments[:ARGUMENTS_OF_BWD], arguments[-2:]
-        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, *place_and_backend)
+        given, (place, backend) = arguments[:ARGUMENTS_OF_BWD], arguments[-2:]
+        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, place, False, backend)
         result = [None] * len(arguments)
         for i, is_wanted, gradient in zip(DIFFERENTIABLE, wanted, gradients, strict=True):
             result[i] = gradient if is_wanted else None

@@ -76,6 +76,58 @@ def test_query_heads_of_one_kv_head(case: Case, target: Target, seed: int) -> No
     check(case, target, seed)
 
 
+# Few blocks of keys and many queries: on a large GPU several thread blocks share a block of keys.
+FEW_KEYS = [
+    Case(batch=1, dtype=dtype, heads_q=heads_q, heads_kv=1, seqlen_q=n_q, seqlen_k=n_k, d=d, **rest)
+    for dtype, heads_q, n_q, n_k, d, rest in [
+        ("bf16", 1, 2500, 70, 64, {}),
+        ("bf16", 2, 1400, 260, 128, {"causal": True}),
+        ("fp16", 16, 257, 300, 128, {"causal": True, "lse_grad": True}),
+        ("fp16", 5, 700, 130, 40, {"window": (300, 0)}),
+        ("bf16", 3, 900, 129, 96, {"sink": True}),
+    ]
+] + [
+    Case(dtype="bf16", heads_q=8, heads_kv=1, lengths_q=(600, 0, 513), lengths_k=(200, 9, 77))
+]
+
+
+@each_case(FEW_KEYS)
+def test_few_keys(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+@each_case(
+    [
+        Case(dtype=dtype, heads_q=4, heads_kv=2, seqlen_q=n, seqlen_k=140, d=d, causal=True)
+        for dtype, n, d in [("bf16", 150, 64), ("fp16", 1500, 128), ("bf16", 90, 192)]
+    ]
+)
+def test_wide_key_gradients(case: Case, target: Target, seed: int) -> None:
+    """dk and dv in fp32 are what is rounded otherwise."""
+    problem = Problem(case, seed, target.device)
+    tensors = problem.float_tensors()
+    arguments = op_arguments(problem) | {n: tensors[n] for n in ("q", "k", "v")}
+    arguments["backend"] = target.backend
+    out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
+    del arguments["return_probs"]
+
+    def gradients(**options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        _, dk, dv, _, _ = torch.ops.flash_attn.bwd(
+            dout=problem.dout,
+            dlse=None,
+            out=out,
+            softmax_lse=lse,
+            grad_mask=[True, True, True, False, False],
+            **arguments,
+            **options,
+        )
+        return dk, dv
+
+    for rounded, wide in zip(gradients(), gradients(wide_key_gradients=True), strict=True):
+        assert wide.dtype == torch.float32 and wide.shape == rounded.shape
+        assert torch.equal(wide.to(rounded.dtype), rounded)
+
+
 @each_case(
     [
         Case(batch=1, dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, d=d, spread=spread, causal=causal)

@@ -83,6 +83,7 @@ void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
 void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
   const cuda::DeviceInfo device = device_info_of(q);
   const auto numbers = lse.options().dtype(at::kInt);
+  params.splits = sm90::bwd_splits(params, device);
   const int places = sm90::bwd_dq_pool_places(params, device);
   const int heads = places > 0 ? places * (params.heads_q / params.heads_kv) : params.heads_q;
   params.dq_pool.places = places;
@@ -94,6 +95,13 @@ void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) 
   params.dq_accum = dq_accum.data_ptr<float>();
   const at::Tensor tile_counter = at::empty({1}, numbers);
   params.tile_counter = tile_counter.data_ptr<int32_t>();
+  at::Tensor split_sums, split_arrivals;
+  if (params.splits.count > 1) {
+    split_sums = at::empty({sm90::bwd_split_sums(params)}, lse.options());
+    split_arrivals = at::empty({sm90::bwd_split_arrivals(params)}, numbers);
+    params.splits.sums = split_sums.data_ptr<float>();
+    params.splits.arrived = split_arrivals.data_ptr<int32_t>();
+  }
   at::Tensor progress;
   if (places > 0) {
     progress = at::empty({cuda::bwd_dq_pool_progress(params)}, numbers);
@@ -154,6 +162,14 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     params.dlse = dlse ? dlse->const_data_ptr<float>() : nullptr;
     params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
     params.lse_head_stride = lse.stride(-2);
+    params.deterministic = is_deterministic(attn);
+    params.wide_key_gradients = args.wide_key_gradients && plan.backend == Backend::kSm90 &&
+                                sm90::writes_wide_key_gradients(params);
+    if (params.wide_key_gradients) {
+      for (at::Tensor* gradient : {&dk, &dv}) {
+        *gradient = at::empty_like(*gradient, gradient->options().dtype(at::kFloat));
+      }
+    }
     params.dq = dq.data_ptr();
     params.dk = dk.data_ptr();
     params.dv = dv.data_ptr();
@@ -161,7 +177,6 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     params.dk_strides = strides_of(dk);
     params.dv_strides = strides_of(dv);
     params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
-    params.deterministic = is_deterministic(attn);
     const at::Tensor sums = start_bias_gradient(params, attn, args.grad_mask[3]);
     launch(plan, params, attn, lse);
     if (sums.defined()) {
@@ -178,6 +193,12 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
           dsink};
 }
 
+BwdResult run_aten(const BwdArgs& args) {
+  aten::Grads grads = aten::bwd(to_aten(args.attn, args.dropout_place), args.dout, args.dlse,
+                                args.out, args.softmax_lse, args.grad_mask);
+  return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};
+}
+
 }  // namespace
 
 BwdResult bwd(const BwdArgs& given) {
@@ -189,10 +210,15 @@ BwdResult bwd(const BwdArgs& given) {
   if (!plan.skips_tiles) args.attn = with_bool_mask(std::move(args.attn));
   // As in the forward: without keys, no kernel runs, but a sink has its gradient through LSE.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
-  if (plan.backend != Backend::kAten && !only_sink) return run(plan, args);
-  aten::Grads grads = aten::bwd(to_aten(args.attn, args.dropout_place), args.dout, args.dlse,
-                                args.out, args.softmax_lse, args.grad_mask);
-  return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};
+  const bool on_kernels = plan.backend != Backend::kAten && !only_sink;
+  BwdResult result = on_kernels ? run(plan, args) : run_aten(args);
+  if (args.wide_key_gradients) {
+    for (at::Tensor* gradient : {&std::get<1>(result), &std::get<2>(result)}) {
+      // Of kernels that write 16 bits alone.
+      if (gradient->scalar_type() != at::kDouble) *gradient = gradient->to(at::kFloat);
+    }
+  }
+  return result;
 }
 
 }  // namespace flash_attn

@@ -52,7 +52,11 @@ BwdResult bwd_meta(const BwdArgs& args) {
     return args.grad_mask[which] && input ? same_form(*input)
                                           : empty({0}, args.attn.q, args.attn.q.scalar_type());
   };
-  return {wanted(0, args.attn.q), wanted(1, args.attn.k), wanted(2, args.attn.v),
+  const auto of_keys = [&](int which, const Tensor& input) {
+    const Tensor gradient = wanted(which, input);
+    return args.wide_key_gradients ? gradient.to(lse_dtype(input)) : gradient;
+  };
+  return {wanted(0, args.attn.q), of_keys(1, args.attn.k), of_keys(2, args.attn.v),
           wanted(3, args.attn.attn_bias), wanted(4, args.attn.learnable_sink)};
 }
 

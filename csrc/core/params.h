@@ -193,6 +193,17 @@ struct DqPool {
   int32_t* progress = nullptr;
 };
 
+// The backward's tiles where whole ones would leave multiprocessors without work: the queries that see a
+// block of keys are split among thread blocks, and their dK and dV meet in fp32.
+struct BwdSplits {
+  int count = 1;  // of each tile
+  int tiles = 0;
+  // Workspace, if there are several: (tiles, warps, count, dK and dV of a warp's keys), in the order of
+  // accumulators; and, zeroed by the launch, (tiles, warps): from how many splits sums have come.
+  float* sums = nullptr;
+  int32_t* arrived = nullptr;
+};
+
 struct BwdParams : AttnParams {
   ScoreParams score;
 
@@ -205,7 +216,8 @@ struct BwdParams : AttnParams {
 
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
-  float* dsink = nullptr;  // (heads_q), or null: not wanted
+  bool wide_key_gradients = false;  // dk and dv are fp32
+  float* dsink = nullptr;           // (heads_q), or null: not wanted
   BiasGradientParams dbias;
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
@@ -215,9 +227,10 @@ struct BwdParams : AttnParams {
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
   DqPool dq_pool;
-  // Workspace (heads_q, dq_accum_rows / 16), zeroed by the launch: at the first row of each block of
-  // queries, how many blocks of keys have been added to its sums; null: they are added in any order.
+  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), zeroed by the launch: at the first
+  // row of each block of queries, how many blocks of keys have been added to its sums; null: they are added in any order.
   int32_t* dq_turns = nullptr;
+  BwdSplits splits;
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch; null: no need
   bool deterministic = false;
 };

@@ -99,7 +99,9 @@ int64_t bwd_dq_accum_rows(const AttnParams& params) {
   return dq_accum_first_row(params, params.total_q, params.batch) + kDqAccumRows + kDqAccumPadding;
 }
 
-int64_t bwd_dq_turns(const BwdParams& params) { return params.dq_accum_rows / kDqAccumRows; }
+int64_t bwd_dq_turns(const BwdParams& params) {
+  return params.dq_accum_rows / kDqAccumRows * kDqShares;
+}
 
 int64_t bwd_dq_pool_progress(const BwdParams& params) { return dq_pool_numbers(params); }
 

@@ -77,8 +77,13 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
     const int64_t numbers = dq_pool_numbers(params);
     for (int64_t i = thread; i < numbers; i += threads) params.dq_pool.progress[i] = 0;
   }
+  if (params.splits.count > 1) {
+    const int64_t numbers = int64_t{params.splits.tiles} * kBwdSplitWarps;
+    for (int64_t i = thread; i < numbers; i += threads) params.splits.arrived[i] = 0;
+  }
   if (params.dq_turns == nullptr) return;
-  for (int64_t i = thread; i < rows / kDqAccumRows; i += threads) params.dq_turns[i] = 0;
+  const int64_t turns = rows / kDqAccumRows * kDqShares;
+  for (int64_t i = thread; i < turns; i += threads) params.dq_turns[i] = 0;
 }
 
 // Eight lanes sum one row of kHeads heads at a time. blockIdx.x counts blocks of rows, over all batch

@@ -7,6 +7,9 @@
 
 namespace flash_attn::cuda {
 
+// BwdSplits: warps of a tile.
+inline constexpr int kBwdSplitWarps = 8;
+
 // delta = rowsum(dO ∘ O) - dLSE; 0 for rows without keys (LSE -inf). Zeroes dq_accum.
 void run_bwd_delta(const BwdParams& params, Stream stream);
 

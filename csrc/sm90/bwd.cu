@@ -4,6 +4,7 @@
 
 #include "../cuda/bwd_steps.h"
 #include "bwd_config.h"
+#include "bwd_work.cuh"
 #include "tile/tensor_map.h"
 
 namespace flash_attn::sm90 {
@@ -25,7 +26,59 @@ bool is_narrow_with_terms(const BwdParams& params) {
          std::max(params.head_dim, params.head_dim_v) <= kBwdNarrowTermsClass;
 }
 
+// The kernels for splits, and for fp32 dK and dV.
+bool may_split(const BwdParams& params) {
+  return std::max(params.head_dim, params.head_dim_v) <= kBwdSplitClass &&
+         !cuda::has_score_terms(params) && !params.deterministic;
+}
+bool runs_split(const BwdParams& params) {
+  return params.splits.count > 1 || params.wide_key_gradients;
+}
+int split_class(const BwdParams& params) {
+  return std::max(params.head_dim, params.head_dim_v) <= kBwdNarrowSplitClass ? kBwdNarrowSplitClass
+                                                                              : kBwdSplitClass;
+}
+
+// Time for tiles in so many splits each, in queries that a multiprocessor walks over. walk: of a tile that
+// all queries see. If not all sequences are alike, a tile is seen by half of them in the mean, and long tiles
+// come first.
+double time_in_splits(int tiles, int splits, double walk, bool alike, int num_sms) {
+  const double cost = splits > 1 ? kBwdSplitCost : 0, longest = walk / splits + cost;
+  if (alike) return (tiles * splits + num_sms - 1) / num_sms * longest;
+  return std::max(tiles * splits * (walk / 2 / splits + cost) / num_sms, longest);
+}
+
 }  // namespace
+
+BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
+  if (!may_split(params)) return {};
+  const int tiles =
+      make_bwd_scheduler<TileScheduler<kBwdBlockN, TileOrder::kAsTold>>(params, 0, device.num_sms)
+          .num_tiles();
+  const int64_t window = params.window_left < 0 || params.window_right < 0
+                             ? params.seqlen_q
+                             : int64_t{params.window_left} + params.window_right + kBwdBlockN;
+  const double walk = static_cast<double>(std::min<int64_t>(params.seqlen_q, window)) *
+                      (params.heads_q / params.heads_kv);
+  const bool alike = sequences_are_alike(params);
+  const auto time = [&](int splits) {
+    return time_in_splits(tiles, splits, walk, alike, device.num_sms);
+  };
+  int best = 1;
+  for (int n = 2; int64_t{tiles} * n <= kBwdMaxSplits * device.num_sms; ++n) {
+    if (time(n) < time(best)) best = n;
+  }
+  return {.count = best, .tiles = tiles};
+}
+
+int64_t bwd_split_sums(const BwdParams& params) {
+  return int64_t{params.splits.tiles} * params.splits.count * kBwdBlockN * 2 * split_class(params);
+}
+int64_t bwd_split_arrivals(const BwdParams& params) {
+  return int64_t{params.splits.tiles} * cuda::kBwdSplitWarps;
+}
+
+bool writes_wide_key_gradients(const BwdParams& params) { return may_split(params); }
 
 bool stores_bias_gradient(const BwdParams& params) {
   return std::max(params.head_dim, params.head_dim_v) <= kBwdMaxSingleHeadDim &&
@@ -37,6 +90,7 @@ int bwd_dq_accum_cols(const BwdParams& params) {
   if (cuda::has_score_terms(params) && widest <= kBwdMaxSingleHeadDim) {
     return is_narrow_with_terms(params) ? kBwdNarrowTermsClass : kBwdScoresClass;
   }
+  if (runs_split(params)) return split_class(params);
   return with_bwd_class(params.head_dim, params.head_dim_v,
                         [&]<int kHeadDim, int kHeadDimV> { return bwd_tile_cols(kHeadDim); });
 }
@@ -47,7 +101,7 @@ int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) 
       with_bwd_class(params.head_dim, params.head_dim_v,
                      [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pools; });
   if (!is_dense || !pools || params.deterministic || cuda::has_score_terms(params) ||
-      params.seqlen_q > kBwdMaxPooledQueries) {
+      runs_split(params) || params.seqlen_q > kBwdMaxPooledQueries) {
     return 0;
   }
   const int64_t numbers = int64_t{params.batch} * params.heads_kv;
@@ -69,10 +123,14 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
         launch_bwd_with_some_terms<kDType, kBwdScoresClass>(params, device, stream);
       } else if (cuda::has_score_terms(params)) {
         launch_bwd_with_scores<kDType, kBwdScoresClass>(params, device, stream);
+      } else if (runs_split(params)) {
+        split_class(params) == kBwdNarrowSplitClass
+            ? launch_bwd_split<kDType, kBwdNarrowSplitClass>(params, device, stream)
+            : launch_bwd_split<kDType, kBwdSplitClass>(params, device, stream);
       } else {
         with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
           if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {
-            launch_bwd_pair<kDType, kHeadDim, kHeadDimV>(params, stream);
+            launch_bwd_pair<kDType, kHeadDim, kHeadDimV>(params, device, stream);
           } else {
             launch_bwd<kDType, kHeadDim>(params, device, stream);
           }

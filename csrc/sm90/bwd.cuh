@@ -48,15 +48,12 @@
 //                 │ LSE, delta × kStages │ pieces of dQ × 2 │ work × 2, barriers │
 #pragma once
 
-#include <algorithm>
-
-#include "../cuda/launch.h"
 #include "../cuda/ptx/griddepcontrol.cuh"
-#include "bwd.h"
 #include "bwd_consumer.cuh"
 #include "bwd_dq_order.cuh"
 #include "bwd_dq_reduction.cuh"
 #include "bwd_producer_loops.cuh"
+#include "bwd_split.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -303,6 +300,13 @@ __device__ __forceinline__ void bwd_consumer_loop(const BwdParams& params,
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
     if constexpr (Traits::kPools) self.say_summed();
+    if constexpr (Traits::kSplits) {
+      if (params.splits.count > 1) {
+        join_splits(self, *work, dK, dV);
+        self.queue.release(true);
+        continue;
+      }
+    }
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
@@ -371,67 +375,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
     bwd_consumer_loop<Traits>(params, smem, static_cast<int>(this_warp() / 4) - 1);
-  }
-}
-
-template <typename Traits>
-void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream stream) {
-  using Storage = BwdSharedStorage<Traits>;
-  static_assert(sizeof(Storage) <= 227 * 1024);
-  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kTileCols);
-  const int num_tiles = scheduler.num_tiles(), blocks = std::min(num_tiles, device.num_sms);
-  if (num_tiles == 0) return;
-  BwdTermMaps<Traits::kAdditive> maps = {
-      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols)};
-  if constexpr (Traits::kAdditive) {
-    if (params.score.bias.data != nullptr) {
-      maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
-    }
-    if (can_stage_bias_gradient(params)) {
-      maps.dbias =
-          make_bias_gradient_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
-    } else {
-      params.dbias.form = BiasGradientParams::Form::kNone;  // computed elsewhere
-    }
-  }
-  if constexpr (Traits::kPools) {
-    maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
-  }
-  // Tiles of one length need no counter, unless they wait for each other.
-  const bool waits = Traits::kOrders || Traits::kPools;
-  if (sequences_are_alike(params) && !waits) params.tile_counter = nullptr;
-  cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
-                                               stream, params, scheduler, maps, num_tiles);
-}
-
-template <DType kDType, int kHeadDim>
-void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  if constexpr (kBwdTile<kHeadDim>.pools) {
-    if (params.dq_pool.places > 0) {
-      return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device,
-                                                                              stream);
-    }
-  }
-  if (params.dq_turns != nullptr) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kOrdered>>(params, device, stream);
-  } else {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPlain>>(params, device, stream);
-  }
-}
-
-template <DType kDType, int kHeadDim>
-void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device,
-                            Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kScores>>(params, device, stream);
-}
-
-template <DType kDType, int kHeadDim>
-void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
-                                Stream stream) {
-  if (params.score.softcap != 0 || params.dropout.rng_state != nullptr) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kWeighted>>(params, device, stream);
-  } else {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kAdditive>>(params, device, stream);
   }
 }
 

@@ -1,5 +1,5 @@
 // The backward kernels, and their instances for both dtypes by head-dim class: plain in inst/bwd_d*.cu,
-// with score terms in inst/bwd_scores_d*.cu, with some of them in inst/bwd_some_terms_d*.cu.
+// with tiles that are split in inst/bwd_split_d*.cu, with score terms in inst/bwd_scores_d*.cu, with some of them in inst/bwd_some_terms_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -8,7 +8,7 @@
 namespace flash_attn::sm90 {
 
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16 and
-// bf16. Up to kBwdMaxSingleHeadDim: score terms; or, where dq_turns is given, deterministic. Of the
+// bf16. Up to kBwdMaxSingleHeadDim: score terms. Where dq_turns is given, deterministic, without them. Of the
 // gradient of a bias those forms that stores_bias_gradient(), and kRows.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
@@ -19,9 +19,19 @@ int bwd_dq_accum_cols(const BwdParams& params);
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device);
 int64_t bwd_dq_pool_rows(const BwdParams& params);
 
+// BwdSplits for this call, without the workspace; params.splits, if there are several.
+BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device);
+// Numbers of BwdSplits::sums and BwdSplits::arrived.
+int64_t bwd_split_sums(const BwdParams& params);
+int64_t bwd_split_arrivals(const BwdParams& params);
+// Whether dk and dv may be fp32.
+bool writes_wide_key_gradients(const BwdParams& params);
+
 // dK, dV, and the sums in dq_accum.
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_split(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // ALiBi, a bias for which can_stage_bias(), or both; or softcap alone; or dropout alone.
@@ -29,6 +39,6 @@ template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
-void launch_bwd_pair(const BwdParams& params, Stream stream);
+void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
 }  // namespace flash_attn::sm90

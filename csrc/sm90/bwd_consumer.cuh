@@ -171,25 +171,44 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   }
 };
 
-// dK or dV of this warp's keys, some columns at a time, through an empty place of dS: nobody else
-// touches this warp's rows there before all consumers have come to the next tile (await_start).
+// Of dK or dV of this warp's keys, the columns of a tile from first_col on, which lie at `col` of the
+// gradient, through an empty place of dS: nobody else touches this warp's rows there before all consumers
+// have come to the next tile (await_start).
+template <typename Traits, int kCols>
+__device__ __forceinline__ void store_key_gradient_cols(const BwdConsumer<Traits>& self,
+                                                        const BwdWork& work,
+                                                        const Accumulator<1, kCols>& gradient,
+                                                        int col, int first_col, void* tensor,
+                                                        const Strides& strides, int num_cols) {
+  using Tile = typename Traits::GradientTile;
+  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
+  if constexpr (Traits::kSplits) {
+    if (self.params.wide_key_gradients) {
+      rows.template store_wide<Tile::kCols>(static_cast<float*>(tensor) + first_col, strides,
+                                            num_cols - first_col, gradient, col, self.warp_row,
+                                            self.lane);
+      return;
+    }
+  }
+  auto& tile = reinterpret_cast<Tile&>(self.smem.ds[self.ds_ring.stage()]);
+  __syncwarp();
+  store_rounded(tile, gradient, col, self.warp_row, self.lane);
+  __syncwarp();
+  rows.template store<16, 32>(static_cast<typename Traits::Element*>(tensor) + first_col, strides,
+                              num_cols - first_col, tile, self.warp_row, self.lane);
+}
+
+// All columns.
 template <typename Traits>
 __device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& self,
                                                    const BwdWork& work,
                                                    const typename Traits::KeyGradient& gradient,
                                                    void* tensor, const Strides& strides,
                                                    int num_cols) {
-  using Tile = typename Traits::GradientTile;
   if constexpr (Traits::kAdditive) self.await_copies();
-  auto& tile = reinterpret_cast<Tile&>(self.smem.ds[self.ds_ring.stage()]);
-  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
 #pragma unroll
-  for (int col = 0; col < Traits::kHeadDim; col += Tile::kCols) {
-    __syncwarp();
-    store_rounded(tile, gradient, col, self.warp_row, self.lane);
-    __syncwarp();
-    rows.template store<16, 32>(static_cast<typename Traits::Element*>(tensor) + col, strides,
-                                num_cols - col, tile, self.warp_row, self.lane);
+  for (int col = 0; col < Traits::kHeadDim; col += Traits::GradientTile::kCols) {
+    store_key_gradient_cols(self, work, gradient, col, col, tensor, strides, num_cols);
   }
 }
 

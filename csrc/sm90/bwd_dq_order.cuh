@@ -1,29 +1,45 @@
 // dQ's sums in the same order every time: blocks of keys take turns at each block of queries. One warp waits
-// for the turns of its thread block, one passes them on.
+// for the turns of its thread block, one passes them on; where only one warp is free, it does both.
 #pragma once
 
 #include <cuda/atomic>
 
 #include "../cuda/attn/dq_accum.cuh"
-#include "bwd_traits.cuh"
+#include "bwd_work.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/ring.cuh"
+#include "tile/work_queue.cuh"
 
 namespace flash_attn::sm90 {
+
+template <typename Traits>
+struct BwdSharedStorage;
 
 // One block of keys at one block of queries.
 struct DqTurn {
   ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> added;  // how many have been, so far
   int turn;                                                        // how many come before this one
 
+  // share: of dQ's columns, where thread blocks share them.
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ static DqTurn make(const BwdParams& params, bool last_first,
-                                                const BwdWork& work, const QueryBlocks& block) {
+                                                const BwdWork& work, const QueryBlocks& block,
+                                                int share = 0) {
     const int first_row = block.m * kBlockM, own = work.first_key / kBlockN;
     const int64_t row = block.head * params.dq_accum_rows + first_row +
                         dq_accum_first_row(params, work.seqlen.q_begin, work.batch_idx);
     const BlockRange keys = BlockRange::of_keys<kBlockM, kBlockN>(work.window, first_row);
     return {::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(
-                params.dq_turns[row / kDqAccumRows]),
+                params.dq_turns[row / kDqAccumRows * kDqShares + share]),
             last_first ? keys.end - 1 - own : own - keys.begin};
+  }
+
+  __device__ __forceinline__ bool has_come() const {
+    return added.load(::cuda::memory_order_acquire) == turn;
+  }
+  // Whoever sees the number sees the reductions whose end this thread knows of by an mbarrier.
+  __device__ __forceinline__ void pass_on() const {
+    added.store(turn + 1, ::cuda::memory_order_release);
   }
 };
 
@@ -61,7 +77,7 @@ __device__ __forceinline__ void await_turns_loop(const BwdParams& params, bool l
   const bool waits =
       ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
   for_each_turn(params, last_first, smem, [waits](const DqTurn& at, const auto& ring) {
-    while (waits && at.added.load(::cuda::memory_order_acquire) != at.turn) {
+    while (waits && !at.has_come()) {
     }
     ring.wait_empty();
     __syncwarp();
@@ -69,8 +85,6 @@ __device__ __forceinline__ void await_turns_loop(const BwdParams& params, bool l
   });
 }
 
-// That consumers have issued their reductions is known here by an mbarrier; the release makes them
-// complete for whoever sees the number.
 template <typename Traits>
 __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool last_first,
                                                 BwdSharedStorage<Traits>& smem) {
@@ -78,10 +92,43 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
     ring.in(smem.added_ring).wait_full();
     if (threadIdx.x % 32 == 0) {
       ring.arrive_empty();
-      at.added.store(at.turn + 1, ::cuda::memory_order_release);
+      at.pass_on();
     }
     __syncwarp();
   });
+}
+
+// Both, for one tile and one share of dQ's columns. A whole warp, of which one thread looks for either in
+// turn.
+template <int kBlockM, int kBlockN, int kStages>
+__device__ __forceinline__ void take_turns(const BwdParams& params, bool last_first,
+                                           const BwdWork& work, int share,
+                                           RingBarriers<kStages>& turns,
+                                           RingBarriers<kStages>& added) {
+  const bool waits =
+      ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
+  if (!ptx::elect_one()) return;
+  const auto turn_at = [&](const QueryBlocks& block) {
+    return DqTurn::make<kBlockM, kBlockN>(params, last_first, work, block, share);
+  };
+  Ring<kStages> turn_ring(turns), added_ring(added);
+  QueryBlocks awaited(work), passed(work);
+  int open = 0;  // blocks whose turn has come and was not passed on yet
+#pragma unroll 1
+  while (passed.more()) {
+    if (open < kStages && awaited.more() && (!waits || turn_at(awaited).has_come())) {
+      turn_ring.arrive_full();
+      turn_ring.advance();
+      awaited.advance();
+      ++open;
+    }
+    if (open > 0 && added_ring.is_full()) {
+      turn_at(passed).pass_on();
+      added_ring.advance();
+      passed.advance();
+      --open;
+    }
+  }
 }
 
 }  // namespace flash_attn::sm90

@@ -10,6 +10,7 @@
 // dQ's columns, for the keys of both.
 //
 //   warpgroup 0, producer   warp 0: K, Q     warp 1: V, dO     warp 2: LSE and delta
+//                           warp 3: the order of dQ's sums
 //   warpgroup 1, dQ         dQ = dS K, a half of the columns over 128 keys; reductions
 //   warpgroup 2, S          Sᵀ = K Qᵀ; P = exp(S - LSE); mask           → P to shared memory
 //                           dV += Pᵀ dO
@@ -26,111 +27,15 @@
 
 #include <new>
 
-#include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/ptx/griddepcontrol.cuh"
 #include "bwd.h"
+#include "bwd_dq_order.cuh"
 #include "bwd_dq_reduction.cuh"
+#include "bwd_pair_consumer.cuh"
 #include "bwd_pair_loads.cuh"
-#include "ptx/warpgroup.cuh"
-#include "tile/gemm.cuh"
 
 namespace flash_attn::sm90 {
-
-enum BwdPairBarrier : int {  // 0 is __syncthreads
-  kProductsDone = 1
-};
-
-// What a thread of a consumer warpgroup knows of its place.
-template <typename Traits>
-struct BwdPairConsumer {
-  const BwdParams& params;
-  BwdPairSharedStorage<Traits>& smem;
-  const BwdWork& work;
-  const int rank;            // of the thread block in its cluster: its keys start at rank · kBlockN
-  const int lane, warp_row;  // of the warp's 16 rows in the block, keys or queries
-
-  __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
-                                             BwdPairSharedStorage<Traits>& smem, int rank)
-      : params(params),
-        smem(smem),
-        work(smem.work()),
-        rank(rank),
-        lane(threadIdx.x % 32),
-        warp_row(threadIdx.x / 32 % 4 * 16) {}
-
-  // What follows from it alone is not computed before the loop, where it would take registers.
-  __device__ __forceinline__ int opaque_lane() const {
-    return static_cast<int>(flash_attn::ptx::opaque(lane));
-  }
-};
-
-// The gradient of this warp's keys, K's or V's, through the slabs that held them.
-template <typename Traits, int kSlabs, int kCols>
-__device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>& self,
-                                                   typename Traits::Slab (&slabs)[kSlabs],
-                                                   const Accumulator<1, kCols>& gradient,
-                                                   void* tensor, const Strides& strides,
-                                                   int num_cols) {
-  const BwdWork& work = self.work;
-  ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);  // nobody reads the slabs any more
-#pragma unroll
-  for (int s = 0; s < kSlabs; ++s) {
-    store_rounded(slabs[s], gradient, s * Traits::kSlabCols, self.warp_row, self.lane);
-  }
-  __syncwarp();
-  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
-  for (int s = 0; s < kSlabs; ++s) {
-    rows.template store<16, 32>(
-        static_cast<typename Traits::Element*>(tensor) + s * Traits::kSlabCols, strides,
-        num_cols - s * Traits::kSlabCols, slabs[s], self.warp_row, self.lane);
-  }
-}
-
-// C (+)= A B over the columns of the slabs: B's are taken from the ring as they come.
-template <typename Traits, int kSlabs, int kSlots>
-__device__ __forceinline__ void start_scores(typename Traits::Scores& C,
-                                             const typename Traits::Slab (&A)[kSlabs],
-                                             const typename Traits::Slab (&B)[kSlots],
-                                             Ring<kSlots> ring) {
-  using Operand = WgmmaOperand<Layout::kKInner, typename Traits::Slab>;
-#pragma unroll
-  for (int s = 0; s < kSlabs; ++s, ring.advance()) {
-    ring.wait_full();
-    const Operand a(A[s]), b(B[ring.stage()]);
-    if (s == 0) {
-      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kZero>(C, a, b);
-    } else {
-      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kSum>(C, a, b);
-    }
-  }
-  ptx::wgmma_commit();
-}
-
-// gradient += scores · B, slab after slab of B's columns.
-template <typename Traits, int kCols, int kSlots>
-__device__ __forceinline__ void start_key_gradient(Accumulator<1, kCols>& gradient,
-                                                   typename Traits::ScoresOperand& scores,
-                                                   const typename Traits::Slab (&B)[kSlots],
-                                                   Ring<kSlots> ring) {
-#pragma unroll
-  for (int col = 0; col < kCols; col += Traits::kSlabCols, ring.advance()) {
-    ring.wait_full();
-    gemm_rs<typename Traits::Element>(
-        gradient, scores, WgmmaOperand<Layout::kKOuter, typename Traits::Slab>(B[ring.stage()]),
-        col);
-  }
-  ptx::wgmma_commit();
-}
-
-// The warp is done with a block's slabs.
-template <int kSlabs, int kSlots>
-__device__ __forceinline__ void release_slabs(Ring<kSlots>& ring, int lane) {
-#pragma unroll
-  for (int s = 0; s < kSlabs; ++s, ring.advance()) {
-    if (lane == 0) ring.arrive_empty();
-  }
-}
 
 // S: P of each block of queries, and dV.
 template <typename Traits>
@@ -320,18 +225,42 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
 
   const int num_blocks = work.num_query_blocks();
   if (num_blocks > 0) Ring<1>(smem.k_ring).wait_full();
+  Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
+  // Which block's sums of the slab in the middle are this thread block's: in order, those of the same
+  // queries always.
+  int place = Traits::kOrders ? work.range.begin : 0;
 #pragma unroll 1
   for (int i = 0; i < num_blocks; ++i) {
     ds_ring.wait_full();
     reduction.advance();
+    if constexpr (Traits::kOrders) turn_ring.wait_full();
     if constexpr (Traits::kSlabs % 2 == 1) {
-      if (i % 2 == self.rank) add_slab(kOwnSlabs, false);
+      if (place % 2 == self.rank) add_slab(kOwnSlabs, false);
     }
 #pragma unroll
     for (int s = 0; s < kOwnSlabs; ++s) add_slab(first_slab + s, s == kOwnSlabs - 1);
+    if constexpr (Traits::kOrders) {
+      __syncwarp();
+      if (self.lane == 0) turn_ring.in(smem.added_ring).arrive_full();
+      turn_ring.advance();
+    }
+    ++place;
+    if (Traits::kOrders && place == work.range.end) place = work.range.begin;  // of the next head
     ds_ring.advance();
   }
   ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);
+}
+
+// The number of the cluster's tile, where tiles wait for those before them, which therefore have to run: the
+// first cluster that runs takes the first tile.
+template <typename Traits>
+__device__ __forceinline__ int take_tile(const BwdParams& params,
+                                         BwdPairSharedStorage<Traits>& smem, int rank) {
+  flash_attn::ptx::wait_for_prerequisites();  // for zero in the counter
+  if (rank == 0 && threadIdx.x == 0) smem.taken_tile = atomicAdd(params.tile_counter, 1);
+  ptx::cluster_sync();
+  return ptx::load_from_block(
+      ptx::address_in_block(flash_attn::ptx::smem_address(&smem.taken_tile), 0));
 }
 
 template <typename Traits>
@@ -342,11 +271,14 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdPairSharedStorage<Traits>*>(dynamic_smem);
   const int rank = ptx::cluster_rank();
-  const TileCoordinates tile = scheduler.tile(blockIdx.x / Traits::kBlocks);
+  int number = blockIdx.x / Traits::kBlocks;
+  if constexpr (Traits::kOrders) number = take_tile(params, smem, rank);
+  const TileCoordinates tile = scheduler.tile(number);
   const SeqlenInfo seqlen(params, tile.batch_idx);
   if (tile.block * Traits::kPairN >= seqlen.segment_k) {  // both
     // Without this the grid could end before the one that zeroes dq_accum.
     flash_attn::ptx::wait_for_prerequisites();
+    if constexpr (Traits::kOrders) ptx::cluster_sync();  // the peer may still read the number
     return;
   }
   const BwdPairKeys<Traits> keys(params, tile.block * Traits::kPairN, seqlen.len_k, rank);
@@ -364,7 +296,12 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
     const BwdWork& work = smem.work();
-    if (warp == 2) {
+    if (Traits::kOrders && warp == 3) {
+      if constexpr (Traits::kOrders) {
+        take_turns<Traits::kBlockM, Traits::kPairN>(params, scheduler.last_blocks_first, work, rank,
+                                                    smem.turn_ring, smem.added_ring);
+      }
+    } else if (warp == 2) {
       Ring<Traits::kSlots> ring(smem.row_ring);
       load_row_values(params, work, smem.row_values, ring,
                       {.p = kExactScale, .delta = 1 / kExactScale},
@@ -404,18 +341,30 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   ptx::cluster_sync();  // the peer may still write dS here
 }
 
-template <DType kDType, int kHeadDim, int kHeadDimV>
-void launch_bwd_pair(const BwdParams& params, Stream stream) {
-  using Traits = BwdPairTraits<kDType, kHeadDim, kHeadDimV>;
+template <typename Traits>
+void launch_bwd_pair_kernel(const BwdParams& params, const cuda::DeviceInfo& device,
+                            Stream stream) {
   using Storage = BwdPairSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, kHeadDim);
+  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
+      params, Traits::kHeadDim, device.num_sms / Traits::kBlocks);
   if (scheduler.num_tiles() == 0) return;
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::kSlabCols);
   cuda::launch_overlapping<bwd_pair_kernel<Traits>>(Traits::kBlocks * scheduler.num_tiles(),
                                                     Traits::kThreads, sizeof(Storage), true, stream,
                                                     params, scheduler, maps);
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  if (params.dq_turns != nullptr) {
+    launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, true>>(params, device,
+                                                                             stream);
+  } else {
+    launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, false>>(params, device,
+                                                                              stream);
+  }
 }
 
 }  // namespace flash_attn::sm90

@@ -11,8 +11,10 @@
 
 namespace flash_attn::sm90 {
 
-template <DType kElementType, int kHeadDimClass, int kHeadDimVClass>
+// kOrdersSums: dQ's sums in the same order every time (bwd_dq_order.cuh), by an instance of its own.
+template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, bool kOrdersSums>
 struct BwdPairTraits {
+  static constexpr bool kOrders = kOrdersSums;
   static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
@@ -29,7 +31,8 @@ struct BwdPairTraits {
   using Slab = SmemTile<Element, 64, kSlabCols>;
   static constexpr int kSlabs = kHeadDim / kSlabCols, kSlabsV = kHeadDimV / kSlabCols;
   static constexpr int kQSlots = kTile.q_slots, kDoutSlots = kTile.dout_slots;
-  static constexpr int kSlots = 2;  // of what a block of queries has one of
+  static constexpr int kSlots = 2;       // of what a block of queries has one of
+  static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
   // dQ goes to the two blocks of a cluster by slabs. With an odd number of them the one in the middle
   // goes to either in turn; each block has the columns of the other's keys that it may need.
   static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
@@ -81,6 +84,9 @@ struct BwdPairSharedStorage {
   // A slot of scores and peer_ds is full of P, then of dS; then p_ring has it empty.
   RingBarriers<Traits::kSlots> p_ring, ds_ring;
   RingBarriers<1> k_ring, v_ring;
+  // Where dQ is added in order. full: it is this block's turn; its sums have been added.
+  RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
+  int taken_tile;  // of the first block of the cluster
   alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
 
   __device__ __forceinline__ auto& p(int slot) {
@@ -112,6 +118,8 @@ struct BwdPairSharedStorage {
     ds_ring.init(kWarps, 1);
     k_ring.init(1, 1);
     v_ring.init(1, 1);
+    turn_ring.init(1, 1);
+    added_ring.init(kWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

@@ -6,6 +6,7 @@
 #include "bwd_dq_pool.cuh"
 #include "bwd_producer.cuh"
 #include "bwd_scores.cuh"
+#include "bwd_split.cuh"
 #include "bwd_traits.cuh"
 
 namespace flash_attn::sm90 {
@@ -32,18 +33,21 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     return __shfl_sync(~0u, taken, 0) + (takes_all ? 0 : gridDim.x);
   };
   int heads = 0;  // walked over so far
-  int tile_idx = takes_all ? take() : blockIdx.x;
+  const int splits = Traits::kSplits ? params.splits.count : 1;
+  int number = takes_all ? take() : blockIdx.x;  // of a tile, or of a split of one
 #pragma unroll 1
-  while (tile_idx < num_tiles) {
-    const TileCoordinates tile = scheduler.tile(tile_idx);
+  while (number < num_tiles * splits) {
+    const TileCoordinates tile = scheduler.tile(number / splits);
     const SeqlenInfo seqlen(params, tile.batch_idx);
     int next = 0;  // not taken yet
     const auto take_next = [&] {
-      next = params.tile_counter == nullptr ? tile_idx + gridDim.x : take();
+      next = params.tile_counter == nullptr ? number + gridDim.x : take();
     };
     if (tile.block * Traits::kBlockN < seqlen.segment_k) {
       BwdWork described =
           BwdWork::make<Traits::kBlockM, Traits::kBlockN, Traits::kPools>(params, tile, seqlen);
+      if constexpr (Traits::kSplits)
+        take_split(described, params, number / splits, number % splits);
       if constexpr (ScorePolicy::kGeneral) described.first_score = heads % 2;
       const BwdWork& work = queue.push(described);
       if (work.has_queries()) heads += work.end_head - work.q.head;
@@ -62,7 +66,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
       load_row_values(params, work, smem.row_values, ring, scales, before);
     }
     if (next == 0) take_next();
-    tile_idx = next;
+    number = next;
   }
   queue.end();
 }

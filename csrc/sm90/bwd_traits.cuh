@@ -16,11 +16,12 @@ enum class DqShare { kRows, kCols };
 
 // The loop's instances. Without score terms: kPlain; kPooled, with the sums of dQ as a pool
 // (bwd_dq_pool.cuh), for which other forms have no room; kOrdered, with these sums in the same order
-// every time (bwd_dq_order.cuh). The code of either would cost the plain loop. kScores: with score
+// every time (bwd_dq_order.cuh); kSplit, with tiles that are split (bwd_split.cuh), or dK and dV in fp32. The
+// code of each would cost the plain loop. kScores: with score
 // terms, each decided by a branch that all threads take alike. With no other terms: kAdditive (ALiBi, a
 // bias that TMA can read, or both), which are added to S and leave the rest as it is; kWeighted (softcap,
 // dropout).
-enum class BwdForm { kPlain, kPooled, kOrdered, kScores, kAdditive, kWeighted };
+enum class BwdForm { kPlain, kPooled, kOrdered, kSplit, kScores, kAdditive, kWeighted };
 
 constexpr ScoreTerms terms_of(BwdForm form) {
   if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
@@ -33,7 +34,8 @@ struct BwdTraits {
   static constexpr BwdForm kForm = kFormOfLoop;
   static constexpr DType kDType = kElementType;
   static constexpr bool kPools = kForm == BwdForm::kPooled, kOrders = kForm == BwdForm::kOrdered;
-  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders;
+  static constexpr bool kSplits = kForm == BwdForm::kSplit;
+  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders || kSplits;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
   // dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in shared

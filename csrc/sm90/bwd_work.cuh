@@ -1,10 +1,13 @@
 // What a thread block of the backward kernels works on, and its walk over the queries.
 #pragma once
 
+#include <algorithm>
+
 #include "../cuda/attn/block_range.cuh"
 #include "../cuda/attn/dq_accum.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
+#include "bwd_config.h"
 #include "tile/copy.cuh"
 
 namespace flash_attn::sm90 {
@@ -19,7 +22,8 @@ struct BwdWork {
   int batch_idx, first_key;
   // Where the score terms of the first head lie; those of the next one in the other place.
   int first_score;
-  int64_t dq_row;  // of dq_accum, over all heads: query 0 of the first head
+  int64_t dq_row;           // of dq_accum, over all heads: query 0 of the first head
+  int tile = 0, split = 0;  // where tiles are split
 
   __device__ __forceinline__ bool has_queries() const { return range.begin < range.end; }
   // That QueryBlocks visits.
@@ -132,9 +136,9 @@ inline bool adds_last_blocks_first(const BwdParams& params) {
   return params.dq_turns != nullptr && params.window_right >= 0;
 }
 
-// The blocks of kBlockN keys of a call, dealt out.
+// The blocks of kBlockN keys of a call, dealt out to `running` at a time.
 template <typename Scheduler>
-Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
+Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
   const int64_t group = params.heads_q / params.heads_kv;
   // What the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
   auto scheduler = Scheduler::make(
@@ -145,7 +149,15 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols) {
   // But blocks of one head that take turns come one behind the other: then as few of them as the L2 cache
   // allows run together.
   const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
-  if (together || params.dq_pool.places > 0) scheduler.section_heads = 1;
+  if (together || params.dq_pool.places > 0) {
+    scheduler.section_heads = 1;
+  } else if (params.dq_turns == nullptr && scheduler.num_tiles() <= kBwdFewRounds * running) {
+    // Smaller sections than what runs at a time would spare no memory, but put off the longest tiles of the
+    // last heads.
+    const int heads = (running + scheduler.blocks_per_head - 1) / scheduler.blocks_per_head;
+    scheduler.section_heads =
+        std::max(scheduler.section_heads, std::min(heads, params.batch * params.heads_kv));
+  }
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;
 }

@@ -47,7 +47,6 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
              std::to_string(kBwdMaxSingleHeadDim);
     });
   };
-  refuse_there(call.deterministic, "deterministic");
   refuse_there(call.alibi, "alibi_slopes");
   refuse_there(call.softcap, "softcap");
   refuse_there(call.bias, "attn_bias");

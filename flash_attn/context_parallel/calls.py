@@ -116,7 +116,7 @@ def run_backward(
         inputs = [x.squeeze(0) for x in inputs]
         lse, dlse = lse.squeeze(0), None if dlse is None else dlse.squeeze(0)
     dout, q, out, k, v = inputs
-    parts = bwd(dout, q, k, v, out, lse, dlse=dlse, **arguments)
+    parts = bwd(dout, q, k, v, out, lse, dlse=dlse, wide_key_gradients=True, **arguments)
     if padding is not None:
         own_rows = padding.own_rows(rows.stop - rows.start)
         own_keys = padding.own_keys(keys.stop - keys.start)

@@ -12,6 +12,8 @@ namespace flash_attn {
 // neighbouring bytes. Every sequence starts with a block of its own.
 inline constexpr int kDqAccumRows = 16;
 inline constexpr int kDqAccumBlock = kDqAccumRows * 8;
+// BwdParams::dq_turns: numbers of 16 rows, as two thread blocks may share dQ's columns.
+inline constexpr int kDqShares = 2;
 // Rows behind the last sequence, which a kernel's last block of queries may add zeros to.
 inline constexpr int kDqAccumPadding = 128;
 

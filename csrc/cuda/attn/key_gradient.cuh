@@ -1,6 +1,7 @@
 // Where dK and dV of one block of keys are written.
 #pragma once
 
+#include "../tile/fragment.cuh"
 #include "../tile/smem_tile.cuh"
 #include "seqlen.cuh"
 
@@ -22,7 +23,6 @@ class KeyGradientRows {
                                         const Tile& tile, int tile_row, int thread) const {
     using Element = typename Tile::Element;
     constexpr int kChunk = Tile::kChunk, kRowChunks = Tile::kCols / kChunk;
-    const int leftpad = static_cast<int>(seqlen_.k_begin - seqlen_.segment_k_begin);
     Element* matrix = static_cast<Element*>(gradient) +
                       SeqlenInfo::offset(strides, batch_idx_, head_kv_, seqlen_.segment_k_begin);
     for (int i = thread; i < kRows * kRowChunks; i += kThreads) {
@@ -34,14 +34,40 @@ class KeyGradientRows {
         chunk = *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(tile.data) +
                                                 Tile::byte_offset(row, col));
       }
-      const int64_t unwrapped = int64_t{leftpad} + key;
-      const int64_t segment_row =
-          unwrapped < seqlen_.segment_k ? unwrapped : unwrapped - seqlen_.segment_k;
-      *reinterpret_cast<uint4*>(matrix + segment_row * strides.row + col) = chunk;
+      *reinterpret_cast<uint4*>(matrix + segment_row(key) * strides.row + col) = chunk;
+    }
+  }
+
+  // kCols columns of fp32 from registers, which lie at first_col of a warp's 16 rows; num_cols of them exist.
+  // tile_row: of the warp's first.
+  template <int kCols, int kN>
+  __device__ __forceinline__ void store_wide(float* gradient, const Strides& strides, int num_cols,
+                                             const Accumulator<1, kN>& rows, int first_col,
+                                             int tile_row, int lane) const {
+    float* const matrix =
+        gradient + SeqlenInfo::offset(strides, batch_idx_, head_kv_, seqlen_.segment_k_begin);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int key = first_key_ + tile_row + fragment_row(row, lane);
+      if (key >= seqlen_.segment_k) continue;
+      float* const to = matrix + segment_row(key) * strides.row + fragment_col(0, lane);
+#pragma unroll
+      for (int col = 0; col < kCols && first_col + col < kN; col += 8) {
+        if (col >= num_cols) break;
+        const float* const c = rows.data[0][(first_col + col) / 8] + 2 * row;
+        const bool counts = key < seqlen_.len_k;
+        *reinterpret_cast<float2*>(to + col) = {counts ? c[0] : 0.f, counts ? c[1] : 0.f};
+      }
     }
   }
 
  private:
+  // Of the segment, where a key's gradient goes.
+  __device__ __forceinline__ int64_t segment_row(int key) const {
+    const int64_t leftpad = seqlen_.k_begin - seqlen_.segment_k_begin, unwrapped = leftpad + key;
+    return unwrapped < seqlen_.segment_k ? unwrapped : unwrapped - seqlen_.segment_k;
+  }
+
   const SeqlenInfo& seqlen_;
   int batch_idx_, head_kv_, first_key_;
 };

@@ -1,4 +1,4 @@
-#include "../bwd.cuh"
+#include "../bwd_launch.cuh"
 
 namespace flash_attn::sm90 {
 

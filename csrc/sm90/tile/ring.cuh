@@ -57,6 +57,11 @@ class Ring {
   __device__ __forceinline__ void wait_full() const { wait(barriers_.full[stage_], phase_); }
   __device__ __forceinline__ void wait_empty() const { wait(barriers_.empty[stage_], phase_ ^ 1); }
 
+  // Without waiting.
+  __device__ __forceinline__ bool is_full() const {
+    return ::cuda::ptx::mbarrier_test_wait_parity(&barriers_.full[stage_], phase_);
+  }
+
   // The slot is full (empty) as far as this thread is concerned.
   __device__ __forceinline__ void arrive_full() const { arrive(barriers_.full[stage_]); }
   __device__ __forceinline__ void arrive_empty() const { arrive(barriers_.empty[stage_]); }

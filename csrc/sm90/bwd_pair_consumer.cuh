@@ -1,0 +1,107 @@
+// What the consumer warpgroups of the backward kernel for wide heads share: products over slabs.
+#pragma once
+
+#include "../cuda/attn/key_gradient.cuh"
+#include "../cuda/ptx/opaque.cuh"
+#include "bwd_pair_traits.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_attn::sm90 {
+
+enum BwdPairBarrier : int {  // 0 is __syncthreads
+  kProductsDone = 1
+};
+
+// What a thread of a consumer warpgroup knows of its place.
+template <typename Traits>
+struct BwdPairConsumer {
+  const BwdParams& params;
+  BwdPairSharedStorage<Traits>& smem;
+  const BwdWork& work;
+  const int rank;            // of the thread block in its cluster: its keys start at rank · kBlockN
+  const int lane, warp_row;  // of the warp's 16 rows in the block, keys or queries
+
+  __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
+                                             BwdPairSharedStorage<Traits>& smem, int rank)
+      : params(params),
+        smem(smem),
+        work(smem.work()),
+        rank(rank),
+        lane(threadIdx.x % 32),
+        warp_row(threadIdx.x / 32 % 4 * 16) {}
+
+  // What follows from it alone is not computed before the loop, where it would take registers.
+  __device__ __forceinline__ int opaque_lane() const {
+    return static_cast<int>(flash_attn::ptx::opaque(lane));
+  }
+};
+
+// The gradient of this warp's keys, K's or V's, through the slabs that held them.
+template <typename Traits, int kSlabs, int kCols>
+__device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>& self,
+                                                   typename Traits::Slab (&slabs)[kSlabs],
+                                                   const Accumulator<1, kCols>& gradient,
+                                                   void* tensor, const Strides& strides,
+                                                   int num_cols) {
+  const BwdWork& work = self.work;
+  ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);  // nobody reads the slabs any more
+#pragma unroll
+  for (int s = 0; s < kSlabs; ++s) {
+    store_rounded(slabs[s], gradient, s * Traits::kSlabCols, self.warp_row, self.lane);
+  }
+  __syncwarp();
+  const KeyGradientRows rows(work.seqlen, work.batch_idx, work.kv.head, work.first_key);
+  for (int s = 0; s < kSlabs; ++s) {
+    rows.template store<16, 32>(
+        static_cast<typename Traits::Element*>(tensor) + s * Traits::kSlabCols, strides,
+        num_cols - s * Traits::kSlabCols, slabs[s], self.warp_row, self.lane);
+  }
+}
+
+// C (+)= A B over the columns of the slabs: B's are taken from the ring as they come.
+template <typename Traits, int kSlabs, int kSlots>
+__device__ __forceinline__ void start_scores(typename Traits::Scores& C,
+                                             const typename Traits::Slab (&A)[kSlabs],
+                                             const typename Traits::Slab (&B)[kSlots],
+                                             Ring<kSlots> ring) {
+  using Operand = WgmmaOperand<Layout::kKInner, typename Traits::Slab>;
+#pragma unroll
+  for (int s = 0; s < kSlabs; ++s, ring.advance()) {
+    ring.wait_full();
+    const Operand a(A[s]), b(B[ring.stage()]);
+    if (s == 0) {
+      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kZero>(C, a, b);
+    } else {
+      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kSum>(C, a, b);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+// gradient += scores · B, slab after slab of B's columns.
+template <typename Traits, int kCols, int kSlots>
+__device__ __forceinline__ void start_key_gradient(Accumulator<1, kCols>& gradient,
+                                                   typename Traits::ScoresOperand& scores,
+                                                   const typename Traits::Slab (&B)[kSlots],
+                                                   Ring<kSlots> ring) {
+#pragma unroll
+  for (int col = 0; col < kCols; col += Traits::kSlabCols, ring.advance()) {
+    ring.wait_full();
+    gemm_rs<typename Traits::Element>(
+        gradient, scores, WgmmaOperand<Layout::kKOuter, typename Traits::Slab>(B[ring.stage()]),
+        col);
+  }
+  ptx::wgmma_commit();
+}
+
+// The warp is done with a block's slabs.
+template <int kSlabs, int kSlots>
+__device__ __forceinline__ void release_slabs(Ring<kSlots>& ring, int lane) {
+#pragma unroll
+  for (int s = 0; s < kSlabs; ++s, ring.advance()) {
+    if (lane == 0) ring.arrive_empty();
+  }
+}
+
+}  // namespace flash_attn::sm90

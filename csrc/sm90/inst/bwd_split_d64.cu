@@ -1,0 +1,8 @@
+#include "../bwd_launch.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_bwd_split<DType::kFp16, 64>(const BwdParams&, const cuda::DeviceInfo&, Stream);
+template void launch_bwd_split<DType::kBf16, 64>(const BwdParams&, const cuda::DeviceInfo&, Stream);
+
+}  // namespace flash_attn::sm90
