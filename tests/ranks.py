@@ -21,6 +21,8 @@ def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+        # NCCL's watchdog would wait for others to write down what they did.
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
