@@ -39,7 +39,7 @@ PYTHON = {
         *("test_wrong_arguments.py", "test_api.py", "test_masks.py", "test_mask_refusals.py"),
     ],
     "flash_attn/_masked_call.py": ["test_masks.py", "test_mask_refusals.py"],
-    "flash_attn/_pages.py": ["test_varlen.py -k page", "test_wrong_arguments.py -k varlen"],
+    "flash_attn/_pages.py": ["test_varlen_pages.py", "test_wrong_arguments.py -k varlen"],
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
     "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
