@@ -52,8 +52,8 @@ def host_reads(tensor: Tensor) -> bool:
 
 
 def is_one_call(q: Tensor) -> bool:
-    """Whether a mask of the keys that exist is given with all sequences. On a GPU it would slow every
-    call, as the host does not know whether a page is missing."""
+    """Whether a mask of the keys that exist is given with all sequences. On a GPU it would slow
+    every call, as the host does not know whether a page is missing."""
     return q.is_cpu
 
 
