@@ -9,7 +9,7 @@ from cases import ATEN_CPU, ATEN_CUDA, SM80, SM90, Target, each_target, use
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn
-from flash_attn import flash_attn_interface
+from flash_attn import attention
 from flash_attn._call import rows_first
 
 DEFAULTS = (None, 0.0, None, False, (-1, -1), "bottom-right", 0.0, False)
@@ -45,7 +45,7 @@ def test_short_way(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -
     with use(target):
         for closed, instead in (("attend", None), ("rows_first", lambda *_: None)):
             with monkeypatch.context() as patch:
-                patch.setattr(flash_attn_interface, closed, instead)
+                patch.setattr(attention, closed, instead)
                 torch.manual_seed(0)
                 out = flash_attn.flash_attn_func(*leaves[:3], **options)
                 results.append([out, *torch.autograd.grad(out, leaves, dout)])
