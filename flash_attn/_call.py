@@ -9,10 +9,11 @@ import operator
 import torch
 from torch import Tensor
 
-from flash_attn import _checks, _functorch, _log, _pages
+from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
 from flash_attn._masked_call import lower_mask, packed_lengths, runs_packed, used_lengths
+from flash_attn._pages import unpage
 from flash_attn.masks import Mask, lowering
 from flash_attn.masks.tiles import Tiled, is_top_left
 
@@ -137,10 +138,9 @@ def fwd_arguments(
             top_left,
             *lengths,
         )
-    existing_keys = None
     if block_table is not None:
-        k, v, cu_seqlens_k, seqused_k, existing_keys = _pages.unpage(
-            k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k
+        k, v, cu_seqlens_k, seqused_k, attn_bias = unpage(
+            k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
         )
     if rng_state is None and dropout_p > 0.0:
         rng_state = draw_rng_state(q)
@@ -153,7 +153,7 @@ def fwd_arguments(
         seqused_q,
         seqused_k,
         leftpad_k,
-        existing_keys,  # for block_table: fwd() makes something else of it
+        None,  # block_table
         attn_bias,
         alibi_slopes,
         learnable_sink,
@@ -186,11 +186,6 @@ def _with_largest_1(probabilities):
 
 def fwd(arguments):
     """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask, max_logits."""
-    if arguments[_pages.EXISTING_KEYS] is not None:
-        if _pages.is_one_call(arguments[0]):
-            return fwd(_pages.with_mask(arguments))
-        whole, masked = _pages.by_sequence(arguments)
-        return _pages.merged(fwd(whole), fwd(masked))
     if torch.compiler.is_compiling():
         results = torch.ops.flash_attn.fwd(*arguments)
     else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flash_attn import _call, _pages
+from flash_attn import _call
 from flash_attn._errors import explain, shown
 from flash_attn._library import C
 from flash_attn.masks import Mask
@@ -130,34 +130,36 @@ def can_use(
         if op in ("fwd", "bwd"):
             dropout = dropout_p > 0.0
             ask = C.explain_fwd if op == "fwd" else C.explain_bwd
-            arguments = _call.fwd_arguments(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                seqused_q=seqused_q,
-                seqused_k=seqused_k,
-                leftpad_k=leftpad_k,
-                block_table=block_table,
-                attn_bias=attn_bias,
-                alibi_slopes=alibi_slopes,
-                learnable_sink=learnable_sink,
-                # Not drawn: asking must not move the generator.
-                rng_state=q.new_empty(2, dtype=torch.int64) if dropout else None,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                dropout_p=dropout_p,
-                softmax_scale=softmax_scale,
-                causal=causal,
-                window_size=window_size,
-                causal_alignment=causal_alignment,
-                softcap=softcap,
-                deterministic=deterministic,
-                return_probs=return_attn_probs and dropout,
-                return_max_logits=return_max_logits,
+            chosen, reasons, plans = ask(
+                *_call.fwd_arguments(
+                    q,
+                    k,
+                    v,
+                    cu_seqlens_q=cu_seqlens_q,
+                    cu_seqlens_k=cu_seqlens_k,
+                    seqused_q=seqused_q,
+                    seqused_k=seqused_k,
+                    leftpad_k=leftpad_k,
+                    block_table=block_table,
+                    attn_bias=attn_bias,
+                    alibi_slopes=alibi_slopes,
+                    learnable_sink=learnable_sink,
+                    # Not drawn: asking must not move the generator.
+                    rng_state=q.new_empty(2, dtype=torch.int64) if dropout else None,
+                    max_seqlen_q=max_seqlen_q,
+                    max_seqlen_k=max_seqlen_k,
+                    dropout_p=dropout_p,
+                    softmax_scale=softmax_scale,
+                    causal=causal,
+                    window_size=window_size,
+                    causal_alignment=causal_alignment,
+                    softcap=softcap,
+                    deterministic=deterministic,
+                    return_probs=return_attn_probs and dropout,
+                    return_max_logits=return_max_logits,
+                )[:-1],
+                None,
             )
-            chosen, reasons, plans = ask(*_pages.without_mask(arguments)[:-1], None)
         elif op == "decode":
             arguments = _call.decode_arguments(
                 q,
