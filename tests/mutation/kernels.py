@@ -9,8 +9,8 @@
 the checkout's other objects: DIR/libflash_attn.so. The checkout stays as it is.
 
 `run` wants GPUs of compute capability 9.0, DIR/mutants.json and DIR/libflash_attn.so. A process a
-mutant: the tests of its file until one fails. The same tests have to pass with none chosen. Who
-dies has caught its mutant; who does not end is run once more in the end, alone on its GPU, as a
+mutant: the tests of its file until one fails. The same tests have to pass first, with none chosen.
+Who dies has caught its mutant; who does not end is run once more in the end, alone on its GPU, as a
 kernel that hangs holds up its neighbours, and has caught its mutant if it does not end there
 either. DIR/results.jsonl gets a line a mutant; run again, what stands there is not repeated.
 kernel_survivors.md, beside this file, explains those that no test sees.
@@ -350,7 +350,11 @@ def run(out: Path, jobs: int, seconds: float) -> int:
             needed = dict.fromkeys(a for file in sorted(files) for a in tests_of(file))
             new = [mutant for mutant in mutants if mutant["number"] not in done]
             waiting = [pool.submit(without_any, a, i % gpus) for i, a in enumerate(needed)]
-            waiting += [pool.submit(with_one, mutant, i % gpus) for i, mutant in enumerate(new)]
+            for task in waiting:
+                task.result()
+            if any(passing.values()):
+                new = []
+            waiting = [pool.submit(with_one, mutant, i % gpus) for i, mutant in enumerate(new)]
             for task in waiting:
                 task.result()
         again = [mutant for mutant in mutants if undecided(mutant)]
