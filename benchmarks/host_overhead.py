@@ -8,10 +8,13 @@ and held to its flash backend.
 """
 
 import argparse
+import contextlib
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -22,34 +25,49 @@ from flash_attn.cli.common import forced_backend
 from flash_attn.cli.measure import synchronize
 from flash_attn.cli.peers import SDPA
 
-CALLS, BLOCKS = (
-    200,
-    25,
-)  # the device keeps up: it is synchronised after each block, outside the clock
+CALLS, BLOCKS = 200, 25  # the device is synchronised after each block, outside the clock
+
+# What stands around a block of calls, and the call.
+Contestant = tuple[Callable[[], AbstractContextManager], Callable]
 
 
-def host_time(fn: Callable[[], object], device: torch.device) -> float:
-    """Microseconds a call, the median of the blocks."""
-    blocks = []
+def host_times(
+    contestants: dict[str, Contestant], call_of: Callable, device: torch.device
+) -> dict[str, float]:
+    """Microseconds a call, the median of the blocks, in which the contestants take turns: a host's
+    clock rises while a process runs, and whoever came first would pay for it."""
+    calls = {name: (around, call_of(attend)) for name, (around, attend) in contestants.items()}
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(BLOCKS + 2):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            fn()
-        blocks.append((time.perf_counter() - start) / CALLS * 1e6)
-        synchronize(device)
-    return statistics.median(blocks[2:])  # the first two warm up
+        for name, (around, call) in calls.items():
+            with around():
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                blocks[name].append((time.perf_counter() - start) / CALLS * 1e6)
+                synchronize(device)
+    # The first two warm up.
+    return {name: statistics.median(taken[2:]) for name, taken in blocks.items()}
 
 
-def measure(attend: Callable, shape: tuple[int, ...], device: torch.device) -> dict[str, float]:
+def measure(
+    contestants: dict[str, Contestant], shape: tuple[int, ...], device: torch.device
+) -> dict[str, dict[str, float]]:
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(attend: Callable) -> Callable:
+        return lambda: attend(q, k, v)
+
     result = {}
     with torch.no_grad():
-        result["forward, no grad"] = host_time(lambda: attend(q, k, v), device)
+        result["forward, no grad"] = host_times(contestants, forward, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    result["forward with a graph"] = host_time(lambda: attend(q, k, v), device)
+    result["forward with a graph"] = host_times(contestants, forward, device)
     dout = torch.ones_like(q)
-    result["forward and backward"] = host_time(
-        lambda: torch.autograd.grad(attend(q, k, v), leaves, dout), device
+    result["forward and backward"] = host_times(
+        contestants,
+        lambda attend: lambda: torch.autograd.grad(attend(q, k, v), leaves, dout),
+        device,
     )
     return result
 
@@ -67,19 +85,17 @@ def main() -> int:
     with forced_backend(args.backend):
         q = torch.empty(shape, device=device, dtype=torch.bfloat16)
         serving = {op: can_use(q, q, q, op=op).backend for op in ("fwd", "bwd")}
-        ours = measure(flash_attn_func, shape, device)
-        as_sdpa = measure(scaled_dot_product_attention, shape, device)
-    sdpa = measure(F.scaled_dot_product_attention, shape, device)
-    with sdpa_kernel(SDPA["flash"]):
-        sdpa_flash = measure(F.scaled_dot_product_attention, shape, device)
-    records = [results.run_record(device, f"median of {BLOCKS} blocks of {CALLS} calls")]
-    for what in ours:
-        values = {
-            "ours": ours[what],
-            "ours as sdpa": as_sdpa[what],
-            "sdpa": sdpa[what],
-            "sdpa flash": sdpa_flash[what],
-        }
+    by_name = functools.partial(forced_backend, args.backend)
+    torchs = F.scaled_dot_product_attention
+    contestants = {
+        "ours": (by_name, flash_attn_func),
+        "ours as sdpa": (by_name, scaled_dot_product_attention),
+        "sdpa": (contextlib.nullcontext, torchs),
+        "sdpa flash": (lambda: sdpa_kernel(SDPA["flash"]), torchs),
+    }
+    method = f"median of {BLOCKS} blocks of {CALLS} calls, in turns"
+    records = [results.run_record(device, method)]
+    for what, values in measure(contestants, shape, device).items():
         ratio = {
             f"{mine}/{peer}": values[mine] / values[peer]
             for mine in ("ours", "ours as sdpa")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -315,3 +316,18 @@ def test_pictures_show_each_contestant(tmp_path):
         forward="FlashAttention-2", decode="cuDNN", step="FlexAttention"
     ).items():
         assert f"<!-- {peer} -->" in words[name] and "<!-- flash_attn (this) -->" in words[name]
+
+
+def test_diagrams_are_those_of_docs(tmp_path):
+    """Drawn anew they are the files in docs/, which parse, and the numbers of the softmax hold."""
+    command = [sys.executable, "-m", "benchmarks.diagrams", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    for drawn in tmp_path.iterdir():
+        ElementTree.parse(drawn)
+        assert drawn.read_text() == (ROOT / "docs" / "pictures" / drawn.name).read_text()
+        assert f"pictures/{drawn.name})" in page
+    scores = torch.tensor([1.0, 3.0, 2.0, 0.0, 5.0, 1.0])
+    out = scores.softmax(0) @ torch.tensor([1.0, 2.0, 4.0, 0.0, 3.0, 1.0])
+    words = (tmp_path / "online-softmax.svg").read_text()
+    assert f"{out:.3f}" in words and f"{scores.logsumexp(0):.3f}" in words

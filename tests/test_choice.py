@@ -173,6 +173,14 @@ def test_a_call_on_aten_hears_of_the_fastest_that_was_possible() -> None:
     assert "9.0" not in reasons
 
 
+def test_a_call_on_aten_hears_of_who_lacks_an_option_alone() -> None:
+    """Not that another one, the fastest for 16 bits, serves no fp32 at all."""
+    backend, reasons = choose(DEFAULT, H100, "fwd", softcap=True, dtype="fp32", head_dim=192)
+    assert backend == "aten" and "softcap" in reasons and "dtype" not in reasons
+    backend, reasons = choose(DEFAULT, H100, "fwd", dtype="fp32", head_dim=300)
+    assert backend == "aten" and "head_dim" in reasons
+
+
 def test_many_new_tokens_against_a_cache() -> None:
     assert choose(DEFAULT, H100, "decode", tokens=1024)[0] == "sm90"
     assert choose(DEFAULT, A100, "decode", tokens=1024)[0] == "sm80"

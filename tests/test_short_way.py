@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import ATEN_CPU, ATEN_CUDA, SM80, SM90, Target, each_target, use
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn
-from flash_attn import flash_attn_interface
+from flash_attn import attention
 from flash_attn._call import rows_first
 
 DEFAULTS = (None, 0.0, None, False, (-1, -1), "bottom-right", 0.0, False)
@@ -44,7 +45,7 @@ def test_short_way(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -
     with use(target):
         for closed, instead in (("attend", None), ("rows_first", lambda *_: None)):
             with monkeypatch.context() as patch:
-                patch.setattr(flash_attn_interface, closed, instead)
+                patch.setattr(attention, closed, instead)
                 torch.manual_seed(0)
                 out = flash_attn.flash_attn_func(*leaves[:3], **options)
                 results.append([out, *torch.autograd.grad(out, leaves, dout)])
@@ -84,6 +85,32 @@ def test_what_takes_the_long_way() -> None:
     expected = flash_attn.flash_attn_func(-x, x, x)
     torch.testing.assert_close(flash_attn.flash_attn_func(negative, x, x), expected)
     assert flash_attn.flash_attn_func(fake, fake, fake).shape == x.shape
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+@pytest.mark.parametrize(
+    "attend", [flash_attn.flash_attn_func, flash_attn.scaled_dot_product_attention]
+)
+def test_who_listens_hears_the_op(attend, with_graph: bool) -> None:
+    """Modes and the profiler, though the short way passes the dispatcher by; and meta tensors have
+    no values."""
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            heard.append(str(function))
+            return function(*args, **kwargs or {})
+
+    heard: list[str] = []
+    x = torch.randn(2, 6, 6, 8, requires_grad=with_graph)
+    with Listener():
+        attend(x, x, x)
+    assert "flash_attn.fwd.default" in heard
+    with torch.profiler.profile() as profile:
+        attend(x, x, x)
+    assert "flash_attn::fwd" in {event.key for event in profile.key_averages()}
+    meta = x.detach().to("meta").requires_grad_(with_graph)
+    out = attend(meta, meta, meta)
+    assert out.is_meta and out.shape == x.shape and out.requires_grad == with_graph
 
 
 def test_a_write_to_the_result_is_seen_by_its_backward() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -40,6 +41,30 @@ class Attention(nn.Module):
 def save_attention(_: object, op: object, *arguments: object, **options: object):
     kept = op == torch.ops.flash_attn.fwd.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def out_and_lse(*inputs: torch.Tensor) -> torch.Tensor:
+    out, lse, _ = flash_attn.flash_attn_func(*inputs, causal=True, return_attn_probs=True)
+    return out + lse.transpose(1, 2).unsqueeze(-1)
+
+
+@each_device
+@pytest.mark.parametrize(
+    "attend", [flash_attn.flash_attn_func, flash_attn.scaled_dot_product_attention, out_and_lse]
+)
+def test_compiled_autograd(attend, device: str) -> None:
+    """The backward as torch compiles it, for two lengths: gradients of eager."""
+    for length in (6, 9):
+        inputs = [torch.randn(2, length, length, 8, device=device) for _ in range(3)]
+        leaves = [x.requires_grad_() for x in inputs]
+        attend(*leaves).square().sum().backward()
+        expected = [x.grad for x in leaves]
+        for x in leaves:
+            x.grad = None
+        with compiled_autograd._enable(functools.partial(torch.compile, backend="eager")):
+            attend(*leaves).square().sum().backward()
+        for x, e in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(x.grad, e)
 
 
 @each_device

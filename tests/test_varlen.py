@@ -29,6 +29,7 @@ from cases import (
     use,
 )
 from test_forward import HEADS, cases_of
+from test_varlen_pages import paged_problem
 
 import flash_attn
 
@@ -295,134 +296,6 @@ def test_varlen_is_dense_without_padding(target: Target, seed: int) -> None:
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(actual[name], expected[name].flatten(0, 1)), name
     assert torch.equal(actual["lse"], expected["lse"].movedim(0, 1).flatten(1))
-
-
-def paged_problem(target: Target, dtype: torch.dtype = torch.float32):
-    """Two sequences of 10 and 7 keys in pages of 4; the entries past their lengths are garbage."""
-    make = dict(device=target.device, dtype=dtype)
-    q = torch.randn(5, 4, 32, **make)
-    k, v = torch.randn(2, 6, 4, 2, 32, **make)
-    cu = torch.tensor([0, 3, 5], dtype=torch.int32, device=target.device)
-    cu_k = torch.tensor([0, 10, 17], dtype=torch.int32, device=target.device)
-    table = torch.tensor([[5, 0, 3, -7], [1, 4, 99, 6]], dtype=torch.int32, device=target.device)
-    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu_k, max_seqlen_q=3, max_seqlen_k=10)
-    return q, k, v, lengths, table
-
-
-def dense_of(pages: torch.Tensor, table: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    """The keys of each sequence; a page that does not exist is NaN."""
-    rows = []
-    for row, length in zip(table.tolist(), lengths, strict=True):
-        missing = torch.full_like(pages[:1], math.nan)
-        keys = [pages[i : i + 1] if 0 <= i < len(pages) else missing for i in row]
-        rows.append(torch.cat(keys).flatten(0, 1)[:length])
-    return rows
-
-
-@each_target(*ATTENTION_TARGETS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_pages(causal: bool, target: Target) -> None:
-    """Out and gradients of scattered pages are those of the keys side by side; seqused_k counts
-    where it is given; what lies past a length is not read."""
-    dtype = torch.float32 if target.backend == "aten" else torch.float16
-    q, k, v, lengths, table = paged_problem(target, dtype)
-    dout = torch.randn_like(q)
-    for used in ([10, 7], [6, 7], [9, 0]):
-        seqused = torch.tensor(used, dtype=torch.int32, device=target.device)
-        extra = {} if used == [10, 7] else dict(seqused_k=seqused)
-        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        with use(target):
-            out = flash_attn.flash_attn_varlen_func(
-                *inputs, **lengths, block_table=table, causal=causal, **extra
-            )
-            gradients = torch.autograd.grad(out, inputs, dout)
-            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-            packed = [torch.cat(dense_of(x, table, used)) for x in inputs[1:]]
-            starts = [0, used[0], sum(used)]
-            cu = torch.tensor(starts, dtype=torch.int32, device=target.device)
-            expected = flash_attn.flash_attn_varlen_func(
-                inputs[0], *packed, **lengths | {"cu_seqlens_k": cu}, causal=causal
-            )
-            expected_gradients = torch.autograd.grad(expected, inputs, dout)
-        for a, e in zip([out, *gradients], [expected, *expected_gradients], strict=True):
-            torch.testing.assert_close(
-                a, e, rtol=1e-2, atol=1e-2 if dtype == torch.float16 else 1e-5
-            )
-
-
-@pytest.mark.parametrize("options", ["", "causal", "bias", "bool", "leftpad"])
-@pytest.mark.parametrize("page", [-1, 6, 2**31 - 1])
-def test_a_page_that_does_not_exist_has_no_keys(page: int, options: str) -> None:
-    """As in flash_decode_func."""
-    q, k, v, lengths, table = paged_problem(ATEN_CPU)
-    table[0, 1] = page
-    extra: dict = {}
-    exists = torch.ones(2, 1, 1, 10, dtype=torch.bool)
-    exists[0, ..., 4:8] = False
-    if options == "causal":
-        extra["causal"] = True
-    if options in ("bias", "bool"):
-        extra["attn_bias"] = torch.randn(2, 4, 3, 10)
-    if options == "bool":
-        extra["attn_bias"] = extra["attn_bias"] > -1
-    if options == "leftpad":
-        extra["leftpad_k"] = torch.tensor([3, 2], dtype=torch.int32)
-        exists = torch.ones(2, 1, 1, 10, dtype=torch.bool)
-        exists[0, ..., 1:5] = False
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    # A hint of all that the table holds, beyond which the padding moves keys.
-    hint = lengths | ({"max_seqlen_k": 16} if options == "leftpad" else {})
-    out = flash_attn.flash_attn_varlen_func(*inputs, **hint, block_table=table, **extra)
-    gradients = torch.autograd.grad(out.sum(), inputs)
-    bias = extra.pop("attn_bias", exists)
-    bias = bias & exists if bias.dtype == torch.bool else bias.masked_fill(~exists, -math.inf)
-    packed = [torch.cat(dense_of(x, table, [10, 7])) for x in inputs[1:]]
-    expected = flash_attn.flash_attn_varlen_func(q, *packed, **lengths, attn_bias=bias, **extra)
-    torch.testing.assert_close(out, expected)
-    for a, e in zip(gradients, torch.autograd.grad(expected.sum(), inputs), strict=True):
-        torch.testing.assert_close(a, e.nan_to_num())
-    if options in ("", "causal"):
-        steps = [q[:3].unsqueeze(0), q[3:].unsqueeze(0)]
-        for b, (step, length) in enumerate(zip(steps, (10, 7), strict=True)):
-            decoded = flash_attn.flash_decode_func(
-                *(x.detach() for x in (step, k, v)),
-                torch.tensor([length], dtype=torch.int32),
-                causal=options == "causal",
-                block_table=table[b : b + 1],
-            )
-            torch.testing.assert_close(decoded[0], out[:3] if b == 0 else out[3:])
-
-
-@each_target(ATEN_CUDA, SM80)
-def test_a_missing_page_shows_on_a_gpu(target: Target) -> None:
-    dtype = torch.float32 if target.backend == "aten" else torch.float16
-    q, k, v, lengths, table = paged_problem(target, dtype)
-    table[0, 1] = 6
-    with use(target):
-        out = flash_attn.flash_attn_varlen_func(q, k, v, **lengths, block_table=table)
-    assert out[:3].isnan().all() and out[3:].isfinite().all()
-
-
-@each_target(*ATTENTION_TARGETS)
-@pytest.mark.parametrize("columns", [4, 0])
-def test_no_pages(columns: int, target: Target) -> None:
-    dtype = torch.float32 if target.backend == "aten" else torch.float16
-    q, k, v, lengths, table = paged_problem(target, dtype)
-    empty = [x[:0].requires_grad_() for x in (k, v)]
-    with use(target):
-        out, lse, _ = flash_attn.flash_attn_varlen_func(
-            q, *empty, **lengths, block_table=table[:, :columns], return_attn_probs=True
-        )
-        out.sum().backward()
-    assert not out.any() and (lse == -math.inf).all() and empty[0].grad.shape == empty[0].shape
-
-
-@each_target(*ATTENTION_TARGETS)
-def test_pages_of_v(target: Target) -> None:
-    q, k, v, lengths, table = paged_problem(target)
-    for wrong in (v[:4], v[:, :3], v.flatten(0, 1)):
-        with use(target), pytest.raises(RuntimeError, match="flash_attn: v: expected "):
-            flash_attn.flash_attn_varlen_func(q, k, wrong, **lengths, block_table=table)
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])

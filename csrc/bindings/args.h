@@ -187,6 +187,7 @@ FLASH_ATTN_API std::vector<std::string> backend_names();
 // The ops' bodies, below autograd: check → device guard → allocate → fill params → launch on the
 // current stream.
 FwdResult fwd(const FwdArgs& args);
+FwdResult fwd_wanted(const FwdArgs& args);  // what is not asked for may be undefined
 BwdResult bwd(const BwdArgs& args);
 DecodeResult decode(const DecodeArgs& args);
 DecodeResult kvcache(const KvcacheArgs& args);

@@ -1,149 +1,20 @@
-// The gradient formula: forward saves its inputs, out and LSE; backward is one call of the op bwd.
+// What autograd, functorch and views mean to the ops. The gradient formula is bindings/graph.cpp.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include "graph.h"
 #include "to_params.h"
 
 namespace flash_attn {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
 using torch::autograd::variable_list;
-
-// Takes AttnArgs apart into tensors (saved as variables) and plain values, and puts them together
-// again.
-struct SavedArgs {
-  variable_list tensors;
-  std::vector<c10::IValue> values;
-
-  void put(const Tensor& tensor) { tensors.push_back(tensor); }
-  void put(const OptTensor& tensor) { tensors.push_back(tensor.value_or(Tensor())); }
-  template <class Value>
-  void put(const Value& plain) {
-    values.emplace_back(plain);
-  }
-};
-
-class Restore {
- public:
-  Restore(variable_list::const_iterator tensor, c10::ArrayRef<c10::IValue> values)
-      : tensor_(tensor), value_(values.begin()) {}
-  void get(Tensor& tensor) { tensor = *tensor_++; }
-  void get(OptTensor& tensor) {
-    if (tensor_->defined()) tensor = *tensor_;
-    ++tensor_;
-  }
-  void get(c10::SymInt& number) { number = (value_++)->toSymInt(); }
-  void get(std::optional<double>& number) { number = (value_++)->toOptional<double>(); }
-  template <class Value>
-  void get(Value& plain) {
-    plain = (value_++)->to<Value>();
-  }
-
- private:
-  variable_list::const_iterator tensor_;
-  const c10::IValue* value_;
-};
-
-// (batch, heads, rows, d) and (batch, rows, heads, d), into one another.
-Tensor turned(const Tensor& x) { return x.transpose(1, 2); }
-
-void turn(AttnArgs& attn) {
-  for (Tensor* x : {&attn.q, &attn.k, &attn.v}) *x = turned(*x);
-}
-
-FwdArgs turned(FwdArgs args) {
-  turn(args.attn);
-  return args;
-}
-
-// What a graph gives: all results of the op; out alone; out alone of (batch, heads, rows, d), as q, k
-// and v are: turned in the function, they cost no nodes of the graph.
-enum class Wanted : int64_t { kAll, kOut, kOutHeadsFirst };
-
-class Attention : public torch::autograd::Function<Attention> {
- public:
-  // The differentiable inputs come as arguments of their own, so that autograd sees them; `args`
-  // holds them too.
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/,
-                               const Tensor& /*v*/, const OptTensor& /*attn_bias*/,
-                               const OptTensor& /*learnable_sink*/, const FwdArgs& args,
-                               Wanted wanted) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const bool heads_first = wanted == Wanted::kOutHeadsFirst;
-    auto [out, softmax_lse, probs, max_logits] = call_fwd(heads_first ? turned(args) : args);
-
-    // The inputs as they came: a view made here would not hear of a write to what it views.
-    SavedArgs saved;
-    saved.put(out);
-    saved.put(softmax_lse);
-    std::apply([&](const auto&... field) { (saved.put(field), ...); }, args.attn.tie());
-    saved.values.emplace_back(args.backend ? c10::IValue(std::string(*args.backend))
-                                           : c10::IValue());
-    saved.values.emplace_back(args.dropout_place);
-    saved.values.emplace_back(static_cast<int64_t>(wanted));
-    ctx->save_for_backward(std::move(saved.tensors));
-    ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(saved.values));
-    ctx->set_materialize_grads(false);
-    if (heads_first) {
-      const Tensor result = turned(out);
-      // Who writes to the result writes to the out that is saved, and the backward has to hear of it.
-      torch::autograd::impl::set_version_counter(result,
-                                                 torch::autograd::impl::version_counter(out));
-      return {result};
-    }
-    if (wanted == Wanted::kOut) return {out};
-    ctx->mark_non_differentiable({probs, max_logits});
-    return {out, softmax_lse, probs, max_logits};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list tensors = ctx->get_saved_variables();
-    const auto values = ctx->saved_data["values"].toTuple();
-    const auto& elements = values->elements();
-    BwdArgs args;
-    args.out = tensors[0];
-    args.softmax_lse = tensors[1];
-    Restore restore(tensors.begin() + 2, elements);
-    std::apply([&](auto&... field) { (restore.get(field), ...); }, args.attn.tie());
-    const c10::IValue& backend = elements[elements.size() - 3];
-    if (!backend.isNone()) args.backend = backend.toStringView();
-    args.dropout_place = elements[elements.size() - 2].to<OptPlace>();
-    const auto given = static_cast<Wanted>(elements[elements.size() - 1].toInt());
-    const bool heads_first = given == Wanted::kOutHeadsFirst;
-
-    if (!grads[0].defined()) {
-      args.dout = at::zeros_like(args.out);
-    } else {
-      args.dout = heads_first ? turned(grads[0]) : grads[0];
-    }
-    if (heads_first) turn(args.attn);
-    if (given == Wanted::kAll && grads[1].defined()) args.dlse = grads[1];
-    // Autograd numbers only the inputs that are there.
-    const std::array<bool, 5> present = {true, true, true, args.attn.attn_bias.has_value(),
-                                         args.attn.learnable_sink.has_value()};
-    size_t edge = 0;
-    for (size_t i = 0; i < present.size(); ++i)
-      args.grad_mask[i] = present[i] && ctx->needs_input_grad(edge++);
-    const auto grad_mask = args.grad_mask;
-    auto [dq, dk, dv, dbias, dsink] = call_bwd(std::move(args));
-    if (heads_first) {
-      for (Tensor* gradient : {&dq, &dk, &dv}) *gradient = turned(*gradient);
-    }
-    const auto if_wanted = [&](int which, const Tensor& gradient) {
-      return grad_mask[which] ? gradient : Tensor();
-    };
-    return {if_wanted(0, dq),    if_wanted(1, dk), if_wanted(2, dv), if_wanted(3, dbias),
-            if_wanted(4, dsink), Tensor(),         Tensor()};
-  }
-};
 
 // Forward-mode AD has no formula here, and a tangent that nobody looks at would be a silent zero.
 void check_no_tangent(const char* name, const OptTensor& input) {
@@ -175,9 +46,7 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   // A backend that was named has to serve the backward too: better refused here than in the middle
   // of it.
   if (args.backend) select_backend(backward_shape(args), args.backend);
-  const variable_list results = Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias,
-                                                 attn.learnable_sink, args, Wanted::kAll);
-  return {results[0], results[1], results[2], results[3]};
+  return fwd_in_graph(args, Wanted::kAll);
 }
 
 // A tensor of a device's own kernels, with nothing between them and autograd: no subclass, no view
@@ -215,13 +84,11 @@ Tensor out_of(FwdArgs args, bool heads_first) {
     if (args.backend) {
       select_backend(backward_shape(heads_first ? turned(args) : args), args.backend);
     }
-    return Attention::apply(attn.q, attn.k, attn.v, attn.attn_bias, attn.learnable_sink, args,
-                            heads_first ? Wanted::kOutHeadsFirst : Wanted::kOut)[0];
+    return std::get<0>(fwd_in_graph(args, heads_first ? Wanted::kOutHeadsFirst : Wanted::kOut));
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (!heads_first) return std::get<0>(call_fwd(std::move(args)));
-  turn(attn);
-  return turned(std::get<0>(call_fwd(std::move(args))));
+  if (!heads_first) return std::get<0>(fwd_of_ordinary(std::move(args)));
+  return turned(std::get<0>(fwd_of_ordinary(turned(std::move(args)))));
 }
 
 }  // namespace
@@ -288,15 +155,10 @@ void check_no_tangents(const DecodeArgs& args) {
 
 // The caches are changed in place and have no gradient; nor have out and LSE, which raise in the
 // backward pass.
-class NotDifferentiable : public torch::autograd::Function<NotDifferentiable> {
- public:
-  static variable_list forward(AutogradContext*, const Tensor& /*q*/, const Tensor& /*k*/,
-                               const Tensor& /*v*/, KvcacheArgs args) {
-    const at::AutoDispatchBelowAutograd below_autograd;
-    auto [out, softmax_lse, max_logits] = call_kvcache(std::move(args));
-    return {out, softmax_lse, max_logits};
-  }
-  static variable_list backward(AutogradContext*, variable_list) {
+struct KvcacheBackward : torch::autograd::Node {
+  using Node::Node;
+  std::string name() const override { return "FlashAttentionKvcacheBackward"; }
+  variable_list apply(variable_list&&) override {
     TORCH_CHECK_NOT_IMPLEMENTED(false,
                                 "flash_attn: flash_attn_with_kvcache has no gradient, expected "
                                 "inputs with requires_grad=False or torch.no_grad()");
@@ -315,8 +177,20 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
   check_no_tangent("rotary_cos", args.rotary_cos);
   check_no_tangent("rotary_sin", args.rotary_sin);
   check_no_tangents(args.decode);
-  const variable_list results = NotDifferentiable::apply(args.decode.q, args.k, args.v, args);
-  return {results[0], results[1], results[2]};
+  check_no_transform();
+  DecodeResult results = [&] {
+    const at::AutoDispatchBelowAutograd below_autograd;
+    return call_kvcache(args);
+  }();
+  const Tensor& q = args.decode.q;
+  if (torch::autograd::compute_requires_grad(q, args.k, args.v)) {
+    const std::shared_ptr<KvcacheBackward> node(
+        new KvcacheBackward(torch::autograd::collect_next_edges(q, args.k, args.v)),
+        torch::autograd::deleteNode);
+    torch::autograd::set_history(std::get<0>(results), node);
+    torch::autograd::set_history(std::get<1>(results), node);
+  }
+  return results;
 }
 
 // The write counts as a new version of the caches: whoever saved one for a backward pass hears of it.

@@ -39,7 +39,8 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
   const auto lse_options = q.options().dtype(at::kFloat);
   at::Tensor lse = attn.is_varlen() ? at::empty({q.size(1), q.size(0)}, lse_options)
                                     : at::empty({q.size(0), q.size(2), q.size(1)}, lse_options);
-  const at::Tensor max_logits = start_max_logits(q, args.return_max_logits);
+  at::Tensor max_logits;
+  if (args.return_max_logits) max_logits = start_max_logits(q, true);
   if (q.numel() == 0 || attn.k.numel() == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
@@ -47,11 +48,11 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
     FwdParams params = {};
     fill_params(params, attn, args.dropout_place);
     params.score = score_params(attn);
-    params.max_logits = max_logits_pointer(max_logits);
+    if (max_logits.defined()) params.max_logits = max_logits.data_ptr<float>();
     plan.skips_tiles ? launch_masked(params, attn, out, lse) : launch_fwd(plan, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
-  return {out, lse, at::empty({0}, q.options()), max_logits};
+  return {out, lse, at::Tensor(), max_logits};
 }
 
 }  // namespace
@@ -66,12 +67,12 @@ void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, cons
   sm90::run_fwd(params, *plan.device, stream_of(out));
 }
 
-FwdResult fwd(const FwdArgs& args) {
+FwdResult fwd_wanted(const FwdArgs& args) {
   check(args);
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Plan plan = make_plan(call_shape(args), args.backend);
-  const AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
+  AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   if (plan.backend == Backend::kAten || only_sink) {
@@ -79,7 +80,15 @@ FwdResult fwd(const FwdArgs& args) {
     call.wants_max_logits = args.return_max_logits;
     return aten::fwd(call, args.return_probs);
   }
-  return run(plan, args, attn);
+  return run(plan, args, std::move(attn));
+}
+
+FwdResult fwd(const FwdArgs& args) {
+  FwdResult results = fwd_wanted(args);
+  auto& [out, lse, probs, max_logits] = results;
+  if (!probs.defined()) probs = at::empty({0}, out.options());
+  if (!max_logits.defined()) max_logits = at::empty({0}, lse.options());
+  return results;
 }
 
 }  // namespace flash_attn

@@ -13,7 +13,11 @@ namespace {
 // its traces, and guards on them in the thread that runs, while it cannot trace a context variable.
 class ForcedBackends {
  public:
-  pybind11::object get() const { return variable_.attr("get")(); }
+  pybind11::object get() const {
+    PyObject* names = nullptr;
+    if (PyContextVar_Get(variable_.ptr(), nullptr, &names) < 0) throw pybind11::error_already_set();
+    return pybind11::reinterpret_steal<pybind11::object>(names);
+  }
   void set(const pybind11::tuple& names) const { variable_.attr("set")(names); }
 
  private:

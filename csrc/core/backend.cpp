@@ -19,6 +19,21 @@ bool can_serve(const KernelFamily& family, const CallShape& call) {
   return reasons.empty() && can_here(family, call);
 }
 
+CallShape without_options(const CallShape& call) {
+  return {.op = call.op,
+          .device = call.device,
+          .compiled = call.compiled,
+          .dtype = call.dtype,
+          .head_dim = call.head_dim,
+          .head_dim_v = call.head_dim_v,
+          .cache_dtype = call.cache_dtype,
+          .batch = call.batch,
+          .tokens = call.tokens,
+          .heads_q = call.heads_q,
+          .heads_kv = call.heads_kv,
+          .capacity = call.capacity};
+}
+
 // The first of the cheapest for which can(family) holds, or null.
 template <typename Can>
 const KernelFamily* cheapest(Families families, const CallShape& call, const Can& can) {
@@ -86,8 +101,13 @@ Plan plan_call(Families families, const CallShape& call, std::optional<std::stri
 
 std::vector<std::string> why_not_faster(Families families, const CallShape& call) {
   const Families others = families.first(families.size() - 1);
-  const KernelFamily* possible =
-      cheapest(others, call, [&](const KernelFamily& family) { return can_here(family, call); });
+  const auto here = [&](const KernelFamily& family) { return can_here(family, call); };
+  // Who serves the call without its options lacks one of them, which the caller may want to know.
+  const CallShape plain = without_options(call);
+  const KernelFamily* possible = cheapest(others, call, [&](const KernelFamily& family) {
+    return here(family) && can_serve(family, plain);
+  });
+  if (possible == nullptr) possible = cheapest(others, call, here);
   if (possible != nullptr) return why_not(*possible, call);
   // None: then what the most portable one lacks.
   for (auto family = others.rbegin(); family != others.rend(); ++family) {

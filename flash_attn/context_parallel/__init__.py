@@ -10,12 +10,9 @@ backward, on gloo with CPUs and on NCCL with GPUs.
 
 from flash_attn.context_parallel.decode import flash_decode_func
 from flash_attn.context_parallel.hooks import serve_torch, transformers_attention
-from flash_attn.context_parallel.interface import (
-    choose_scheme,
-    flash_attn_func,
-    flash_attn_varlen_func,
-)
+from flash_attn.context_parallel.interface import flash_attn_func, flash_attn_varlen_func
 from flash_attn.context_parallel.merge import merge_attention
+from flash_attn.context_parallel.schemes import choose_scheme
 from flash_attn.context_parallel.tokens import join, position_ids, split
 
 __all__ = [

@@ -8,10 +8,12 @@
 (mutant.cuh says how one is chosen), compiles the kernels of INSTANCES again, and links them with
 the checkout's other objects: DIR/libflash_attn.so. The checkout stays as it is.
 
-`run` wants a GPU of compute capability 9.0, DIR/mutants.json and DIR/libflash_attn.so. A process a
-mutant: the tests of its file until one fails. The same tests have to pass with none chosen. Who
-hangs or dies has caught its mutant. DIR/results.jsonl gets a line a mutant; run again, what stands
-there is not repeated. kernel_survivors.md, beside this file, explains those that no test sees.
+`run` wants GPUs of compute capability 9.0, DIR/mutants.json and DIR/libflash_attn.so. A process a
+mutant: the tests of its file until one fails. The same tests have to pass first, with none chosen.
+Who dies has caught its mutant; who does not end is run once more in the end, alone on its GPU, as a
+kernel that hangs holds up its neighbours, and has caught its mutant if it does not end there
+either. DIR/results.jsonl gets a line a mutant; run again, what stands there is not repeated.
+kernel_survivors.md, beside this file, explains those that no test sees.
 
 Kernels of head dims up to 64 are compiled, so tests of these are run.
 """
@@ -63,7 +65,8 @@ TESTS = {
     "csrc/sm80/": [f"{CASES} sm80 and (d64 or d56 or test_chunks)'"],
     "csrc/cuda/": [f"{CASES} (d64 or d56 or test_decode or test_caches or test_chunks)'"],
 }
-STEP_SECONDS = 60  # of one process: who takes longer hangs
+STEP_SECONDS = 60  # of one process: who takes longer hangs, or stands behind one that does
+HANGS = f"longer than {STEP_SECONDS} s"
 ENVIRONMENT = "FLASH_ATTN_MUTANT"
 
 # The named operator's sign, of the same precedence, and the pair in mutant.cuh.
@@ -268,7 +271,12 @@ def tests_of(file: str) -> list[str]:
     return next(tests for path, tests in TESTS.items() if file.startswith(path))
 
 
-def failure(place: Path, arguments: str, number: int) -> str | None:
+def count_gpus() -> int:
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    return len(listed.stdout.splitlines())
+
+
+def failure(place: Path, arguments: str, number: int, gpu: int) -> str | None:
     """How these tests of pytest end where mutant `number` acts; None: they pass."""
     words = [f"tests/{w}" if w.endswith(".py") else w for w in shlex.split(arguments)]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
@@ -276,6 +284,7 @@ def failure(place: Path, arguments: str, number: int) -> str | None:
         "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": str(gpu),
         ENVIRONMENT: str(number),
     }
     try:
@@ -290,7 +299,7 @@ def failure(place: Path, arguments: str, number: int) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"longer than {STEP_SECONDS} s"
+        return HANGS
     if done.returncode == 0 and " passed" in done.stdout:
         return None
     return done.stdout[-600:]
@@ -303,6 +312,7 @@ def run(out: Path, jobs: int, seconds: float) -> int:
     done = {result["number"]: result for result in map(json.loads, lines)}
     passing: dict[str, str | None] = {}
     start = time.monotonic()
+    gpus = count_gpus()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         for part in ("flash_attn", "tests", "fa3"):
@@ -311,35 +321,58 @@ def run(out: Path, jobs: int, seconds: float) -> int:
             shutil.copy(ROOT / file, place)
         shutil.copy(out / "libflash_attn.so", place / "flash_attn" / "lib")
 
-        def without_any(arguments: str) -> None:
-            passing[arguments] = failure(place, arguments, 0)
+        def without_any(arguments: str, gpu: int) -> None:
+            passing[arguments] = failure(place, arguments, 0, gpu)
 
-        def with_one(mutant: dict) -> None:
-            if mutant["number"] in done or time.monotonic() - start > seconds:
+        def with_one(mutant: dict, gpu: int, alone: bool = False) -> None:
+            if time.monotonic() - start > seconds:
                 return
             began, how = time.monotonic(), None
             for arguments in tests_of(mutant["file"]):
-                how = how or failure(place, arguments, mutant["number"])
+                how = how or failure(place, arguments, mutant["number"], gpu)
             took = round(time.monotonic() - began)
             result = mutant | {"caught": how is not None, "how": how, "seconds": took}
+            result["alone"] = alone
             done[mutant["number"]] = result
             with log.open("a") as file:
                 file.write(json.dumps(result, ensure_ascii=False) + "\n")
-            print("caught" if how else "SURVIVED", "|", mutant["mutant"], flush=True)
+            if how == HANGS and not alone:
+                print("again later", "|", mutant["mutant"], flush=True)
+            else:
+                print("caught" if how else "SURVIVED", "|", mutant["mutant"], flush=True)
+
+        def undecided(mutant: dict) -> bool:
+            result = done.get(mutant["number"])
+            return result is not None and result["how"] == HANGS and not result["alone"]
 
         with ThreadPoolExecutor(jobs) as pool:
             files = {mutant["file"] for mutant in mutants}
             needed = dict.fromkeys(a for file in sorted(files) for a in tests_of(file))
-            waiting = [pool.submit(without_any, arguments) for arguments in needed]
-            waiting += [pool.submit(with_one, mutant) for mutant in mutants]
+            new = [mutant for mutant in mutants if mutant["number"] not in done]
+            waiting = [pool.submit(without_any, a, i % gpus) for i, a in enumerate(needed)]
+            for task in waiting:
+                task.result()
+            if any(passing.values()):
+                new = []
+            waiting = [pool.submit(with_one, mutant, i % gpus) for i, mutant in enumerate(new)]
+            for task in waiting:
+                task.result()
+        again = [mutant for mutant in mutants if undecided(mutant)]
+        with ThreadPoolExecutor(gpus) as pool:
+            waiting = [
+                pool.submit(lambda part, gpu: [with_one(m, gpu, True) for m in part], part, gpu)
+                for gpu, part in enumerate(again[i::gpus] for i in range(gpus))
+            ]
             for task in waiting:
                 task.result()
     for arguments, how in passing.items():
         if how is not None:
             print(f"without any mutant, too, these fail: {arguments}\n{how}")
     survivors = [r["mutant"] for r in done.values() if not r["caught"]]
-    print(f"{len(done) - len(survivors)} of {len(done)} caught, {len(mutants)} built; survivors:")
-    print(*survivors, sep="\n")
+    hanging = [m["mutant"] for m in mutants if undecided(m)]
+    caught = len(done) - len(survivors) - len(hanging)
+    print(f"{caught} of {len(done)} caught, {len(mutants)} built; undecided:", *hanging, sep="\n")
+    print("survivors:", *survivors, sep="\n")
     return 1 if any(passing.values()) else 0
 
 

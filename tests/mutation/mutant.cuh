@@ -12,10 +12,11 @@
 
 namespace flash_attn::mutant {
 
-// Of this file of kernels, as each is compiled alone. Set before its first launch.
+// Of this file of kernels, as each is compiled alone. Set before its first launch: both are static, as
+// an inline function would be one for all files, and set the number of one.
 static __constant__ int selected;
 
-inline void select() {
+static inline void select() {
   static const bool done = [] {
     const char* const text = std::getenv("FLASH_ATTN_MUTANT");
     const int number = text == nullptr ? 0 : std::atoi(text);

@@ -36,22 +36,28 @@ from workplace import ROOT, Workplace
 # The tests of a file: pytest's arguments, one run after the other until one fails.
 PYTHON = {
     "flash_attn/_call.py": [
-        *("test_wrong_arguments.py", "test_api.py", "test_masks.py", "test_mask_refusals.py"),
+        *(
+            "test_wrong_arguments.py",
+            "test_api_options.py",
+            "test_masks.py",
+            "test_mask_refusals.py",
+        ),
     ],
     "flash_attn/_masked_call.py": ["test_masks.py", "test_mask_refusals.py"],
-    "flash_attn/_pages.py": ["test_varlen.py -k page", "test_wrong_arguments.py -k varlen"],
+    "flash_attn/_pages.py": ["test_varlen_pages.py", "test_wrong_arguments.py -k varlen"],
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
     "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
-    "flash_attn/flash_attn_interface.py": ["test_api.py", "test_wrong_arguments.py"],
+    "flash_attn/attention.py": ["test_api_options.py", "test_wrong_arguments.py"],
+    "flash_attn/packed.py": ["test_api_options.py", "test_wrong_arguments.py -k packed"],
     "flash_attn/kvcache.py": [
         "test_kvcache.py --part=0/4",
         "test_errors.py test_kvcache.py -k test_errors",
         "test_cache_forms.py --part=0/4",
     ],
     "flash_attn/sdpa.py": ["test_sdpa.py", "test_wrong_arguments.py -k scaled"],
-    "flash_attn/_positional.py": ["test_positional.py", "test_upstream.py test_api.py"],
-    "flash_attn/_upstream.py": ["test_positional.py", "test_upstream.py test_api.py"],
+    "flash_attn/_positional.py": ["test_positional.py", "test_upstream.py test_api_options.py"],
+    "flash_attn/_upstream.py": ["test_positional.py", "test_upstream.py test_api_options.py"],
     "flash_attn/layers/rotary.py": ["test_padding.py test_wrong_arguments.py -k rotary"],
 }
 ATTENTION = ["test_score_range.py", "test_forward.py --part=0/8", "test_backward.py --part=0/8"]
@@ -76,16 +82,20 @@ CPP = {
     "csrc/bindings/checks.cpp": ["test_errors.py", "test_wrong_arguments.py"],
     "csrc/bindings/autograd.cpp": [
         "test_torch.py",
-        "test_api.py",
+        "test_api_options.py",
         "test_opcheck.py",
         "test_kvcache.py -k view",
+    ],
+    "csrc/bindings/graph.cpp": [
+        *("test_torch.py", "test_short_way.py"),
+        *("test_torch_tools.py -k compiled_autograd", "test_sdpa.py", "test_api_options.py"),
     ],
     "csrc/bindings/meta.cpp": ["test_opcheck.py", "test_errors.py -k tracing"],
     "csrc/bindings/overlap.cpp": ["test_kvcache.py", "test_errors.py"],
     "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],
 }
 OTHERS = (
-    "test_api.py test_sdpa.py test_errors.py test_wrong_arguments.py test_score_range.py"
+    "test_api_options.py test_sdpa.py test_errors.py test_wrong_arguments.py test_score_range.py"
     " test_upstream.py test_threads.py test_opcheck.py test_varlen.py test_layouts.py"
     " test_dropout.py test_torch.py test_compile.py test_forward.py test_decode.py test_kvcache.py"
     " test_backward.py test_invariants.py test_cache_forms.py test_gradcheck.py"

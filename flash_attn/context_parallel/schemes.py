@@ -1,0 +1,81 @@
+"""Which scheme a call takes by default."""
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_attn._call import window_sides
+from flash_attn.context_parallel.shards import Group, ranks_of
+
+SCHEMES = ("ring", "all-gather", "ulysses")
+
+Window = Sequence[int | None] | Tensor
+
+# What an H100 computes in a second, what it receives from another of its host or from another host
+# (by whether they share one), and what the host needs to launch a step of the ring. The choice of a
+# scheme needs no more than their order of magnitude.
+OPERATIONS = 600e12
+LINK_BYTES = {True: 370e9, False: 45e9}
+LAUNCH_SECONDS = 150e-6
+
+
+def choose_scheme(
+    group: Group = None,
+    *,
+    seqlen_q: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int = 128,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    alibi: bool = False,
+) -> str:
+    """The scheme that the calls take by default, from the shape and the links.
+
+    The first that applies:
+
+    1. A group of two dimensions: rules 2 and 5 for the outer one.
+    2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
+    3. All ranks in one host, and heads_kv a multiple of their number: "ulysses". It moves 1 / ranks
+       of q, k, v and out, and each rank runs one call over the whole sequence. Until the backward
+       it holds q, k, v and out twice, by tokens and by heads, where the caller keeps his.
+    4. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
+    5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
+       a step (150 µs; at 600 T/s, and 370 GB/s in a host or 45 GB/s between hosts). Shorter steps
+       are better taken at once: "all-gather".
+
+    benchmarks/scaling.py predicts what each scheme costs.
+
+    One host: the ranks have the same global rank // LOCAL_WORLD_SIZE, which torchrun sets; where it
+    is not set, all ranks count as one host.
+
+    Arguments: seqlen_q: queries of the whole sequence. alibi: the call has alibi_slopes. Others: as
+    in flash_attn_func.
+
+    Returns: "ring", "all-gather" or "ulysses".
+    """
+    ranks = ranks_of(group)
+    left, right = window_sides(window_size)
+    two_dimensions = ranks.inner is not None
+    if left >= 0 and (causal or right >= 0) and not alibi:
+        return "ring"
+    one_host = _in_one_host(ranks.outer)
+    if not two_dimensions:
+        if one_host and heads_kv % ranks.size == 0:
+            return "ulysses"
+        if alibi and heads_q >= ranks.size:
+            return "ulysses"
+    if alibi:
+        return "all-gather"
+    rows = seqlen_q / ranks.outer_size
+    computing = 4 * rows**2 * heads_q * head_dim * (0.5 if causal else 1.0) / OPERATIONS
+    moving = 4 * rows * heads_kv * head_dim / LINK_BYTES[one_host]
+    return "ring" if max(computing, moving) >= LAUNCH_SECONDS else "all-gather"
+
+
+def _in_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group share a host, as far as torchrun told."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return len({rank // per_host for rank in dist.get_process_group_ranks(group)}) == 1
