@@ -23,6 +23,7 @@ NAMES = {
     "cuda": "flash_attn (this)",
     "ours": "flash_attn (this)",
     "fa2": "FlashAttention-2",
+    "fa4": "FlashAttention-4",
     "cudnn": "cuDNN",
     "sdpa": "SDPA's default",
     "flex": "FlexAttention",
@@ -31,6 +32,7 @@ COLOURS = {
     "flash_attn (this)": "#1f83d6",
     "cuDNN": "#e0801f",
     "FlashAttention-2": "#2fa36b",
+    "FlashAttention-4": "#2fa36b",
     "SDPA's default": "#2fa36b",
     "FlexAttention": "#b06fd8",
 }
@@ -137,7 +139,7 @@ def steps(records: list[dict]) -> plt.Figure:
 # Each picture, the end of its file's name among the results, and what draws it.
 PICTURES: dict[str, tuple[str, Callable[[list[dict]], plt.Figure]]] = {
     "forward": ("h200-fwd", lambda records: race(records, "fwd")),
-    "backward": ("h200-bwd", lambda records: race(records, "bwd")),
+    "backward": ("h200-bwd-fa4", lambda records: race(records, "bwd")),
     "decode": ("h200-decode", decode),
     "step": ("h200-step", steps),
 }

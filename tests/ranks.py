@@ -6,6 +6,7 @@ The processes are started once, as importing torch takes longer than most tests.
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -21,8 +22,9 @@ def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-        # NCCL's watchdog would wait for others to write down what they did.
+        # NCCL's watchdog ends the process: at once, without notes of others, without a core dump.
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
