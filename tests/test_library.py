@@ -37,7 +37,7 @@ def test_no_cxx_runtime_of_its_own(library: Path) -> None:
 
 
 SOURCES = PACKAGE.parent / "csrc"
-PLAIN_FORMS = {"kPlain", "kPieces", "kPooled", "kOrdered", "kMaxLogits"}
+PLAIN_FORMS = {"kPlain", "kPieces", "kPooled", "kOrdered", "kMaxLogits", "kMasked"}
 
 
 def form_of(kernel: str) -> str | None:

@@ -26,12 +26,21 @@ class DqReduction {
   // address waits until the reductions have been taken over.
   __device__ __forceinline__ void advance() {
     if (kComputesAnew || new_head_) {
-      start_head();
+      go_to(block_);
     } else {
       accum_ += kBlockM * kAccumCols;
       rows_left_ -= kBlockM;
     }
     new_head_ = block_.advance();
+  }
+
+  // To any block. Neither right behind add().
+  __device__ __forceinline__ void go_to(const QueryBlock& block) {
+    const int first_row = block.m * kBlockM;
+    rows_left_ =
+        work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kAccumCols) * kDqAccumRows;
+    const int64_t of_head = (block.head - work_.q.head) * params_.dq_accum_rows;
+    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kAccumCols + offset_;
   }
 
   // The first column of dQ lies first_col behind the constructor's. Of dQ's columns kAdded are added, from
@@ -51,14 +60,6 @@ class DqReduction {
   }
 
  private:
-  __device__ __forceinline__ void start_head() {
-    const int first_row = block_.m * kBlockM;
-    rows_left_ =
-        work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kAccumCols) * kDqAccumRows;
-    const int64_t of_head = (block_.head - work_.q.head) * params_.dq_accum_rows;
-    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kAccumCols + offset_;
-  }
-
   const BwdParams& params_;
   const BwdWork& work_;
   const int offset_;   // from a block's first value to the first of this lane
