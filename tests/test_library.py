@@ -71,6 +71,9 @@ def test_as_many_kernels_with_score_terms_as_csrc_says() -> None:
         "score terms": sum(has_terms(name) and not wide.search(name) for name in kernels),
         "score terms in fp32": sum(has_terms(name) and bool(wide.search(name)) for name in kernels),
         "max_logits": sum(form_of(name) == "kMaxLogits" for name in kernels),
+        "masks of tiles": sum(
+            form_of(name) == "kMasked" or "MaskedScores" in name for name in kernels
+        ),
     }
     said = (SOURCES / "README.md").read_text()
     for what, count in counts.items():

@@ -23,11 +23,10 @@ class QueryFinder {
       if (at_.m >= work_.range.end) at_ = {.head = at_.head + 1, .m = work_.range.begin};
       if (at_.head >= work_.end_head || !work_.has_queries()) return false;
       const int m = at_.m + static_cast<int>(threadIdx.x % 32);
-      states_ = m >= work_.range.end
-                    ? 0
-                    : BlockMask(params_, work_.batch_idx, at_.head, 0)
-                          .template states<Traits::kBlockM, Traits::kBlockN>(m * Traits::kBlockM,
-                                                                             work_.first_key);
+      states_ = m >= work_.range.end ? 0
+                                     : BlockMask(params_, work_.batch_idx, at_.head, 0)
+                                           .template states<Traits::kBlockM, Traits::kBlockN>(
+                                               m * Traits::kBlockM, work_.first_key);
       found_ = __ballot_sync(~0u, states_ != 0);
       at_.m += 32;
     }

@@ -35,12 +35,13 @@ __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& ma
                                               int lane) {
   if (state == kTileSeen) return ~0u;
   if (state == kTileHidden || mask.rows == nullptr) return 0;
+  const bool by_labels = mask.labels != nullptr && rows->w >= rows->z;
   key += fragment_row(0, lane);
   rows += fragment_col(0, lane);
   // of_row: of one query, bits 0 and 2. A loop, so that it takes few registers while products are under way.
   const auto find = [&](const auto& of_row) {
     uint32_t seen = 0;
-#pragma unroll 1
+#pragma unroll 2
     for (int n = 0; n < kMaskTile / 8; ++n) {
       seen |= (of_row(rows[8 * n]) | of_row(rows[8 * n + 1]) << 1) << 4 * n;
     }
@@ -54,7 +55,7 @@ __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& ma
     });
   }
   int labels[2] = {key, key + 8};
-  if (mask.labels != nullptr) {
+  if (by_labels) {
     const int32_t* const of_sequence = mask.labels + work.batch_idx * mask.labels_batch_stride;
 #pragma unroll
     for (int& label : labels) label = __ldg(of_sequence + min(label, work.seqlen.len_k - 1));

@@ -30,7 +30,7 @@ class QueryWalk {
         block(work),
         full_begin(work.range.full_begin),
         full_end(work.range.full_end),
-        reduction(self.params, work, QueryBlocks(work), self.dq_first_row() + self.warp_row % 64,
+        reduction(self.params, work, all_blocks(), self.dq_first_row() + self.warp_row % 64,
                   self.dq_first_col(), self.lane) {}
 
   __device__ __forceinline__ void run() {
@@ -44,6 +44,14 @@ class QueryWalk {
   }
 
  private:
+  __device__ __forceinline__ QueryBlocks all_blocks() const {
+    if constexpr (Traits::kMasked) {
+      return QueryBlocks(work);
+    } else {
+      return block;
+    }
+  }
+
   // The first has no block before it.
   template <bool kFirst>
   __device__ __forceinline__ void step() {
@@ -51,14 +59,13 @@ class QueryWalk {
     const auto& row_values = self.smem.row_values[self.q_ring.stage()];
     if constexpr (kFirst) self.await_start();
     self.q_ring.wait_full();
-    if constexpr (Traits::kMasked) block.go_to(self.smem.mask.of_q[self.q_ring.stage()]);
     self.start_scores(S);  // Sᵀ = K Qᵀ
     uint32_t key_word = 0;
     if constexpr (Traits::kWeighted) key_word = draw_key_word();
-    uint32_t seen[Traits::kBlockM / kMaskTile];  // with a mask
-    if constexpr (Traits::kMasked) find_seen_queries(seen);
     LaneValues<Traits::kBlockM> lse;
     if constexpr (kReadsAhead) lse.read(row_values.lse_log2, self.lane);
+    uint32_t seen[Traits::kBlockM / kMaskTile];
+    if constexpr (Traits::kMasked) find_seen_queries(seen);
     ptx::wgmma_wait<0>();
     pin(S);
     self.dout_ring().wait_full();
@@ -154,14 +161,16 @@ class QueryWalk {
     }
   }
 
+  // With a mask: which block has come, and which of its queries see this warp's keys.
   __device__ __forceinline__ void find_seen_queries(
-      uint32_t (&seen)[Traits::kBlockM / kMaskTile]) const {
+      uint32_t (&seen)[Traits::kBlockM / kMaskTile]) {
+    block.go_to(self.smem.mask.of_q[self.q_ring.stage()]);
     const int4* const rows = self.smem.mask.rows[self.q_ring.stage()];
 #pragma unroll
     for (int tile = 0; tile < Traits::kBlockM / kMaskTile; ++tile) {
-      seen[tile] = find_seen(block.state(tile, self.warpgroup), self.params.mask, work,
-                             rows + tile * kMaskTile, work.first_key + self.warp_row,
-                             self.opaque_lane());
+      seen[tile] =
+          find_seen(block.state(tile, self.warpgroup), self.params.mask, work,
+                    rows + tile * kMaskTile, work.first_key + self.warp_row, self.opaque_lane());
     }
   }
 
@@ -258,7 +267,7 @@ class QueryWalk {
   typename Traits::ScoresOperand
       dS;  // of the block before; then this one's weights, if there are any
   Blocks block;
-  QueryBlock before;  // with a mask: the block before
+  QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
   DqReduction<Traits::kBlockM, Traits::kTileCols, kGeneral> reduction;
 };

@@ -76,7 +76,8 @@ int decode_splits(const CallShape& call) {
 // Whether the kernels that skip the hidden tiles of a mask serve the call.
 bool skips_tiles(const CallShape& call) {
   const bool has_terms = call.alibi || call.softcap || call.dropout;
-  return call.tile_mask && !has_terms && !call.ragged && !call.max_logits && !call.deterministic && std::max(call.head_dim, call.head_dim_v) <= kMaskedHeadDim;
+  return call.tile_mask && !has_terms && !call.ragged && !call.max_logits && !call.deterministic &&
+         std::max(call.head_dim, call.head_dim_v) <= kMaskedHeadDim;
 }
 
 double cost(const CallShape& call) {

@@ -168,7 +168,7 @@ auto with_max_logits_class(int head_dim, int head_dim_v, F&& f) {
 template <int kHeadDim>
 inline constexpr FwdTile kMaskedTile = {.consumers = 2,
                                         .block_n = 128,
-                                        .stages = 2,
+                                        .stages = kHeadDim <= 64 ? 4 : 2,
                                         .q_stages = 2,
                                         .output_slabs = kHeadDim / 64,
                                         .ordered = true};

@@ -82,12 +82,6 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
     ring.advance();
   }
 
-  // Of K, with which comes what a mask says of it.
-  __device__ __forceinline__ void release_keys() {
-    if (Traits::kMasked || lane == 0) k_ring.arrive_empty();
-    k_ring.advance();
-  }
-
   // Of V, with which dropout's words come.
   __device__ __forceinline__ void release_values(const Ring<Traits::kStages>& ring) const {
     if (Traits::kDropout || lane == 0) ring.arrive_empty();

@@ -15,6 +15,7 @@ class KeyWalk {
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
   static constexpr float kShare = 0.125f;
+  static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
 
  public:
   // S: of the first block.
@@ -58,10 +59,10 @@ class KeyWalk {
 
   __device__ __forceinline__ void first(Probabilities& P) {
     bring_bias(P);
-    SeenKeys seen;
-    if constexpr (Traits::kMasked) bring_mask(seen);
-    self.release_keys();
-    if constexpr (Traits::kMasked) hide(seen);
+    BlockMask::RowPair rows;
+    if constexpr (Traits::kMasked) rows = bring_mask();
+    self.release(self.k_ring);
+    if constexpr (Traits::kMasked) hide(rows);
     finish_scores(P);
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
@@ -83,12 +84,12 @@ class KeyWalk {
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
     bring_bias(P_next);
-    SeenKeys seen;
-    if constexpr (Traits::kMasked) bring_mask(seen);
+    BlockMask::RowPair rows;
+    if constexpr (Traits::kMasked) rows = bring_mask();
     ptx::wgmma_wait<1>();
     pin(S);
-    self.release_keys();
-    if constexpr (Traits::kMasked) hide(seen);
+    self.release(self.k_ring);
+    if constexpr (Traits::kMasked) hide(rows);
     const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
     const auto v_in_use = self.v_ring;
     self.v_ring.advance();
@@ -119,7 +120,7 @@ class KeyWalk {
     self.send_staged();
     ptx::wgmma_wait<0>();
     pin(S);
-    self.release_keys();
+    self.release(self.k_ring);
     finish_scores(P);
     if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
@@ -229,29 +230,23 @@ class KeyWalk {
   }
 
   // Of a mask, while the products run: which block has come, and what the lane's queries see of it.
-  using SeenKeys = uint64_t[2][Traits::kMasked ? Traits::kBlockN / kMaskTile : 1];
-  __device__ __forceinline__ void bring_mask(SeenKeys& seen) {
-    found = self.smem.mask.of_k[self.k_ring.stage()];
-    if (is_masked()) {
-      score.find_keys(seen, found.states_of(self.warpgroup), place(), self.lane);
-    }
+  __device__ __forceinline__ BlockMask::RowPair bring_mask() {
+    // By the lane that releases it.
+    if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
+    found = found.of_first_lane();
+    if (!is_masked()) return {};
+    return score.template row_pair<kTiles>(place(), self.lane);
   }
   __device__ __forceinline__ bool is_masked() const {
-    constexpr uint32_t kAllSeen = kTileSeen << 2 | kTileSeen;
-    return found.states_of(self.warpgroup) != kAllSeen;
+    constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
+    return states() != kAllSeen;
+  }
+  __device__ __forceinline__ uint32_t states() const {
+    return found.template states_of<kTiles>(self.warpgroup);
   }
   // S = -inf where the mask hides it.
-  __device__ __forceinline__ void hide(const SeenKeys& seen) const {
-    if (!is_masked()) return;
-    constexpr int kTileElements = kMaskTile / 4;  // of a row
-#pragma unroll
-    for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) {
-        const uint64_t of_tile = seen[row][i / kTileElements];
-        if ((of_tile >> fragment_col(i % kTileElements, 0) & 1) == 0) S.at(row, i) = -INFINITY;
-      }
-    }
+  __device__ __forceinline__ void hide(const BlockMask::RowPair& rows) const {
+    if (is_masked()) score.hide(S, rows, states(), place(), self.lane);
   }
 
   __device__ __forceinline__ const float* key_bias() const {

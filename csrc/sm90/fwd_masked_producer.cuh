@@ -21,10 +21,9 @@ class KeyFinder {
 #pragma unroll 1
     while (found_ == 0 && end_ > work_.range.begin) {
       const int n = end_ - 1 - static_cast<int>(threadIdx.x % 32);
-      states_ = n < work_.range.begin
-                    ? 0
-                    : mask_.template states<Traits::kBlockM, Traits::kBlockN>(
-                          work_.first_row, work_.first_key + n * Traits::kBlockN);
+      states_ = n < work_.range.begin ? 0
+                                      : mask_.template states<Traits::kBlockM, Traits::kBlockN>(
+                                            work_.first_row, work_.first_key + n * Traits::kBlockN);
       found_ = __ballot_sync(~0u, states_ != 0);
       end_ -= 32;
     }
@@ -44,7 +43,7 @@ class KeyFinder {
  private:
   const FwdWork& work_;
   const BlockMask& mask_;
-  int end_;              // of the blocks that have not been looked at
+  int end_;  // of the blocks that have not been looked at
   int taken_ = 0;
   uint32_t found_ = 0;   // of the last 32 that have been, a bit for each lane
   uint32_t states_ = 0;  // of this lane's

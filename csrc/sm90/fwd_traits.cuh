@@ -261,9 +261,16 @@ class FoundKeys {
   __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 9); }
   __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
   __device__ __forceinline__ float whole_walk() const { return whole_walk_; }
-  // Of a consumer's two tiles.
+  __device__ __forceinline__ FoundKeys of_first_lane() const {
+    FoundKeys keys;
+    keys.bits_ = __shfl_sync(~0u, bits_, 0);
+    keys.whole_walk_ = __shfl_sync(~0u, whole_walk_, 0);
+    return keys;
+  }
+  // Of a consumer's kTiles.
+  template <int kTiles>
   __device__ __forceinline__ uint32_t states_of(int consumer) const {
-    return bits_ >> (1 + 4 * consumer) & 0xf;
+    return bits_ >> (1 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
   }
 
  private:
@@ -276,7 +283,7 @@ template <typename Traits, bool kMasked = Traits::kMasked>
 struct FwdMaskStorage {};
 template <typename Traits>
 struct FwdMaskStorage<Traits, true> {
-  static_assert(Traits::kBlockM == 2 * kMaskTile && Traits::kBlockN == 2 * kMaskTile);
+  static_assert(Traits::kBlockM == 2 * kMaskTile && Traits::kBlockN <= 2 * kMaskTile);
   // Few: where tiles are dealt out by a counter, who finds takes the next one that much earlier.
   static constexpr int kFound = 2;
   FoundKeys found[kFound], of_k[Traits::kStages];
@@ -325,10 +332,10 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
     // loaders a thread each of Q's, V's, a staged bias's and, with a mask, K's, and the warp of a key
     // bias or of words.
     constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
-    work_ring.init(1, 2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders +
-                          32 * kConsumerWarps);
+    work_ring.init(
+        1, 2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders + 32 * kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
-    k_ring.init(1, (Traits::kMasked ? 32 : 1) * kConsumerWarps);
+    k_ring.init(1, kConsumerWarps);
     v_ring.init(Traits::kDropout ? 1 + 32 : 1, (Traits::kDropout ? 32 : 1) * kConsumerWarps);
     if constexpr (Traits::kStagedBias) {
       for (auto& ring : this->bias_rings) ring.init(1, 4);

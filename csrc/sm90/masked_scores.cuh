@@ -27,81 +27,127 @@ class BlockMask : public MaskedScores {
     return states;
   }
 
-  // Of kTiles neighbouring tiles of keys, whose states these are: a bit for each key that the lane's two
-  // queries in 16 rows see, shifted to its first column. place: of the rows.
+  // What two queries see of a block's keys: of each a word of bits for each of its tiles; or, by labels, two
+  // intervals as beginning and length.
+  struct RowPair {
+    uint4 of_query[2];
+    bool by_labels;
+  };
+
+  // Of the lane's two queries in 16 rows. place: of the rows and the block.
   template <int kTiles>
-  __device__ __forceinline__ void find_keys(uint64_t (&seen)[2][kTiles], uint32_t states,
-                                            ScorePlace place, int lane) const {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) seen[row][tile] = 0;
-    }
+  __device__ __forceinline__ RowPair row_pair(ScorePlace place, int lane) const {
+    RowPair pair = {};
+    if (rows_ == nullptr) return pair;
     const int query = place.query + fragment_row(0, lane);
-    const int queries[2] = {min(query, last_query_), min(query + 8, last_query_)};
+    const int64_t queries[2] = {min(query, last_query_), min(query + 8, last_query_)};
     const int first_key = place.key + fragment_col(0, lane);
     if (has_bits_) {
-      find_keys_by_bits(seen, queries, first_key);
-    } else if (rows_ != nullptr) {
-      find_keys_by_intervals(seen, queries, first_key);
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const uint32_t of_tile = states >> 2 * tile & 3;
+      const int first_tile = place.key / kMaskTile;
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        if (of_tile == kTileHidden) seen[row][tile] = 0;
-        if (of_tile == kTileSeen) seen[row][tile] = ~uint64_t{0};
+        const auto* const words = static_cast<const unsigned long long*>(rows_) +
+                                  queries[row] * key_tiles_ + first_tile;
+        set_words<kTiles>(pair.of_query[row], [&](int tile) -> uint64_t {
+          return first_tile + tile < key_tiles_ ? __ldg(words + tile) >> first_key % kMaskTile : 0;
+        });
+      }
+      return pair;
+    }
+    int4 rows[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      rows[row] = __ldg(static_cast<const int4*>(rows_) + queries[row]);
+    }
+    pair.by_labels =
+        labels_ != nullptr && __any_sync(~0u, rows[0].w >= rows[0].z || rows[1].w >= rows[1].z);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int4& ends = rows[row];
+      if (pair.by_labels) {
+        pair.of_query[row] = {static_cast<uint32_t>(ends.x), length(ends.x, ends.y),
+                              static_cast<uint32_t>(ends.z), length(ends.z, ends.w)};
+      } else {
+        set_words<kTiles>(pair.of_query[row], [&](int tile) {
+          return Intervals{ends}.bits(first_key + tile * kMaskTile);
+        });
+      }
+    }
+    return pair;
+  }
+
+  // -inf for what the mask hides of a warp's block. states: of its tiles.
+  template <int kN>
+  __device__ __forceinline__ void hide(Accumulator<1, kN>& S, const RowPair& pair, uint32_t states,
+                                       ScorePlace place, int lane) const {
+    constexpr int kElements = kMaskTile / 4;  // of a row in a tile
+#pragma unroll
+    for (int tile = 0; tile < kN / kMaskTile; ++tile) {
+      const uint32_t state = states >> 2 * tile & 3;
+      const auto hide_unseen = [&](const auto& is_seen) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          const auto seen = is_seen(fragment_col(i, 0));
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            if (!seen[row]) S.at(row, tile * kElements + i) = -INFINITY;
+          }
+        }
+      };
+      if (state == kTileSeen) continue;
+      if (state == kTileHidden) {
+        hide_unseen([](int) { return Seen{false, false}; });
+      } else if (pair.by_labels) {
+        const int first_key = place.key + tile * kMaskTile + fragment_col(0, lane);
+        const auto hide_other_labels = [&](auto intervals) {
+          hide_unseen([&](int col) {
+            const int label = __ldg(labels_ + min(first_key + col, last_key_));
+            return Seen{contains<intervals>(pair.of_query[0], label),
+                        contains<intervals>(pair.of_query[1], label)};
+          });
+        };
+        // Documents have one.
+        if (__any_sync(~0u, (pair.of_query[0].w | pair.of_query[1].w) != 0)) {
+          hide_other_labels(std::integral_constant<int, 2>());
+        } else {
+          hide_other_labels(std::integral_constant<int, 1>());
+        }
+      } else {
+        hide_unseen([&](int col) {
+          const auto bit = [&](const uint4& words) {
+            const uint32_t low = tile == 0 ? words.x : words.z,
+                           high = tile == 0 ? words.y : words.w;
+            return ((col < 32 ? low : high) >> col % 32 & 1) != 0;
+          };
+          return Seen{bit(pair.of_query[0]), bit(pair.of_query[1])};
+        });
       }
     }
   }
 
  private:
-  template <int kTiles>
-  __device__ __forceinline__ void find_keys_by_bits(uint64_t (&seen)[2][kTiles],
-                                                    const int (&queries)[2], int first_key) const {
-    const int first_tile = first_key / kMaskTile;
+  struct Seen {
+    bool of_query[2];
+    __device__ __forceinline__ bool operator[](int row) const { return of_query[row]; }
+  };
+
+  template <int kTiles, typename OfTile>
+  __device__ __forceinline__ static void set_words(uint4& words, const OfTile& of_tile) {
+    static_assert(kTiles <= 2);
+    uint64_t of_tiles[2] = {};
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const auto* const words = static_cast<const unsigned long long*>(rows_) +
-                                int64_t{queries[row]} * key_tiles_ + first_tile;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if (first_tile + tile < key_tiles_) {
-          seen[row][tile] = __ldg(words + tile) >> first_key % kMaskTile;
-        }
-      }
-    }
+    for (int tile = 0; tile < kTiles; ++tile) of_tiles[tile] = of_tile(tile);
+    words = {static_cast<uint32_t>(of_tiles[0]), static_cast<uint32_t>(of_tiles[0] >> 32),
+             static_cast<uint32_t>(of_tiles[1]), static_cast<uint32_t>(of_tiles[1] >> 32)};
   }
 
-  template <int kTiles>
-  __device__ __forceinline__ void find_keys_by_intervals(uint64_t (&seen)[2][kTiles],
-                                                         const int (&queries)[2],
-                                                         int first_key) const {
-    Intervals rows[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      rows[row] = {__ldg(static_cast<const int4*>(rows_) + queries[row])};
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (labels_ == nullptr) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          seen[row][tile] = rows[row].bits(first_key + tile * kMaskTile);
-        }
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < kMaskTile / 4; ++i) {
-        const int col = fragment_col(i, 0);
-        const int label = __ldg(labels_ + min(first_key + tile * kMaskTile + col, last_key_));
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          seen[row][tile] |= uint64_t{rows[row].contain(label)} << col;
-        }
-      }
-    }
+  __device__ __forceinline__ static uint32_t length(int first, int end) {
+    return end > first ? static_cast<uint32_t>(end) - static_cast<uint32_t>(first) : 0;
+  }
+  template <int kIntervals>
+  __device__ __forceinline__ static bool contains(const uint4& intervals, int label) {
+    return static_cast<uint32_t>(label) - intervals.x < intervals.y ||
+           (kIntervals == 2 && static_cast<uint32_t>(label) - intervals.z < intervals.w);
   }
 };
 
