@@ -38,7 +38,7 @@ def test_no_cxx_runtime_of_its_own(library: Path) -> None:
 
 SOURCES = PACKAGE.parent / "csrc"
 OF_CACHES = re.compile(r"flash_attn::cuda::(decode|kvcache)_kernel<")
-PLAIN_FORMS = {"kPlain", "kPieces", "kPooled", "kOrdered", "kMaxLogits"}
+PLAIN_FORMS = {"kPlain", "kPieces", "kPooled", "kOrdered", "kSplit", "kMaxLogits", "kMasked"}
 
 
 def form_of(kernel: str) -> str | None:
@@ -74,6 +74,9 @@ def test_as_many_kernels_as_csrc_says() -> None:
         "score terms in fp32": sum(has_terms(name) and bool(wide.search(name)) for name in kernels),
         "max_logits": sum(form_of(name) == "kMaxLogits" for name in kernels),
         "keys from a cache": sum(bool(OF_CACHES.match(name)) for name in kernels),
+        "masks of tiles": sum(
+            form_of(name) == "kMasked" or "MaskedScores" in name for name in kernels
+        ),
     }
     said = (SOURCES / "README.md").read_text()
     for what, count in counts.items():

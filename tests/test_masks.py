@@ -13,6 +13,7 @@ from cases import (
     ATTENTION_TARGETS,
     OP_TARGETS,
     SM80,
+    SM90,
     Case,
     Problem,
     Target,
@@ -90,6 +91,9 @@ MASKS: dict[str, Callable[[Problem], Mask]] = {
     "nothing": lambda p: masks.from_bool(random_bool(p, p.max_q, p.max_k, share=0.0)),
     "everything": lambda p: masks.window(None, None) | masks.causal(),
 }
+MORE_MASKS: dict[str, Callable[[Problem], Mask]] = {
+    "few-blocks": lambda p: some_blocks(p, 64, 0.02),
+}
 PACKED: dict[str, Callable[[Problem], Mask]] = {
     "packed": lambda p: masks.packed_documents(bounds_of_documents(p)),
     "causal-packed": lambda p: masks.packed_documents(bounds_of_documents(p)) & masks.causal(),
@@ -154,7 +158,7 @@ def is_served(case: Case, target: Target) -> bool:
 def check_mask(case: Case, name: str, target: Target, **options: object) -> None:
     """A call with the mask agrees with the float64 reference given its bool tensor."""
     problem = Problem(case, 5, target.device)
-    mask = (MASKS | PACKED)[name](problem)
+    mask = (MASKS | PACKED | MORE_MASKS)[name](problem)
     with use(target):
         results = attend(problem, mask, **options)
     problem.attn_bias = seen_by(problem, mask)
@@ -305,7 +309,19 @@ def test_tiles(name: str) -> None:
     assert mixed == 0 or rows is not None
 
 
-@each_target(ATEN_CPU, SM80)
+FEW_OF_MANY = [
+    Case(batch=1, seqlen_q=150, seqlen_k=9000, heads_q=2, heads_kv=1, dtype="bf16", d=128),
+    Case(batch=2, seqlen_q=4500, seqlen_k=150, heads_q=4, heads_kv=2, dtype="fp16", d=64),
+]
+
+
+@each_mask(MORE_MASKS, FEW_OF_MANY)
+def test_few_tiles_of_many(case: Case, name: str, target: Target) -> None:
+    """More tiles in a row than a kernel looks at together, most of these groups hidden."""
+    check_mask(case, name, target)
+
+
+@each_target(ATEN_CPU, SM80, SM90)
 def test_hidden_tiles_are_not_read(target: Target) -> None:
     """NaN in keys of hidden tiles reaches neither the results nor the gradients."""
     problem = Problem(LONG.with_(seqlen_q=256, seqlen_k=512), 2, target.device)
@@ -337,11 +353,14 @@ def test_kernels_that_skip() -> None:
     """What serves a call with a mask, as the docstring of flash_attn.masks has it."""
     mask = masks.prefix_lm(5)
     q, k, v = torch.zeros(3, 1, 64, 2, 64, dtype=torch.bfloat16, device="cuda").unbind(0)
+    wide = torch.zeros(3, 1, 64, 2, 136, dtype=torch.bfloat16, device="cuda").unbind(0)
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
     skipped = "the mask's hidden tiles skipped"
     for op in ("fwd", "bwd"):
-        plan = flash_attn.can_use(q, k, v, op=op, attn_bias=mask)
-        assert plan.backend == "sm80"
-        assert skipped in plan.plan
+        for qkv, hopper_backend in (((q, k, v), "sm90"), (wide, "sm80")):
+            plan = flash_attn.can_use(*qkv, op=op, attn_bias=mask)
+            assert plan.backend == (hopper_backend if is_hopper else "sm80")
+            assert skipped in plan.plan
         for option in ({"softcap": 2.0}, {"dropout_p": 0.5}):
             other = flash_attn.can_use(q, k, v, op=op, attn_bias=mask, **option)
             assert other.backend != "aten"
@@ -352,7 +371,7 @@ def test_kernels_that_skip() -> None:
     )
 
 
-@each_target(ATEN_CPU, SM80)
+@each_target(ATEN_CPU, SM80, SM90)
 def test_written_tensors_are_read_again(target: Target) -> None:
     """What is kept of a mask holds until a tensor it was made of is written to."""
     problem = Problem(SQUARE, 4, target.device)
@@ -368,7 +387,7 @@ def test_written_tensors_are_read_again(target: Target) -> None:
     assert torch.equal(actual, expected)
 
 
-@each_target(ATEN_CPU, SM80)
+@each_target(ATEN_CPU, SM80, SM90)
 def test_prepared(target: Target) -> None:
     """The same mask, whose tiles are those of the time when it was prepared, for those lengths."""
     problem = Problem(SQUARE.with_(causal=True), 8, target.device)
@@ -416,7 +435,7 @@ def test_graph(is_ready: bool) -> None:
         assert torch.equal(captured[name], results[name]), name
 
 
-@each_target(ATEN_CPU, SM80)
+@each_target(ATEN_CPU, SM80, SM90)
 def test_scaled_dot_product_attention(target: Target) -> None:
     """attn_mask takes a mask, aligned top-left."""
     problem = Problem(Case(seqlen_q=100, seqlen_k=180, dtype="bf16"), 7, target.device)

@@ -80,21 +80,25 @@ void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   sm80::run_bwd(params, *plan.device, stream_of(lse));
 }
 
-void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) {
+void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
+  const at::Tensor& q = attn.q;
   const cuda::DeviceInfo device = device_info_of(q);
   const auto numbers = lse.options().dtype(at::kInt);
-  params.splits = sm90::bwd_splits(params, device);
-  const int places = sm90::bwd_dq_pool_places(params, device);
+  if (!plan.skips_tiles) params.splits = sm90::bwd_splits(params, device);
+  const int places = plan.skips_tiles ? 0 : sm90::bwd_dq_pool_places(params, device);
   const int heads = places > 0 ? places * (params.heads_q / params.heads_kv) : params.heads_q;
   params.dq_pool.places = places;
   params.dq_accum_rows =
       places > 0 ? sm90::bwd_dq_pool_rows(params) : cuda::bwd_dq_accum_rows(params);
-  params.dq_accum_cols = sm90::bwd_dq_accum_cols(params);
+  params.dq_accum_cols = sm90::bwd_dq_accum_cols(params, plan.skips_tiles);
   const at::Tensor dq_accum =
       at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
   params.dq_accum = dq_accum.data_ptr<float>();
   const at::Tensor tile_counter = at::empty({1}, numbers);
   params.tile_counter = tile_counter.data_ptr<int32_t>();
+  if (plan.skips_tiles) {
+    return sm90::run_bwd_masked({params, tile_mask_params(attn)}, device, stream_of(q));
+  }
   at::Tensor split_sums, split_arrivals;
   if (params.splits.count > 1) {
     split_sums = at::empty({sm90::bwd_split_sums(params)}, lse.options());
@@ -119,7 +123,7 @@ void launch_sm90(BwdParams& params, const at::Tensor& q, const at::Tensor& lse) 
 void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at::Tensor& lse) {
   const at::Tensor delta = at::empty_like(lse);
   params.delta = delta.data_ptr<float>();
-  plan.backend == Backend::kSm90 ? launch_sm90(params, attn.q, lse)
+  plan.backend == Backend::kSm90 ? launch_sm90(params, plan, attn, lse)
                                  : launch_sm80(params, plan, attn, lse);
 }
 

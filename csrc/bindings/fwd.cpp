@@ -21,10 +21,21 @@ void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse
   params.lse_head_stride = lse.stride(-2);
 }
 
-void launch_masked(FwdParams& params, const AttnArgs& attn, const at::Tensor& out,
+// sm90's kernels deal out tiles by a counter; the result holds it.
+at::Tensor start_tile_counter(FwdParams& params, const at::Tensor& out) {
+  at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
+  params.tile_counter = tile_counter.data_ptr<int32_t>();
+  return tile_counter;
+}
+
+void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn, const at::Tensor& out,
                    const at::Tensor& lse) {
   set_results(params, out, lse);
-  sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
+  if (plan.backend == Backend::kSm80) {
+    return sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
+  }
+  const at::Tensor tile_counter = start_tile_counter(params, out);
+  sm90::run_fwd_masked({params, tile_mask_params(attn)}, *plan.device, stream_of(out));
 }
 
 FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
@@ -49,7 +60,8 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
     fill_params(params, attn, args.dropout_place);
     params.score = score_params(attn);
     if (max_logits.defined()) params.max_logits = max_logits.data_ptr<float>();
-    plan.skips_tiles ? launch_masked(params, attn, out, lse) : launch_fwd(plan, params, out, lse);
+    plan.skips_tiles ? launch_masked(plan, params, attn, out, lse)
+                     : launch_fwd(plan, params, out, lse);
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::Tensor(), max_logits};
@@ -62,8 +74,7 @@ void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, cons
   if (plan.backend == Backend::kSm80) {
     return sm80::run_fwd(params, *plan.device, stream_of(out));
   }
-  const at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
-  params.tile_counter = tile_counter.data_ptr<int32_t>();
+  const at::Tensor tile_counter = start_tile_counter(params, out);
   sm90::run_fwd(params, *plan.device, stream_of(out));
 }
 

@@ -6,7 +6,8 @@
 //                sees the keys whose labels lie in [first, end) or in [first2, end2). Or uint8 (batch,
 //                heads_q, seqlen_q, 8 · ⌈seqlen_k / 64⌉): bit j % 8 of byte j / 8 is whether it sees key j.
 //                None: such tiles are hidden
-//   mask_labels  int32 (batch, seqlen_k); none: a key's label is its position
+//   mask_labels  int32 (batch, seqlen_k); none: a key's label is its position. Rows with end2 < first2 say
+//                that the labels given are positions, too, and need not be read
 //
 // batch and heads_q may be 1. causal and windows hide keys besides.
 #pragma once

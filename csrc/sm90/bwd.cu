@@ -5,6 +5,7 @@
 #include "../cuda/bwd_steps.h"
 #include "bwd_config.h"
 #include "bwd_work.cuh"
+#include "config.h"
 #include "tile/tensor_map.h"
 
 namespace flash_attn::sm90 {
@@ -85,7 +86,11 @@ bool stores_bias_gradient(const BwdParams& params) {
          has_some_terms(params) && can_stage_bias_gradient(params);
 }
 
-int bwd_dq_accum_cols(const BwdParams& params) {
+int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
+  if (masked) {
+    return with_masked_class(params.head_dim, params.head_dim_v,
+                             [&]<int kHeadDim> { return bwd_tile_cols(kHeadDim); });
+  }
   const int widest = std::max(params.head_dim, params.head_dim_v);
   if (cuda::has_score_terms(params) && widest <= kBwdMaxSingleHeadDim) {
     return is_narrow_with_terms(params) ? kBwdNarrowTermsClass : kBwdScoresClass;
@@ -136,6 +141,17 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
           }
         });
       }
+    });
+  });
+}
+
+void run_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
+                    Stream stream) {
+  cuda::run_bwd_steps(params, DqAccumOrder::kByLane, stream, [&] {
+    cuda::with_dtype(params.dtype, [&]<DType kDType> {
+      with_masked_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        launch_bwd_masked<kDType, kHeadDim>(params, device, stream);
+      });
     });
   });
 }

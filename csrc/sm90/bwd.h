@@ -1,8 +1,10 @@
 // The backward kernels, and their instances for both dtypes by head-dim class: plain in inst/bwd_d*.cu,
-// with tiles that are split in inst/bwd_split_d*.cu, with score terms in inst/bwd_scores_d*.cu, with some of them in inst/bwd_some_terms_d*.cu.
+// with tiles that are split in inst/bwd_split_d*.cu, with score terms in inst/bwd_scores_d*.cu, with some of
+// them in inst/bwd_some_terms_d*.cu, with a mask whose hidden tiles are passed over in inst/bwd_masked_d*.cu.
 #pragma once
 
 #include "../core/params.h"
+#include "../core/tile_mask.h"
 #include "../cuda/device.h"
 
 namespace flash_attn::sm90 {
@@ -12,8 +14,11 @@ namespace flash_attn::sm90 {
 // gradient of a bias those forms that stores_bias_gradient(), and kRows.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
-// BwdParams::dq_accum_cols.
-int bwd_dq_accum_cols(const BwdParams& params);
+// With a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score terms, neither
+// deterministic nor with a pool.
+void run_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
+// BwdParams::dq_accum_cols. masked: of run_bwd_masked().
+int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 // DqPool::places for this call; 0: dq_accum has room for all sums. A pool wants dq_accum_rows of
 // bwd_dq_pool_rows().
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device);
@@ -38,6 +43,9 @@ void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
+                       Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 

@@ -36,7 +36,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   using ScoresOperand = typename Traits::ScoresOperand;
   using QueryGradient = typename Traits::QueryGradient;
 
-  const BwdParams& params;
+  const typename Traits::Params& params;
   BwdSharedStorage<Traits>& smem;
   const int warpgroup;
   int lane, warp_row;  // warp_row: of the warp's 16 keys in the block
@@ -47,8 +47,8 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   Ring<Traits::kTurnStages> turn_ring;
   WorkReader<BwdWork, 2> queue;
 
-  __device__ __forceinline__ BwdConsumer(const BwdParams& params, BwdSharedStorage<Traits>& smem,
-                                         int consumer)
+  __device__ __forceinline__ BwdConsumer(const typename Traits::Params& params,
+                                         BwdSharedStorage<Traits>& smem, int consumer)
       : BwdTermPlace<Traits>(smem),
         params(params),
         smem(smem),

@@ -26,12 +26,25 @@ class DqReduction {
   // address waits until the reductions have been taken over.
   __device__ __forceinline__ void advance() {
     if (kComputesAnew || new_head_) {
-      start_head();
+      start_head(block_);
     } else {
       accum_ += kBlockM * kAccumCols;
       rows_left_ -= kBlockM;
     }
     new_head_ = block_.advance();
+  }
+
+  // To any block, and never advance(). What follows from its head is kept: reads of shared memory queue
+  // behind the reductions. Not right behind add() either.
+  __device__ __forceinline__ void go_to(const QueryBlock& block) {
+    if (block.head != head_) {
+      start_head({.head = block.head, .m = 0});
+      head_ = block.head;
+      head_accum_ = accum_;
+      head_rows_left_ = rows_left_;
+    }
+    accum_ = head_accum_ + int64_t{block.m} * kBlockM * kAccumCols;
+    rows_left_ = head_rows_left_ - block.m * kBlockM;
   }
 
   // The first column of dQ lies first_col behind the constructor's. Of dQ's columns kAdded are added, from
@@ -51,11 +64,11 @@ class DqReduction {
   }
 
  private:
-  __device__ __forceinline__ void start_head() {
-    const int first_row = block_.m * kBlockM;
+  __device__ __forceinline__ void start_head(const QueryBlock& block) {
+    const int first_row = block.m * kBlockM;
     rows_left_ =
         work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kAccumCols) * kDqAccumRows;
-    const int64_t of_head = (block_.head - work_.q.head) * params_.dq_accum_rows;
+    const int64_t of_head = (block.head - work_.q.head) * params_.dq_accum_rows;
     accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kAccumCols + offset_;
   }
 
@@ -66,6 +79,10 @@ class DqReduction {
   bool new_head_ = true;
   float* accum_;
   int rows_left_;
+  // Of go_to().
+  int head_ = -1;
+  float* head_accum_;
+  int head_rows_left_;
 };
 
 }  // namespace flash_attn::sm90

@@ -10,7 +10,8 @@
 namespace flash_attn::sm90 {
 
 template <typename Traits>
-void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream stream) {
+void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& device,
+                       Stream stream) {
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   const auto scheduler =
@@ -35,8 +36,8 @@ void launch_bwd_kernel(BwdParams params, const cuda::DeviceInfo& device, Stream 
     maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
   }
   // Tiles of one length need no counter, unless they wait for each other.
-  const bool waits = Traits::kOrders || Traits::kPools;
-  if (sequences_are_alike(params) && !waits) params.tile_counter = nullptr;
+  const bool counts = Traits::kOrders || Traits::kPools || Traits::kMasked;
+  if (sequences_are_alike(params) && !counts) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
                                                stream, params, scheduler, maps, num_tiles);
 }
@@ -59,6 +60,12 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 template <DType kDType, int kHeadDim>
 void launch_bwd_split(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kSplit>>(params, device, stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
+                       Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kMasked>>(params, device, stream);
 }
 
 template <DType kDType, int kHeadDim>

@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, co
 // A block of Q or dO. One thread.
 template <int kStages, typename Tile>
 __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUtensorMap& map,
-                                             const BwdWork& work, const QueryBlocks& block,
+                                             const BwdWork& work, const QueryBlock& block,
                                              int num_cols, const Ring<kStages>& ring) {
   ring.wait_empty();
   ring.expect_bytes(loaded_bytes<Tile>(num_cols));
@@ -33,39 +33,50 @@ struct RowScales {
   float p = 1, delta = 1;
 };
 
-// LSE and delta, scaled, of each block of queries of a piece of work; they start at any address in
-// varlen: no bulk copy. A whole warp, each thread of which says what it has written. The loads are
-// under way while the slot is waited for. before(block, new_head, ring): before each block.
+// LSE and delta, scaled, of a block of queries; they start at any address in varlen: no bulk copy. A whole
+// warp, each thread of which says what it has written. The loads are under way while the slot is waited
+// for. write_more(): what else belongs into the slot.
+template <int kBlockM, int kStages, typename WriteMore>
+__device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
+                                                const QueryBlock& block,
+                                                RowValues<kBlockM> (&row_values)[kStages],
+                                                const Ring<kStages>& ring, const RowScales& scales,
+                                                float log2_p, const WriteMore& write_more) {
+  constexpr int kRows = kBlockM / 32;  // of a lane
+  const int lane = threadIdx.x % 32;
+  const int64_t first = work.batch_idx * params.lse_batch_stride +
+                        block.head * params.lse_head_stride + work.seqlen.q_begin;
+  float lse[kRows], delta[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int query = block.m * kBlockM + i * 32 + lane;
+    const bool exists = query < work.seqlen.len_q;
+    lse[i] = exists ? params.lse[first + query] : -INFINITY;
+    delta[i] = exists ? params.delta[first + query] : 0.f;
+  }
+  ring.wait_empty();
+  RowValues<kBlockM>& values = row_values[ring.stage()];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]) - log2_p;
+    values.delta[i * 32 + lane] = delta[i] * scales.delta;
+  }
+  write_more();
+  ring.arrive_full();
+}
+
+// Of each block of queries of a piece of work. before(block, new_head, ring): before each block.
 template <int kBlockM, int kStages, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 RowValues<kBlockM> (&row_values)[kStages],
                                                 Ring<kStages>& ring, const RowScales& scales,
                                                 const Before& before) {
-  constexpr int kRows = kBlockM / 32;  // of a lane
-  const int lane = threadIdx.x % 32;
   const float log2_p = log2f(scales.p);
   bool new_head = true;
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); new_head = block.advance(), ring.advance()) {
     before(block, new_head, ring);
-    const int64_t first = work.batch_idx * params.lse_batch_stride +
-                          block.head * params.lse_head_stride + work.seqlen.q_begin;
-    float lse[kRows], delta[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int query = block.m * kBlockM + i * 32 + lane;
-      const bool exists = query < work.seqlen.len_q;
-      lse[i] = exists ? params.lse[first + query] : -INFINITY;
-      delta[i] = exists ? params.delta[first + query] : 0.f;
-    }
-    ring.wait_empty();
-    RowValues<kBlockM>& values = row_values[ring.stage()];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]) - log2_p;
-      values.delta[i * 32 + lane] = delta[i] * scales.delta;
-    }
-    ring.arrive_full();
+    load_row_values(params, work, block, row_values, ring, scales, log2_p, [] {});
   }
 }
 

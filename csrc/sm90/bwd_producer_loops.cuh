@@ -71,6 +71,21 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   queue.end();
 }
 
+// Q and dO of a block of queries; with a tile's first also K and V. One thread.
+template <typename Traits>
+__device__ __forceinline__ void load_block(const BwdParams& params, const BwdTensorMaps& maps,
+                                           const BwdWork& work, const QueryBlock& block,
+                                           bool is_first, const Ring<Traits::kStages>& q_ring,
+                                           Ring<1>& k_ring, BwdSharedStorage<Traits>& smem) {
+  load_queries(smem.q, maps.q, work, block, params.head_dim, q_ring);
+  load_queries(smem.dout, maps.dout, work, block, params.head_dim_v, q_ring.in(smem.dout_ring));
+  // The places of the first block of queries are empty earlier, and V's before K's.
+  if (!is_first) return;
+  load_keys(smem.v, maps.v, work, params.head_dim_v, k_ring.in(smem.v_ring));
+  load_keys(smem.k, maps.k, work, params.head_dim, k_ring);
+  k_ring.advance();
+}
+
 // One thread.
 template <typename Traits>
 __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTensorMaps& maps,
@@ -82,14 +97,7 @@ __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTens
   while (const BwdWork* const work = queue.read()) {
 #pragma unroll 1
     for (QueryBlocks block(*work); block.more(); block.advance(), q_ring.advance()) {
-      load_queries(smem.q, maps.q, *work, block, params.head_dim, q_ring);
-      load_queries(smem.dout, maps.dout, *work, block, params.head_dim_v,
-                   q_ring.in(smem.dout_ring));
-      // The places of the first block of queries are empty earlier, and V's before K's.
-      if (!block.is_first()) continue;
-      load_keys(smem.v, maps.v, *work, params.head_dim_v, k_ring.in(smem.v_ring));
-      load_keys(smem.k, maps.k, *work, params.head_dim, k_ring);
-      k_ring.advance();
+      load_block(params, maps, *work, block, block.is_first(), q_ring, k_ring, smem);
     }
     queue.release(true);
   }

@@ -6,6 +6,7 @@
 #include "../cuda/attn/score_policy.cuh"
 #include "bwd_config.h"
 #include "bwd_work.cuh"
+#include "masked_scores.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
 
@@ -20,8 +21,8 @@ enum class DqShare { kRows, kCols };
 // code of each would cost the plain loop. kScores: with score
 // terms, each decided by a branch that all threads take alike. With no other terms: kAdditive (ALiBi, a
 // bias that TMA can read, or both), which are added to S and leave the rest as it is; kWeighted (softcap,
-// dropout).
-enum class BwdForm { kPlain, kPooled, kOrdered, kSplit, kScores, kAdditive, kWeighted };
+// dropout). kMasked: without terms, and with a mask whose hidden tiles are passed over.
+enum class BwdForm { kPlain, kPooled, kOrdered, kSplit, kScores, kAdditive, kWeighted, kMasked };
 
 constexpr ScoreTerms terms_of(BwdForm form) {
   if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
@@ -34,8 +35,10 @@ struct BwdTraits {
   static constexpr BwdForm kForm = kFormOfLoop;
   static constexpr DType kDType = kElementType;
   static constexpr bool kPools = kForm == BwdForm::kPooled, kOrders = kForm == BwdForm::kOrdered;
-  static constexpr bool kSplits = kForm == BwdForm::kSplit;
-  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders || kSplits;
+  static constexpr bool kSplits = kForm == BwdForm::kSplit, kMasked = kForm == BwdForm::kMasked;
+  static constexpr bool kPlainScores =
+      kForm == BwdForm::kPlain || kPools || kOrders || kSplits || kMasked;
+  using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
   // dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in shared
@@ -110,6 +113,38 @@ struct BwdTermStorage<Traits, BwdForm::kWeighted> {
   uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
 };
 
+// A block of queries that the mask does not hide from a block of keys.
+class FoundQueries {
+ public:
+  FoundQueries() = default;
+  // states: of the mask's tiles, as BlockMask::states().
+  __device__ __forceinline__ FoundQueries(const QueryBlock& block, uint32_t states, bool is_last)
+      : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 9 | states << 1 | is_last) {}
+
+  __device__ __forceinline__ QueryBlock block() const {
+    return {.head = head_, .m = static_cast<int>(bits_ >> 9)};
+  }
+  __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
+  __device__ __forceinline__ uint32_t states() const { return bits_ >> 1 & 0xff; }
+
+ private:
+  int head_;
+  uint32_t bits_;
+};
+
+// The blocks that were found, on their way to the loader; of those loaded, beside row_values; and what the
+// mask's rows say of the block's keys: two intervals, or two words of bits.
+template <typename Traits, bool kMasked = Traits::kMasked>
+struct BwdMaskStorage {};
+template <typename Traits>
+struct BwdMaskStorage<Traits, true> {
+  static_assert(Traits::kBlockM <= 2 * kMaskTile && Traits::kBlockN == 2 * kMaskTile);
+  static constexpr int kFound = 2;
+  alignas(16) int4 rows[Traits::kStages][Traits::kBlockM];
+  FoundQueries found[kFound], of_q[Traits::kStages];
+  RingBarriers<kFound> ring;
+};
+
 // Pieces of dQ's sums on their way to dq.
 template <typename Traits, bool kPools = Traits::kPools>
 struct BwdPoolStorage {};
@@ -146,6 +181,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   alignas(1024) typename Traits::ScoreTile ds[Traits::kScoreStages];
   alignas(16) RowValues<Traits::kBlockM> row_values[Traits::kStages];
   [[no_unique_address]] BwdDropoutStorage<Traits> dropout;
+  [[no_unique_address]] BwdMaskStorage<Traits> mask;
   RingBarriers<Traits::kStages> q_ring;  // with row_values
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
@@ -199,6 +235,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     if constexpr (Traits::kAdditive) term_ring.init(1, kConsumerWarps);
     // Words, which each thread of a warp has written and each of the consumers' reads.
     if constexpr (Traits::kWeighted) term_ring.init(32, 32 * kConsumerWarps);
+    if constexpr (Traits::kMasked) mask.ring.init(1, 1);
     piece_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);

@@ -57,15 +57,17 @@ struct BwdWork {
   }
 };
 
+// Queries m · kBlockM … of a query head.
+struct QueryBlock {
+  int head, m;
+};
+
 // A walk over the blocks of queries that a block of keys meets: head after head of the group, and
 // within a head from the first to the last. All roles walk alike.
-class QueryBlocks {
+class QueryBlocks : public QueryBlock {
  public:
-  int head, m;  // the block: queries m · kBlockM … of query head `head`
-
   __device__ __forceinline__ explicit QueryBlocks(const BwdWork& work)
-      : head(work.has_queries() ? work.q.head : work.end_head),
-        m(work.range.begin),
+      : QueryBlock{.head = work.has_queries() ? work.q.head : work.end_head, .m = work.range.begin},
         begin_(work.range.begin),
         end_(work.range.end),
         first_head_(work.q.head),

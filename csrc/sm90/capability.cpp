@@ -72,6 +72,13 @@ int decode_splits(const CallShape& call) {
   return static_cast<int>(std::clamp<int64_t>(call.device->num_sms / tiles, 1, kMaxSplits));
 }
 
+// Whether the kernels that skip the hidden tiles of a mask serve the call.
+bool skips_tiles(const CallShape& call) {
+  const bool has_terms = call.alibi || call.softcap || call.dropout;
+  return call.tile_mask && !has_terms && !call.ragged && !call.max_logits && !call.deterministic &&
+         std::max(call.head_dim, call.head_dim_v) <= kMaskedHeadDim;
+}
+
 double cost(const CallShape& call) {
   // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as those of
   // wider tiles, decode's reads half as long.
@@ -81,7 +88,9 @@ double cost(const CallShape& call) {
   // it is unless can_stage_bias().
   const bool in_tiles = call.dense_bias && !call.softcap && !call.dropout;
   if (call.op == Op::kBackward && call.bias && !in_tiles && widest <= 64) return kNarrowTileCost;
-  if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
+  if (call.op != Op::kDecode) {
+    return call.tile_mask && !skips_tiles(call) ? cuda::kReadMaskCost : 0;
+  }
   const int splits = decode_splits(call);
   const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
   return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);
@@ -89,7 +98,8 @@ double cost(const CallShape& call) {
 
 Plan plan(const CallShape& call) {
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, decode_splits(call));
-  return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd};
+  return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
+          .skips_tiles = skips_tiles(call)};
 }
 
 }  // namespace

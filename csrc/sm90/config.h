@@ -164,6 +164,21 @@ auto with_max_logits_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<256, 256>();
 }
 
+// With a mask whose hidden tiles are passed over: blocks of two by two of its tiles. Head dims up to 128.
+template <int kHeadDim>
+inline constexpr FwdTile kMaskedTile = {.consumers = 2,
+                                        .block_n = 128,
+                                        .stages = kHeadDim <= 64 ? 4 : 2,
+                                        .q_stages = 2,
+                                        .output_slabs = kHeadDim / 64,
+                                        .ordered = true};
+inline constexpr int kMaskedHeadDim = 128;
+template <typename F>
+auto with_masked_class(int head_dim, int head_dim_v, F&& f) {
+  if (head_dim <= 64 && head_dim_v <= 64) return f.template operator()<64>();
+  return f.template operator()<128>();
+}
+
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.
 template <int kHeadDim, int kHeadDimV, typename F>
 auto with_fwd_tile(int seqlen_q, bool masked, F&& f) {

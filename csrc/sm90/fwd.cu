@@ -44,4 +44,13 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
   });
 }
 
+void run_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device,
+                    Stream stream) {
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_masked_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+      launch_fwd_masked<kDType, kHeadDim>(params, device, stream);
+    });
+  });
+}
+
 }  // namespace flash_attn::sm90

@@ -31,7 +31,9 @@
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
 //
 // Compiled for several forms (FwdForm): without score terms, with all of them, with one of them
-// (fwd_steps.cuh), and without them for a piece of the keys, whose O and LSE are partial results.
+// (fwd_steps.cuh), without them for a piece of the keys, whose O and LSE are partial results, and without
+// them for a mask whose hidden tiles are passed over (fwd_masked_producer.cuh): there warp 0 takes tiles
+// and finds their blocks of keys, and warp 3 loads K.
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
@@ -40,6 +42,7 @@
 
 #include "../cuda/launch.h"
 #include "fwd_key_walk.cuh"
+#include "fwd_masked_producer.cuh"
 #include "fwd_output.cuh"
 #include "fwd_producer.cuh"
 
@@ -95,7 +98,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
-    fwd_kernel(const __grid_constant__ FwdParams params,
+    fwd_kernel(const __grid_constant__ typename Traits::Params params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
                const __grid_constant__ FwdTensorMaps<Traits::kStagedBias> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
@@ -108,13 +111,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0) {
-      schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
+      if constexpr (Traits::kMasked) {
+        schedule_and_find_keys_loop<Traits>(params, scheduler, num_tiles, smem);
+      } else {
+        schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
+      }
     } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
       if constexpr (Traits::kDropout) draw_key_words_loop<Traits>(params, smem);
       if constexpr (Traits::kKeyBias) load_key_bias_loop<Traits>(params, smem);
-    } else if (warp < (Traits::kStagedBias ? 4 : 3) && ptx::elect_one()) {
+    } else if (warp < (Traits::kStagedBias || Traits::kMasked ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
-      if (warp == 2) load_v_loop<Traits>(params, maps.v, smem);
+      if constexpr (Traits::kMasked) {
+        if (warp == 2) load_found_v_loop<Traits>(params, maps.v, smem);
+        if (warp == 3) load_found_k_loop<Traits>(params, maps.k, smem);
+      } else {
+        if (warp == 2) load_v_loop<Traits>(params, maps.v, smem);
+      }
       if constexpr (Traits::kStagedBias) {
         if (warp == 3) load_bias_loop<Traits>(params.score.bias, maps.bias, smem);
       }
@@ -126,7 +138,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
 }
 
 template <typename Traits>
-void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream stream) {
+void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device, Stream stream) {
   using Storage = FwdSharedStorage<Traits>;
   static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
   const int64_t group = params.heads_q / params.heads_kv;
@@ -138,7 +150,8 @@ void launch_tiles(FwdParams params, const cuda::DeviceInfo& device, Stream strea
   auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
       keys * (params.head_dim + params.head_dim_v) * 2 / group);
-  const bool alike = sequences_are_alike(params);  // tiles of one length, which need no counter
+  // Tiles of one length, which need no counter.
+  const bool alike = !Traits::kMasked && sequences_are_alike(params);
   // Head after head, as no length has to come first: the blocks walk over the same K and V together.
   if (alike) scheduler.section_heads = 1;
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
@@ -202,6 +215,14 @@ template <DType kDType, int kHeadDim>
 void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   constexpr FwdTile kTile = kPiecesTile<kHeadDim>;
   launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kPieces>>(params, device,
+                                                                               stream);
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device,
+                       Stream stream) {
+  constexpr FwdTile kTile = kMaskedTile<kHeadDim>;
+  launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kMasked>>(params, device,
                                                                                stream);
 }
 

@@ -15,6 +15,7 @@ class KeyWalk {
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
   static constexpr float kShare = 0.125f;
+  static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
 
  public:
   // S: of the first block.
@@ -35,24 +36,33 @@ class KeyWalk {
       Probabilities P;
       first(P);
 #pragma unroll 1
-      while (--n >= range.begin) next_in_steps(P);
+      while (advance()) next_in_steps(P);
       return last(P);
     }
     Probabilities P, P_next;  // two, so that one can come while the other is read
     first(P);
 #pragma unroll 1
     for (;;) {
-      if (--n < range.begin) return last(P);
+      if (!advance()) return last(P);
       next(P, P_next);
-      if (--n < range.begin) return last(P_next);
+      if (!advance()) return last(P_next);
       next(P_next, P);
     }
   }
 
  private:
+  // To the next block, if there is one. With a mask, K says which it is.
+  __device__ __forceinline__ bool advance() {
+    if constexpr (Traits::kMasked) return !found.is_last();
+    return --n >= range.begin;
+  }
+
   __device__ __forceinline__ void first(Probabilities& P) {
     bring_bias(P);
+    BlockMask::RowPair rows;
+    if constexpr (Traits::kMasked) rows = bring_mask();
     self.release(self.k_ring);
+    if constexpr (Traits::kMasked) hide(rows);
     finish_scores(P);
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
@@ -74,9 +84,12 @@ class KeyWalk {
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
     bring_bias(P_next);
+    BlockMask::RowPair rows;
+    if constexpr (Traits::kMasked) rows = bring_mask();
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
+    if constexpr (Traits::kMasked) hide(rows);
     const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
     const auto v_in_use = self.v_ring;
     self.v_ring.advance();
@@ -141,6 +154,7 @@ class KeyWalk {
   // eighth of the sum so far would make nearly every P above 1 of the first blocks exact, though few
   // of those keys come to dominate their row, and each takes a scan of S and a rescale of O.)
   __device__ __forceinline__ float share() const {
+    if constexpr (Traits::kMasked) return fminf(kShare * found.whole_walk(), 0.5f);
     const BlockRange& blocks = work.range;  // read again, not kept: registers are short
     return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
   }
@@ -215,6 +229,26 @@ class KeyWalk {
     }
   }
 
+  // Of a mask, while the products run: which block has come, and what the lane's queries see of it.
+  __device__ __forceinline__ BlockMask::RowPair bring_mask() {
+    // By the lane that releases it.
+    if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
+    found = found.of_first_lane();
+    if (!is_masked()) return {};
+    return score.template row_pair<kTiles>(place(), self.lane);
+  }
+  __device__ __forceinline__ bool is_masked() const {
+    constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
+    return states() != kAllSeen;
+  }
+  __device__ __forceinline__ uint32_t states() const {
+    return found.template states_of<kTiles>(self.warpgroup);
+  }
+  // S = -inf where the mask hides it.
+  __device__ __forceinline__ void hide(const BlockMask::RowPair& rows) const {
+    if (is_masked()) score.hide(S, rows, states(), place(), self.lane);
+  }
+
   __device__ __forceinline__ const float* key_bias() const {
     return self.smem.key_bias.of_keys[self.bias_ring.stage()];
   }
@@ -226,6 +260,7 @@ class KeyWalk {
   // The block of keys in the n-th place. Computed where it is needed, as registers are short.
   __device__ __forceinline__ int block() const {
     if constexpr (Traits::kAlibi) return block_in_place(work, score.turned(), n);
+    if constexpr (Traits::kMasked) return found.n();
     return n;
   }
   __device__ __forceinline__ bool is_full() const {
@@ -283,7 +318,7 @@ class KeyWalk {
   // their P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();
-    if constexpr (Traits::ScorePolicy::kGeneral) {
+    if constexpr (Traits::ScorePolicy::kGeneral || Traits::kMasked) {
       if (block() > blocks().begin) return;
       const int unseen = work.window.first_key(work.first_row) - block() * Traits::kBlockN;
       if (unseen > 0) self.clear_values(unseen);
@@ -297,7 +332,8 @@ class KeyWalk {
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
   const BlockRange range;
-  int n;  // counts blocks of keys
+  int n;            // counts blocks of keys
+  FoundKeys found;  // in place of n, with a mask
   float correction[2];
   bool first_serves = true, second_serves = true;  // of softcap's polynomials, so far
   uint32_t query_word;                             // dropout's, of the lane's rows

@@ -82,9 +82,10 @@ __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, co
 }
 
 // Also says what the score terms of a tile are, before its Q comes: this warp has the time and the
-// registers.
+// registers. What a mask of tiles is was said with the tile.
 template <typename Traits>
-__device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUtensorMap& map,
+__device__ __forceinline__ void load_q_loop(const typename Traits::Params& params,
+                                            const CUtensorMap& map,
                                             FwdSharedStorage<Traits>& smem) {
   Ring<Traits::kQStages> ring(smem.q_ring);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void load_q_loop(const FwdParams& params, const CUten
       start_score();
       expect();
     } else {
-      start_score();
+      if constexpr (!Traits::kMasked) start_score();
       ring.wait_empty();
       expect();
       load();

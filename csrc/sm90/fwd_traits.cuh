@@ -10,6 +10,7 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "config.h"
+#include "masked_scores.cuh"
 #include "tile/copy.cuh"
 #include "tile/ring.cuh"
 
@@ -22,7 +23,8 @@ constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
 // alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
 // result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
 // read, through shared memory), kKeyBias (one that broadcasts the queries), kDropout. kMaxLogits: no term,
-// and the largest score of each head is kept.
+// and the largest score of each head is kept. kMasked: no term, and a mask whose hidden tiles are
+// passed over.
 enum class FwdForm {
   kPlain,
   kScores,
@@ -32,7 +34,8 @@ enum class FwdForm {
   kStagedBias,
   kKeyBias,
   kDropout,
-  kMaxLogits
+  kMaxLogits,
+  kMasked
 };
 
 constexpr ScoreTerms terms_of(FwdForm form) {
@@ -82,11 +85,15 @@ struct FwdTraits {
   static constexpr bool kPlainScores =
       kForm == FwdForm::kPlain || kForm == FwdForm::kMaxLogits || kPieces;
   static constexpr bool kMaxLogits = kForm == FwdForm::kMaxLogits;
+  static constexpr bool kMasked = kForm == FwdForm::kMasked;
   using ScorePolicy = std::conditional_t<
       kMaxLogits, RecordedScores,
       std::conditional_t<
-          kPlainScores, PlainScores,
-          std::conditional_t<kForm == FwdForm::kAlibi, TurnedScores, TermScores<terms_of(kForm)>>>>;
+          kMasked, BlockMask,
+          std::conditional_t<kPlainScores, PlainScores,
+                             std::conditional_t<kForm == FwdForm::kAlibi, TurnedScores,
+                                                TermScores<terms_of(kForm)>>>>>;
+  using Params = std::conditional_t<kMasked, Masked<FwdParams>, FwdParams>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
@@ -169,10 +176,12 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   const int first_row = tile.block * Traits::kBlockM;
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
   // nobody sees is not read. Its P is 0, but 0 · NaN would reach O. Dropout's mask wants them to count
-  // from a multiple of 32 (KeyWalk::wait_values).
+  // from a multiple of 32, a mask of tiles from one of its tiles (KeyWalk::wait_values).
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
   const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
-  constexpr int kKeyAlignment = Traits::ScorePolicy::kGeneral ? 32 : 1;
+  constexpr int kKeyAlignment = Traits::kMasked                 ? Traits::kBlockN
+                                : Traits::ScorePolicy::kGeneral ? 32
+                                                                : 1;
   const int first_key = all.first_key(first_row) / kKeyAlignment * kKeyAlignment;
   const int num_keys = first_row < end_row ? max(all.end_key(end_row - 1) - first_key, 0) : 0;
   const int64_t diagonal = seqlen.diagonal(params);
@@ -211,6 +220,7 @@ struct FwdWorkSlot {
   __device__ __forceinline__ const FwdWork& work() const {
     return *reinterpret_cast<const FwdWork*>(storage);
   }
+  __device__ __forceinline__ FwdWork& work() { return *reinterpret_cast<FwdWork*>(storage); }
 };
 
 // Blocks of a staged bias, of each consumer its own: who comes first need not wait for the others.
@@ -239,6 +249,47 @@ struct FwdDropoutStorage<Traits, true> {
   alignas(16) uint32_t key_words[Traits::kStages][Traits::kBlockN / 4];
 };
 
+// A block of keys that the mask does not hide from a tile of queries.
+class FoundKeys {
+ public:
+  FoundKeys() = default;
+  // n: of the block. states: of the mask's tiles, as BlockMask::states(). whole_walk: how many times the
+  // blocks before it the tile has, as far as is known.
+  __device__ __forceinline__ FoundKeys(int n, uint32_t states, bool is_last, float whole_walk)
+      : bits_(static_cast<uint32_t>(n) << 9 | states << 1 | is_last), whole_walk_(whole_walk) {}
+
+  __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 9); }
+  __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
+  __device__ __forceinline__ float whole_walk() const { return whole_walk_; }
+  __device__ __forceinline__ FoundKeys of_first_lane() const {
+    FoundKeys keys;
+    keys.bits_ = __shfl_sync(~0u, bits_, 0);
+    keys.whole_walk_ = __shfl_sync(~0u, whole_walk_, 0);
+    return keys;
+  }
+  // Of a consumer's kTiles.
+  template <int kTiles>
+  __device__ __forceinline__ uint32_t states_of(int consumer) const {
+    return bits_ >> (1 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
+  }
+
+ private:
+  uint32_t bits_;
+  float whole_walk_;
+};
+
+// The blocks that were found, on their way to those that load K and V; of those loaded, beside K.
+template <typename Traits, bool kMasked = Traits::kMasked>
+struct FwdMaskStorage {};
+template <typename Traits>
+struct FwdMaskStorage<Traits, true> {
+  static_assert(Traits::kBlockM == 2 * kMaskTile && Traits::kBlockN <= 2 * kMaskTile);
+  // Few: where tiles are dealt out by a counter, who finds takes the next one that much earlier.
+  static constexpr int kFound = 2;
+  FoundKeys found[kFound], of_k[Traits::kStages];
+  RingBarriers<kFound> ring;
+};
+
 template <typename Traits>
 struct FwdSharedStorage : FwdBiasStorage<Traits> {
   static constexpr int kWorkSlots = 3;
@@ -250,6 +301,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   alignas(1024) typename Traits::OutputSlab out[Traits::kOutputSlabs];
   [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
+  [[no_unique_address]] FwdMaskStorage<Traits> mask;
   FwdWorkSlot work[kWorkSlots];
   alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<kWorkSlots> work_ring;
@@ -277,9 +329,11 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     // What threads write, each of those that read it releases: racecheck follows nothing else. Of the
-    // loaders a thread each of Q's, V's and a staged bias's, and the warp of a key bias or of words.
+    // loaders a thread each of Q's, V's, a staged bias's and, with a mask, K's, and the warp of a key
+    // bias or of words.
     constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
-    work_ring.init(1, 2 + Traits::kStagedBias + kWarpReaders + 32 * kConsumerWarps);
+    work_ring.init(
+        1, 2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders + 32 * kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
     v_ring.init(Traits::kDropout ? 1 + 32 : 1, (Traits::kDropout ? 32 : 1) * kConsumerWarps);
@@ -287,6 +341,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
       for (auto& ring : this->bias_rings) ring.init(1, 4);
     }
     if constexpr (Traits::kKeyBias) key_bias.ring.init(32, 32 * kConsumerWarps);
+    if constexpr (Traits::kMasked) mask.ring.init(1, 2);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

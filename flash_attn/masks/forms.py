@@ -206,11 +206,25 @@ class Documents(Mask):
         low_k, high_k = low_k[:, None], high_k[:, None]
         some = (low_q <= high_k) & (low_k <= high_q)
         every = (low_q == high_q) & (low_k == high_k)
-        ids = self.ids_q.to(torch.int32)
-        nothing = torch.zeros_like(ids)
-        rows = torch.stack([ids, ids + 1, nothing, nothing], -1)
-        labels = self.ids_k.to(torch.int32, copy=True)
-        return Tiled(states_of(some, every)[:, None], rows[:, None], labels)
+        return Tiled(states_of(some, every)[:, None], *self._rows(at))
+
+    def _rows(self, at: Geometry) -> tuple[Tensor, Tensor]:
+        """What each query sees, as labels of keys: the ids, or, where these ascend, positions, of
+        which a kernel reads none."""
+        batch = max(self.ids_q.size(0), self.ids_k.size(0))
+        ids_q, ids_k = (x.to(torch.int32).expand(batch, -1) for x in (self.ids_q, self.ids_k))
+        ids_q, ids_k = ids_q.contiguous(), ids_k.contiguous()
+        nothing = torch.zeros_like(ids_q)
+        by_ids = torch.stack([ids_q, ids_q + 1, nothing, nothing], -1)
+        ends = [
+            torch.searchsorted(ids_k, ids_q, right=right, out_int32=True)
+            for right in (False, True)
+        ]
+        by_positions = torch.stack([*ends, nothing, nothing - 1], -1)
+        ascends = (ids_k[:, 1:] >= ids_k[:, :-1]).all()
+        positions = at.keys().to(torch.int32).expand(batch, -1)
+        rows = torch.where(ascends, by_positions, by_ids)
+        return rows[:, None], torch.where(ascends, positions, ids_k)
 
     @staticmethod
     def _ranges(ids: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,14 @@ INSTANCES = [
     "csrc/cuda/cache/rotate_queries.cu",
 ]
 # Of kernels that are not among these.
-ELSEWHERE = {"csrc/cuda/attn/tile_mask.cuh", "csrc/sm90/fwd_steps.cuh"}
+ELSEWHERE = {
+    "csrc/cuda/attn/tile_mask.cuh",
+    "csrc/sm90/bwd_masked_producer.cuh",
+    "csrc/sm90/bwd_masked_scores.cuh",
+    "csrc/sm90/fwd_masked_producer.cuh",
+    "csrc/sm90/fwd_steps.cuh",
+    "csrc/sm90/masked_scores.cuh",
+}
 # What pytest runs for a file, by what its path begins with: one case of each way through a kernel.
 # 64 is what a cache's case has unless it says otherwise; 56 runs in the kernels for 64.
 CASES = "test_kernels.py --device cuda -m sanitize -k 'not (96 or 128 or 192 or 256 or 512) and"

@@ -82,7 +82,7 @@ class MaskedScores : public PlainScores {
     }
   }
 
- private:
+ protected:
   // What lies beyond the last query or key is hidden.
   __device__ __forceinline__ TileState state(int query_tile, int key_tile) const {
     if (query_tile >= query_tiles_ || key_tile >= key_tiles_) return kTileHidden;

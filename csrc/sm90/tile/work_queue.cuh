@@ -32,17 +32,25 @@ class WorkWriter {
 
   // Returns what lies in the queue now, which the writer may read until the next push().
   __device__ __forceinline__ const Work& push(const Work& work) {
+    const Work& pushed = draft(work);
+    publish();
+    return pushed;
+  }
+  // The two halves of it. In between the first lane may change the work.
+  __device__ __forceinline__ Work& draft(const Work& work) {
     ring_.wait_empty();
     auto& slot = queue_.slots[ring_.stage()];
-    auto* const pushed = reinterpret_cast<Work*>(slot.storage);
+    auto* const drafted = reinterpret_cast<Work*>(slot.storage);
     if (threadIdx.x % 32 == 0) {
       slot.end = false;
       new (slot.storage) Work(work);
-      ring_.arrive_full();
     }
+    return *drafted;
+  }
+  __device__ __forceinline__ void publish() {
+    if (threadIdx.x % 32 == 0) ring_.arrive_full();
     __syncwarp();
     ring_.advance();
-    return *pushed;
   }
   __device__ __forceinline__ void end() {
     ring_.wait_empty();

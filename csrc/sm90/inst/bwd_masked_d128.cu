@@ -1,0 +1,10 @@
+#include "../bwd_launch.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_bwd_masked<DType::kFp16, 128>(const Masked<BwdParams>&,
+                                                   const cuda::DeviceInfo&, Stream);
+template void launch_bwd_masked<DType::kBf16, 128>(const Masked<BwdParams>&,
+                                                   const cuda::DeviceInfo&, Stream);
+
+}  // namespace flash_attn::sm90

@@ -1,0 +1,10 @@
+#include "../fwd.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_fwd_masked<DType::kFp16, 128>(const Masked<FwdParams>&,
+                                                   const cuda::DeviceInfo&, Stream);
+template void launch_fwd_masked<DType::kBf16, 128>(const Masked<FwdParams>&,
+                                                   const cuda::DeviceInfo&, Stream);
+
+}  // namespace flash_attn::sm90

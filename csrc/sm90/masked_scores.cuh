@@ -1,0 +1,154 @@
+// The mask of cuda/attn/tile_mask.cuh for blocks of several of its tiles, whose states are read once, by who
+// finds the blocks, and handed to who computes them.
+#pragma once
+
+#include "../cuda/attn/tile_mask.cuh"
+
+namespace flash_attn::sm90 {
+
+class BlockMask : public MaskedScores {
+ public:
+  using MaskedScores::Intervals;
+  using MaskedScores::MaskedScores;
+
+  // The states of the tiles of kBlockM queries by kBlockN keys, two bits each, row after row; 0: nothing
+  // is seen.
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ uint32_t states(int first_row, int first_key) const {
+    static_assert(kBlockM % kMaskTile == 0 && kBlockN % kMaskTile == 0);
+    constexpr int kCols = kBlockN / kMaskTile;
+    uint32_t states = 0;
+#pragma unroll
+    for (int i = 0; i < kBlockM / kMaskTile * kCols; ++i) {
+      const TileState of_tile =
+          state(first_row / kMaskTile + i / kCols, first_key / kMaskTile + i % kCols);
+      states |= static_cast<uint32_t>(of_tile) << 2 * i;
+    }
+    return states;
+  }
+
+  // What two queries see of a block's keys: of each a word of bits for each of its tiles; or, by labels, two
+  // intervals as beginning and length.
+  struct RowPair {
+    uint4 of_query[2];
+    bool by_labels;
+  };
+
+  // Of the lane's two queries in 16 rows. place: of the rows and the block.
+  template <int kTiles>
+  __device__ __forceinline__ RowPair row_pair(ScorePlace place, int lane) const {
+    RowPair pair = {};
+    if (rows_ == nullptr) return pair;
+    const int query = place.query + fragment_row(0, lane);
+    const int64_t queries[2] = {min(query, last_query_), min(query + 8, last_query_)};
+    const int first_key = place.key + fragment_col(0, lane);
+    if (has_bits_) {
+      const int first_tile = place.key / kMaskTile;
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const auto* const words =
+            static_cast<const unsigned long long*>(rows_) + queries[row] * key_tiles_ + first_tile;
+        set_words<kTiles>(pair.of_query[row], [&](int tile) -> uint64_t {
+          return first_tile + tile < key_tiles_ ? __ldg(words + tile) >> first_key % kMaskTile : 0;
+        });
+      }
+      return pair;
+    }
+    int4 rows[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      rows[row] = __ldg(static_cast<const int4*>(rows_) + queries[row]);
+    }
+    pair.by_labels =
+        labels_ != nullptr && __any_sync(~0u, rows[0].w >= rows[0].z || rows[1].w >= rows[1].z);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int4& ends = rows[row];
+      if (pair.by_labels) {
+        pair.of_query[row] = {static_cast<uint32_t>(ends.x), length(ends.x, ends.y),
+                              static_cast<uint32_t>(ends.z), length(ends.z, ends.w)};
+      } else {
+        set_words<kTiles>(pair.of_query[row], [&](int tile) {
+          return Intervals{ends}.bits(first_key + tile * kMaskTile);
+        });
+      }
+    }
+    return pair;
+  }
+
+  // -inf for what the mask hides of a warp's block. states: of its tiles.
+  template <int kN>
+  __device__ __forceinline__ void hide(Accumulator<1, kN>& S, const RowPair& pair, uint32_t states,
+                                       ScorePlace place, int lane) const {
+    constexpr int kElements = kMaskTile / 4;  // of a row in a tile
+#pragma unroll
+    for (int tile = 0; tile < kN / kMaskTile; ++tile) {
+      const uint32_t state = states >> 2 * tile & 3;
+      const auto hide_unseen = [&](const auto& is_seen) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          const auto seen = is_seen(fragment_col(i, 0));
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            if (!seen[row]) S.at(row, tile * kElements + i) = -INFINITY;
+          }
+        }
+      };
+      if (state == kTileSeen) continue;
+      if (state == kTileHidden) {
+        hide_unseen([](int) { return Seen{false, false}; });
+      } else if (pair.by_labels) {
+        const int first_key = place.key + tile * kMaskTile + fragment_col(0, lane);
+        const auto hide_other_labels = [&](auto intervals) {
+          hide_unseen([&](int col) {
+            const int label = __ldg(labels_ + min(first_key + col, last_key_));
+            return Seen{contains<intervals>(pair.of_query[0], label),
+                        contains<intervals>(pair.of_query[1], label)};
+          });
+        };
+        // Documents have one.
+        if (__any_sync(~0u, (pair.of_query[0].w | pair.of_query[1].w) != 0)) {
+          hide_other_labels(std::integral_constant<int, 2>());
+        } else {
+          hide_other_labels(std::integral_constant<int, 1>());
+        }
+      } else {
+        hide_unseen([&](int col) {
+          const auto bit = [&](const uint4& words) {
+            const uint32_t low = tile == 0 ? words.x : words.z,
+                           high = tile == 0 ? words.y : words.w;
+            return ((col < 32 ? low : high) >> col % 32 & 1) != 0;
+          };
+          return Seen{bit(pair.of_query[0]), bit(pair.of_query[1])};
+        });
+      }
+    }
+  }
+
+ private:
+  struct Seen {
+    bool of_query[2];
+    __device__ __forceinline__ bool operator[](int row) const { return of_query[row]; }
+  };
+
+  template <int kTiles, typename OfTile>
+  __device__ __forceinline__ static void set_words(uint4& words, const OfTile& of_tile) {
+    static_assert(kTiles <= 2);
+    uint64_t of_tiles[2] = {};
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) of_tiles[tile] = of_tile(tile);
+    words = {static_cast<uint32_t>(of_tiles[0]), static_cast<uint32_t>(of_tiles[0] >> 32),
+             static_cast<uint32_t>(of_tiles[1]), static_cast<uint32_t>(of_tiles[1] >> 32)};
+  }
+
+  __device__ __forceinline__ static uint32_t length(int first, int end) {
+    return end > first ? static_cast<uint32_t>(end) - static_cast<uint32_t>(first) : 0;
+  }
+  template <int kIntervals>
+  __device__ __forceinline__ static bool contains(const uint4& intervals, int label) {
+    return static_cast<uint32_t>(label) - intervals.x < intervals.y ||
+           (kIntervals == 2 && static_cast<uint32_t>(label) - intervals.z < intervals.w);
+  }
+};
+
+}  // namespace flash_attn::sm90
