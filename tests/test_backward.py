@@ -86,9 +86,7 @@ FEW_KEYS = [
         ("fp16", 5, 700, 130, 40, {"window": (300, 0)}),
         ("bf16", 3, 900, 129, 96, {"sink": True}),
     ]
-] + [
-    Case(dtype="bf16", heads_q=8, heads_kv=1, lengths_q=(600, 0, 513), lengths_k=(200, 9, 77))
-]
+] + [Case(dtype="bf16", heads_q=8, heads_kv=1, lengths_q=(600, 0, 513), lengths_k=(200, 9, 77))]
 
 
 @each_case(FEW_KEYS)

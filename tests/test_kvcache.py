@@ -274,6 +274,37 @@ def test_caches_that_overlap_are_refused(name: str, target: Target) -> None:
     assert not memory.any()
 
 
+def test_caches_of_8_bits_that_share_a_byte_are_refused() -> None:
+    """And such as meet without sharing one are written."""
+    memory = torch.zeros(1200, dtype=torch.int8)
+    new = torch.ones(2, 1, 2, 16)
+    call = dict(q=new, k=new, v=new, cache_seqlens=torch.tensor([1, 3], dtype=torch.int32))
+    call |= dict(k_descale=torch.ones(2), v_descale=torch.ones(2))
+    k_cache = memory[:576].view(SHAPE)
+    with pytest.raises(RuntimeError, match="flash_attn: v_cache: .*memory of its own"):
+        v_cache = memory[575:1151].view(SHAPE)
+        flash_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **call)
+    assert not memory.any()
+    v_cache = memory[576:1152].view(SHAPE)
+    flash_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **call)
+    assert k_cache[0, 1].bool().all() and v_cache[1, 3].bool().all()
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+def test_a_table_of_one_key(target: Target) -> None:
+    """The least capacity, with rows of a larger table."""
+    dtype = torch.float32 if target.backend == "aten" else torch.float16
+    k, v = torch.randn(2, 3, 1, 2, 16, device=target.device, dtype=dtype)
+    q = torch.randn(2, 1, 2, 16, device=target.device, dtype=dtype)
+    table, rows, length = (
+        torch.tensor(numbers, dtype=torch.int32, device=target.device)
+        for numbers in ([[2], [0]], [1, 0], [1, 1])
+    )
+    with use(target):
+        out = flash_attn.flash_decode_func(q, k, v, length, block_table=table, cache_batch_idx=rows)
+    torch.testing.assert_close(out, v[[0, 2]], rtol=1e-3, atol=1e-3)
+
+
 @each_target(ATEN_CPU, ATEN_CUDA)
 @pytest.mark.parametrize("name", INTERLEAVED)
 def test_caches_that_interleave_are_written(name: str, target: Target) -> None:

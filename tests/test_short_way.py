@@ -49,10 +49,12 @@ def test_short_way(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -
                 torch.manual_seed(0)
                 out = flash_attn.flash_attn_func(*leaves[:3], **options)
                 results.append([out, *torch.autograd.grad(out, leaves, dout)])
-        with torch.no_grad():
-            torch.manual_seed(0)
-            alone = flash_attn.flash_attn_func(*leaves[:3], **options)
-    assert torch.equal(alone, results[0][0])
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.manual_seed(0)
+                alone = flash_attn.flash_attn_func(*leaves[:3], **options)
+            assert torch.equal(alone, results[0][0])
+            assert alone.is_inference() == (mode is torch.inference_mode)
     for short, long in zip(*results, strict=True):
         assert short.stride() == long.stride()
         if target.device == "cpu" or options.get("deterministic"):

@@ -203,7 +203,8 @@ void check_no_transform() {
 FwdResult fwd_of_ordinary(FwdArgs args) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  const bool is_heard = included != c10::default_included_set || args.attn.q.is_meta() ||
+  // Inference mode includes less than the default.
+  const bool is_heard = !(included - c10::default_included_set).empty() || args.attn.q.is_meta() ||
                         at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
   return is_heard ? call_fwd(std::move(args)) : fwd_wanted(args);
 }
