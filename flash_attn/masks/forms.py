@@ -217,8 +217,7 @@ class Documents(Mask):
         nothing = torch.zeros_like(ids_q)
         by_ids = torch.stack([ids_q, ids_q + 1, nothing, nothing], -1)
         ends = [
-            torch.searchsorted(ids_k, ids_q, right=right, out_int32=True)
-            for right in (False, True)
+            torch.searchsorted(ids_k, ids_q, right=right, out_int32=True) for right in (False, True)
         ]
         by_positions = torch.stack([*ends, nothing, nothing - 1], -1)
         ascends = (ids_k[:, 1:] >= ids_k[:, :-1]).all()
