@@ -303,40 +303,54 @@ def decode(
 
 
 CACHE_FORMS = ("plain", "rows", "paged16", "paged64", "paged256", "paged1", "e4m3", "int8")
+FLASHINFER = ("flashinfer", "xqa", "xqa_e4m3")  # its forms of a paged cache
 _DESCALE = 0.05  # of 8-bit caches of N(0, 1)
 
 
 def decode_form(
     name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache], backend: str = "cuda"
 ) -> list[Callable[[], torch.Tensor]]:
-    """Ours on each cache, brought into one of CACHE_FORMS; or FlashInfer's on pages of 16."""
+    """Ours on each cache, brought into one of CACHE_FORMS, or into pages of 8 bits (as in
+    "paged64_e4m3"); or one of FLASHINFER."""
     from flash_attn import flash_decode_func
 
     device, options = q.device, {}
-    seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
     if name == "flashinfer":
         return _flashinfer(case, q, *_in_pages(case, caches, 16))
-    if name == "rows":
+    if name in FLASHINFER:
+        eight_bits = name == "xqa_e4m3"
+        caches, table = _in_pages(case, caches, 64 if eight_bits else 16)
+        return _xqa(case, q, _quantised(caches, "e4m3") if eight_bits else caches, table)
+    seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
+    layout, _, dtype = name.partition("_")
+    if layout in ("e4m3", "int8"):
+        layout, dtype = "plain", layout
+    if layout == "rows":
         options["cache_batch_idx"] = torch.arange(case.batch, dtype=torch.int32, device=device)
-    elif name.startswith("paged"):
-        page = int(name.removeprefix("paged"))
+    elif layout.startswith("paged"):
+        page = int(layout.removeprefix("paged"))
         if page == 1 and case.batch * case.length > 1 << 19:
             raise Unsupported("a table this long is nobody's")
         caches, options["block_table"] = _in_pages(case, caches, page)
-    elif name in ("e4m3", "int8"):
-        dtype = torch.float8_e4m3fn if name == "e4m3" else torch.int8
+    if dtype:
         descale = torch.full((case.heads_kv,), _DESCALE, device=device)
         options |= {"k_descale": descale, "v_descale": descale}
-        caches = [
-            Cache(*((x / _DESCALE).clamp(-127, 127).to(dtype) for x in (cache.k, cache.v)))
-            for cache in caches
-        ]
+        caches = _quantised(caches, dtype)
 
     def call(cache: Cache) -> torch.Tensor:
         with forced_backend(backend):
             return flash_decode_func(q, cache.k, cache.v, seqlens, **options)
 
     return [functools.partial(call, cache) for cache in caches]
+
+
+def _quantised(caches: list[Cache], dtype: str) -> list[Cache]:
+    """Divided by _DESCALE, in e4m3 or int8."""
+    stored = torch.float8_e4m3fn if dtype == "e4m3" else torch.int8
+    return [
+        Cache(*((x / _DESCALE).clamp(-127, 127).to(stored) for x in (cache.k, cache.v)))
+        for cache in caches
+    ]
 
 
 def _in_pages(case: DecodeCase, caches: list[Cache], page: int) -> tuple[list[Cache], torch.Tensor]:
@@ -380,6 +394,34 @@ def _flashinfer(
 
     def call(cache: Cache) -> torch.Tensor:
         return wrapper.run(q.squeeze(1), (cache.k, cache.v)).unsqueeze(1)
+
+    return [functools.partial(call, cache) for cache in caches]
+
+
+def _xqa(
+    case: DecodeCase, q: torch.Tensor, caches: list[Cache], table: torch.Tensor
+) -> list[Callable[[], torch.Tensor]]:
+    """FlashInfer's XQA kernel, which multiplies by 1/√d itself."""
+    try:
+        from flashinfer.xqa import xqa
+    except ImportError as error:
+        raise Unsupported("flashinfer is not installed") from error
+    eight_bits = caches[0].k.dtype == torch.float8_e4m3fn
+    seqlens = torch.full((case.batch, 1), case.length, device=q.device).to(torch.uint32)
+    # More than any case needs; the kernel leaves its semaphores at zero.
+    workspace, semaphores = (
+        torch.zeros(n << 20, dtype=torch.uint8, device=q.device) for n in (256, 8)
+    )
+
+    def call(cache: Cache) -> torch.Tensor:
+        out = torch.empty_like(q)
+        xqa(
+            q,
+            *(cache.k, cache.v, table, seqlens, out, workspace, semaphores.view(torch.uint32)),
+            *(case.heads_kv, cache.k.size(1)),
+            kv_scale=_DESCALE if eight_bits else 1.0,
+        )
+        return out
 
     return [functools.partial(call, cache) for cache in caches]
 

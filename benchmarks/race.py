@@ -1,14 +1,17 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
-    pages,chunk,splits,naive,features,cpu] [--backends sm80,fa2,cudnn] [--out FILE.json]
+    pages,short,short_pages,chunk,splits,naive,features,cpu] [--backends sm80,fa2,cudnn]
+    [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
 before it is timed. shapes and bwd_shapes: GQA, other head dims, a window, documents; deterministic:
 the backward in that mode beside our own without it. The kinds cache and splits race our decode with
 itself: over the forms that a cache can have, and cut into pieces against not. pages: pages of 16
-against dense, and against FlashInfer where it is installed. chunk: many new tokens against a cache,
+against dense, and against FlashInfer where it is installed. short, short_pages: decode against up
+to 4k keys, the second on pages and in 8 bits, against FlashInfer's XQA kernel where it is
+installed. chunk: many new tokens against a cache,
 dense and in pages, on the prefill kernels and on decode's.
 """
 
@@ -29,7 +32,7 @@ from flash_attn.cli.measure import peak_memory
 
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
-    *("chunk", "splits", "naive", "features", "cpu"),
+    *("short", "short_pages", "chunk", "splits", "naive", "features", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -39,7 +42,9 @@ PEERS = {
     "deterministic": ("fa4",),
     "decode": ("fa2", "cudnn"),
     "cache": (),
-    "pages": ("flashinfer",),
+    "pages": ("flashinfer", "xqa"),
+    "short": ("fa2", "cudnn"),
+    "short_pages": backends.FLASHINFER,
     "chunk": ("fa2", "cudnn"),
     "splits": (),
     "naive": ("naive",),
@@ -54,6 +59,8 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "decode": ("cuda",),
         "cache": backends.CACHE_FORMS,
         "pages": ("paged16", "plain"),
+        "short": ("cuda",),
+        "short_pages": ("paged16", "plain", "paged64_e4m3", "e4m3"),
         "splits": ("automatic", "unsplit"),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
@@ -64,7 +71,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         ours = ("sm90", *ours)
     if kind == "chunk":
         ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
-    modules = {"fa4": "flash_attn.cute", "flashinfer": "flashinfer"}
+    modules = {"fa4": "flash_attn.cute"} | dict.fromkeys(backends.FLASHINFER, "flashinfer")
     return *ours, *(
         name
         for name in PEERS[kind]
@@ -75,6 +82,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
 # Contestants' outputs differ by the rounding of P, dS and the result to 16 bits; more is a wrong
 # result.
 AGREE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+AGREE_8_BITS = 0.1  # K and V in e4m3, of few keys: 5e-2, and with queries in e4m3 as well, more
 
 
 class Race:
@@ -86,9 +94,15 @@ class Race:
         self.wrong: list[str] = []
 
     def seconds(
-        self, names: Iterable[str], label: str, build: Callable, compare: bool = True
+        self,
+        names: Iterable[str],
+        label: str,
+        build: Callable,
+        compare: bool = True,
+        agree: dict[str, float] | None = None,
     ) -> dict[str, float | None]:
-        """Seconds a call of build(name)() for each name; None where a contestant cannot."""
+        """Seconds a call of build(name)() for each name; None where a contestant cannot. agree: how
+        far the output of a name may be from the first one's, where AGREE does not say."""
         times, reference = {}, None
         for name in names:
             times[name] = None
@@ -96,7 +110,8 @@ class Race:
                 fn = build(name)
                 result = fn()
                 if compare:
-                    reference = self._compare(name, label, result, reference)
+                    limit = (agree or {}).get(name, AGREE[self.dtype])
+                    reference = self._compare(name, label, result, reference, limit)
                 times[name] = self.timer(fn)
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 self.reasons.setdefault(f"{label} {name}", str(error).strip().splitlines()[0])
@@ -104,14 +119,14 @@ class Race:
             gc.collect()
         return times
 
-    def _compare(self, name: str, label: str, result, reference):
+    def _compare(self, name: str, label: str, result, reference, limit: float):
         tensors = result if isinstance(result, tuple | list) else (result,)
         if reference is None:
             return name, [x.detach().clone() for x in tensors]
         first, expected = reference
         for index, (x, y) in enumerate(zip(tensors, expected, strict=True)):
             error = ((x.double() - y.double()).norm() / y.double().norm()).item()
-            if not error <= AGREE[self.dtype]:
+            if not error <= limit:
                 self.wrong.append(
                     f"{label}: output {index} of {name} differs from {first} by {error:.2e}"
                 )
@@ -182,7 +197,11 @@ def microseconds(times: dict[str, float | None], calls: int) -> dict[str, float 
     return {n: None if t is None else t / calls * 1e6 for n, t in times.items()}
 
 
-def decode_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+def decode_race(
+    race: Race, kind: str, cases: list[shapes.DecodeCase], names: tuple[str, ...]
+) -> list[dict]:
+    """TB/s and time of the cases (kind decode), or of short ones (kind short)."""
+    suffix = "" if kind == "decode" else f".{kind}"
     records = []
     for case in cases:
         q, caches, rounds = caches_and_rounds(race, case)
@@ -191,12 +210,12 @@ def decode_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ..
             calls = [backends.decode(name, case, q, cache) for cache in caches] * rounds
             return graph_of(calls)
 
-        times = race.seconds(names, f"decode {case.shape()}", build)
+        times = race.seconds(names, f"{kind} {case.shape()}", build)
         micros = microseconds(times, len(caches) * rounds)
         rates = {n: None if t is None else case.cache_bytes() / t / 1e6 for n, t in micros.items()}
         ratio = results.ratios(rates, names[0], names[1:], "more")
-        records.append(results.record("decode", case.shape(), "TB/s", rates, ratio))
-        records.append(results.record("decode.time", case.shape(), "us", micros))
+        records.append(results.record("decode" + suffix, case.shape(), "TB/s", rates, ratio))
+        records.append(results.record(f"decode{suffix}.time", case.shape(), "us", micros))
         progress(records[-2])
         del q, caches, build
     return records
@@ -207,13 +226,14 @@ def forms_race(
 ) -> list[dict]:
     """The same numbers in caches of these forms."""
     records = []
+    agree = {n: AGREE_8_BITS for n in names if kind == "short_pages" and n.endswith("e4m3")}
     for case in cases:
         q, caches, rounds = caches_and_rounds(race, case, itemsize=1)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
             return graph_of(backends.decode_form(name, case, q, caches) * rounds)
 
-        times = race.seconds(names, f"{kind} {case.shape()}", build)
+        times = race.seconds(names, f"{kind} {case.shape()}", build, agree=agree)
         micros = microseconds(times, len(caches) * rounds)
         ratio = results.ratios(micros, names[0], names[1:], "less")
         records.append(results.record(f"decode.{kind}", case.shape(), "us", micros, ratio))
@@ -376,13 +396,15 @@ def progress(record: dict) -> None:
 
 
 def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list[dict]:
-    if kind == "decode":
-        records = decode_race(race, shapes.decode(quick), names)
+    if kind in ("decode", "short"):
+        cases = shapes.decode(quick) if kind == "decode" else shapes.short_decode(quick)
+        records = decode_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
     if kind == "cache":
         return forms_race(race, kind, shapes.cache(quick), names) + ragged_race(race, quick)
-    if kind == "pages":
-        records = forms_race(race, kind, shapes.decode(quick), names)
+    if kind in ("pages", "short_pages"):
+        cases = shapes.decode(quick) if kind == "pages" else shapes.short_decode(quick)
+        records = forms_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
     if kind == "chunk":
         return chunk_race(race, shapes.chunk(quick), names)

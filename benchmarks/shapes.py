@@ -205,6 +205,20 @@ def decode(quick: bool = False) -> list[DecodeCase]:
     return cases[::4] if quick else cases
 
 
+def short_decode(quick: bool = False) -> list[DecodeCase]:
+    """Where chats live: up to 4k keys, batches of 1 to 64, and other head dims."""
+    cases = [
+        DecodeCase(32, 8, batch, length)
+        for length in (256, 512, 1024, 4096)
+        for batch in (1, 4, 16, 64)
+    ] + [
+        DecodeCase(4096 // head_dim, 1024 // head_dim, batch, length, head_dim)
+        for head_dim in (64, 256)
+        for batch, length in ((1, 1024), (1, 4096), (16, 1024), (64, 1024))
+    ]
+    return cases[::8] if quick else cases
+
+
 def cache(quick: bool = False) -> list[DecodeCase]:
     """For the forms of a cache."""
     cases = [

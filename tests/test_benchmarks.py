@@ -38,6 +38,13 @@ def test_the_races_have_the_shapes_of_the_bars():
     assert len(dense) == len(set(dense)) == 36
     assert all(c.batch * c.seqlen == 16384 and c.heads * c.head_dim == 2048 for c in dense)
     assert len(shapes.decode()) == 12
+    short = shapes.short_decode()
+    assert len(short) == len(set(short))
+    assert {(c.length, c.batch) for c in short if c.head_dim == 128} == {
+        (length, batch) for length in (256, 512, 1024, 4096) for batch in (1, 4, 16, 64)
+    }
+    assert {c.head_dim for c in short} == {64, 128, 256}
+    assert all(c.heads == 4 * c.heads_kv and c.heads * c.head_dim == 4096 for c in short)
     assert max(shapes.documents()) <= 16384 and len(shapes.documents()) == 64
 
 
@@ -100,6 +107,33 @@ def test_chunk_adapters_agree(name):
         torch.testing.assert_close(call(), expected)
     seen = torch.ones(20, 48, dtype=torch.bool).tril(48 - 20).sum().item()
     assert case.flops() == 4 * 2 * 4 * 16 * seen
+
+
+@pytest.mark.parametrize("name", ["rows", "paged16", "e4m3", "paged16_e4m3", "paged64_int8"])
+def test_forms_of_a_cache_hold_the_same_numbers(name):
+    from benchmarks import backends
+    from benchmarks.shapes import DecodeCase
+
+    case = DecodeCase(8, 2, 2, 128, head_dim=32)
+    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
+    expected = backends.decode_form("plain", case, q, caches, "aten")
+    got = backends.decode_form(name, case, q, caches, "aten")
+    for mine, plain in zip(got, expected, strict=True):
+        error = ((mine().double() - plain().double()).norm() / plain().double().norm()).item()
+        assert error < 0.1
+        assert (error > 1e-3) == ("e4m3" in name or "int8" in name)  # 8 bits are stored, or 16
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "xqa", "xqa_e4m3"])
+def test_flashinfer_is_used_only_where_it_is_installed(name, monkeypatch):
+    from benchmarks import backends
+    from benchmarks.shapes import DecodeCase
+
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    case = DecodeCase(8, 2, 2, 128, head_dim=32)
+    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
+    with pytest.raises(backends.Unsupported, match="flashinfer is not installed"):
+        backends.decode_form(name, case, q, caches)
 
 
 def test_a_peer_refuses_what_it_cannot():

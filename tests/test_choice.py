@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import subprocess
 import sys
 from functools import cache
@@ -30,6 +31,7 @@ def library() -> ctypes.CDLL:
         *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_bool, ctypes.c_bool),
+        *(ctypes.c_int, ctypes.c_bool, ctypes.c_bool, ctypes.c_bool),
     )
     return loaded
 
@@ -50,8 +52,13 @@ def explain(
     return_probs=False,
     dtype="fp16",
     head_dim=128,
+    capacity=8192,
+    sink=False,
+    appends=False,
+    rotates=False,
 ) -> str:
     call = (dtype.encode(), cache.encode(), head_dim, tokens, softcap, return_probs)
+    call += (capacity, sink, appends, rotates)
     return library().flash_attn_choose(archs.encode(), gpu, OPS[op], *call).decode()
 
 
@@ -196,6 +203,11 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="bwd", softcap=True), "sm90; bwd:"),
         (dict(op="decode", tokens=9), "cuda; decode:"),
         (dict(op="decode", tokens=20), "cuda; decode, each sequence in 2 pieces:"),
+        (dict(op="decode", appends=True, sink=True), "cuda; decode"),
+        (dict(op="decode", appends=True, rotates=True), "cuda; kvcache, the keys of all"),
+        (dict(op="decode", cache="int8", capacity=512), "cuda; kvcache:"),
+        (dict(op="decode", cache="int8", capacity=513), "cuda; kvcache, the keys of all"),
+        (dict(op="decode", softcap=True, capacity=256), "cuda; kvcache:"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", cache="int8"), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),
@@ -204,6 +216,19 @@ def test_many_new_tokens_against_a_cache() -> None:
 )
 def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:
     assert explain(DEFAULT, H100, **options).startswith(plan)
+
+
+def test_kernels_divide_exactly() -> None:
+    """By a product, whatever the divisor and the number below 2^31."""
+    largest = 2**31 - 1
+    rng = random.Random(0)
+    divisors = [*range(1, 70), *(2**i + d for i in range(7, 31) for d in (-1, 0, 1)), largest]
+    divisors += [rng.randint(1, largest) for _ in range(200)]
+    for divisor in divisors:
+        quotients = [1, largest // divisor, rng.randint(0, largest // divisor)]
+        borders = [max(q * divisor + d, 0) for q in quotients for d in (-1, 0)]
+        for n in (*borders, 0, largest, rng.randint(0, largest)):
+            assert library().flash_attn_divide(n, divisor) == n // divisor, (n, divisor)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -87,6 +87,53 @@ def test_graph_decode(target: Target) -> None:
         )
 
 
+@each_target(DECODE_CUDA)
+@pytest.mark.parametrize("form", ["plain", "by_length", "int8"])
+@pytest.mark.parametrize("before", ["kernel", "memset"])
+def test_decode_right_behind_what_it_reads(before: str, form: str, target: Target) -> None:
+    """Its blocks may come while the kernel before it still runs: the lengths, the queries and the
+    last keys are that kernel's results, in a graph and outside of it."""
+    shape = (3, 3000, 2, 64)
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    options = {"batch_invariant": True} if form == "by_length" else {}
+    if form == "int8":
+        k, v = ((x * 16).to(torch.int8) for x in (k, v))
+    q, query = (torch.zeros(3, 1, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
+    wanted = torch.zeros(3, dtype=torch.int32, device="cuda")
+    noise = torch.randn(1 << 24, device="cuda")
+
+    def step() -> tuple:
+        """Everything that the call reads is wrong until the last kernels before it end."""
+        lengths.fill_(3000)
+        noise.sin_()
+        q.copy_(query)
+        if before == "kernel":
+            lengths.copy_(wanted + noise[:3].isnan())
+        else:
+            lengths.zero_()
+        with use(target):
+            return flash_attn.flash_decode_func(
+                q, k, v, lengths, return_softmax_lse=True, **options
+            )
+
+    results: list[tuple] = []
+    graph = capture(lambda: results.append(step()))
+    for new in ([2999, 1, 513], [5, 3000, 2049], [64, 0, 1000]):
+        wanted.copy_(torch.tensor(new))
+        query.normal_()
+        torch.cuda.synchronize()
+        seen = wanted.clone() if before == "kernel" else torch.zeros_like(wanted)
+        with use(target):
+            expected = flash_attn.flash_decode_func(
+                query, k, v, seen, return_softmax_lse=True, **options
+            )
+        torch.cuda.synchronize()
+        for out, lse in (step(), (graph.replay(), results[-1])[1]):
+            torch.cuda.synchronize()
+            assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
 @each_target(ATEN_CUDA, DECODE_CUDA, *PREFILL_TARGETS)
 @pytest.mark.parametrize("page_size", [0, 16], ids=["dense", "paged"])
 @pytest.mark.parametrize("new", [1, 40])

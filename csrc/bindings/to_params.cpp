@@ -115,6 +115,7 @@ CallShape call_shape(const DecodeArgs& args) {
 CallShape call_shape(const KvcacheArgs& args) {
   CallShape call = call_shape(args.decode);
   call.appends = is_readable(args.decode.k_cache) && is_readable(args.decode.v_cache);
+  call.rotates = args.rotary_cos.has_value();
   return call;
 }
 

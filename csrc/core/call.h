@@ -37,6 +37,7 @@ struct CallShape {
   int64_t window_left = -1;
   bool paged = false, batch_invariant = false;
   bool appends = false;  // tokens to the cache, before
+  bool rotates = false;  // and the queries
 
   // The architecture of the portable code that the device runs; 0: this build has none for it.
   int portable_code() const {

@@ -298,8 +298,8 @@ struct Splits {
   }
 };
 
-// Plain: a cache of q's dtype with head_dim_v = head_dim that nothing is appended to; no softcap,
-// slopes or sink.
+// Plain: a cache of q's dtype with head_dim_v = head_dim; no softcap, no slopes, and nothing to
+// rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
 

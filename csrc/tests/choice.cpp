@@ -4,6 +4,7 @@
 #include <string>
 
 #include "../bindings/families.h"
+#include "../cuda/divisor.h"
 
 namespace {
 thread_local long allocations = 0;
@@ -68,7 +69,8 @@ FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capabil
 FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability, int op,
                                                 const char* dtype, const char* cache_dtype,
                                                 int head_dim, int tokens, bool softcap,
-                                                bool return_probs) {
+                                                bool return_probs, int capacity, bool sink,
+                                                bool appends, bool rotates) {
   using namespace flash_attn;
   static thread_local std::string answer;
   const Architectures compiled(archs);
@@ -78,10 +80,18 @@ FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_c
   call.cache_dtype = tests::dtype_from_name(cache_dtype);
   call.softcap = softcap;
   call.return_probs = return_probs;
+  call.capacity = capacity;
+  call.sink = sink;
+  call.appends = appends;
+  call.rotates = rotates;
   const Plan plan = plan_call(families(), call, std::nullopt);
   answer = std::string(name(plan.backend)) + "; " + describe(plan) + ": " +
            join(why_not_faster(families(), call), "; ");
   return answer.c_str();
+}
+
+FLASH_ATTN_EXPORT int flash_attn_divide(int n, int divisor) {
+  return flash_attn::cuda::Divisor(divisor).divide(n);
 }
 
 // How often the plan of such a call asks for memory; -1: not counted, as this library is not preloaded.

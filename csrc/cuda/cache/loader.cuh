@@ -1,4 +1,4 @@
-// One warp copies its tiles of K and V into shared memory, row by row wherever they lie.
+// Rows of K and V on their way into tiles of shared memory, wherever they lie.
 #pragma once
 
 #include "../ptx/cp_async.cuh"
@@ -7,16 +7,74 @@
 
 namespace flash_attn::cuda {
 
-// Lane i knows where row i lies (and row i + 32 of wide tiles); the rows' addresses go round by
-// shuffle, and eight lanes copy 128 neighbouring bytes (four copy 64). Page numbers are asked for
-// some tiles ahead: they come from memory, too, and one tile takes a warp less than that. Traits:
+struct RowSource {
+  const char* column;  // the lane's first
+  bool exists;         // else the row becomes 0 unread
+};
+
+// One warp starts the copies of kRows rows: eight lanes copy 128 neighbouring bytes (four copy 64).
+// destination: the place of the lane's row and byte among the first rows that are copied at once.
+// source_of(row): of the row so many below the lane's. Columns from num_bytes on become 0.
+template <typename Tile, int kRows, typename SourceOf>
+__device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, int num_bytes,
+                                          const SourceOf& source_of) {
+#pragma unroll
+  for (int row = 0; row < kRows; row += 32 / Tile::kSlabChunks) {
+    const RowSource source = source_of(row);
+#pragma unroll
+    for (int slab_col = 0; slab_col < Tile::kCols; slab_col += Tile::kSlabCols) {
+      const bool valid = source.exists && lane_byte + slab_col * 2 < num_bytes;
+      // Four rows further down flip the highest bit of the swizzle.
+      ptx::cp_async_16(Tile::advance(destination ^ row % 8 * 16, row, slab_col),
+                       source.column + slab_col * 2, valid ? 16 : 0);
+    }
+  }
+}
+
+// Of a dense cache: the tiles of one warp from first_key on, for 16-bit elements.
+template <typename Tile>
+class DenseTileLoader {
+  using Element = typename Tile::Element;
+  static constexpr int kRowsAtOnce = 32 / Tile::kSlabChunks;  // 4, or 8 with slabs of 32 columns
+
+ public:
+  __device__ __forceinline__ DenseTileLoader(const void* cache, const Strides& strides,
+                                             int64_t cache_row, int kv_head, int first_key,
+                                             int end_key, int num_cols, int lane)
+      : row_(lane / Tile::kSlabChunks),
+        col_(lane % Tile::kSlabChunks * kChunk),
+        num_cols_(num_cols),
+        num_rows_(end_key - first_key - row_),
+        row_stride_(strides.row),
+        source_(static_cast<const Element*>(cache) + cache_row * strides.batch +
+                kv_head * strides.head + (first_key + row_) * strides.row + col_) {}
+
+  // Starts the copy of keys first_key + key_offset …; those at or beyond end_key become 0 unread.
+  __device__ __forceinline__ void load(const Tile& tile, int key_offset) const {
+    const Element* source = source_ + key_offset * row_stride_;
+    const int rows_left = num_rows_ - key_offset;
+    copy_rows<Tile, Tile::kRows>(tile.address(row_, col_), col_ * 2, num_cols_ * 2,
+                                 [&](int row) -> RowSource {
+                                   const auto* column = reinterpret_cast<const char*>(source);
+                                   source += kRowsAtOnce * row_stride_;
+                                   return {column, row < rows_left};
+                                 });
+  }
+
+ private:
+  int row_, col_, num_cols_, num_rows_;
+  int64_t row_stride_;
+  const Element* source_;
+};
+
+// One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the
+// rows' addresses go round by shuffle. Page numbers are asked for some tiles ahead: they come from memory, too, and one tile takes a warp less than that. Traits:
 // KvTile, kKeys of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for
 // each key of a tile, kHeadDim.
 template <typename Traits>
 class CacheLoader {
   using KvTile = typename Traits::KvTile;
   using KeyBits = typename Traits::KeyBits;
-  static constexpr int kRowsAtOnce = 32 / KvTile::kSlabChunks;
   static constexpr int kElementBytes = 2;
   static constexpr int kPlaces = (Traits::kKeys + 31) / 32;
   static constexpr int kPlaceRows = Traits::kKeys / kPlaces;
@@ -93,21 +151,13 @@ class CacheLoader {
   __device__ __forceinline__ void load(const KvTile& tile, const char* const (&rows)[kPlaces],
                                        int num_cols) const {
     const int lane_row = lane_ / KvTile::kSlabChunks, lane_byte = lane_ % KvTile::kSlabChunks * 16;
-    const uint32_t destination = tile.address(lane_row, lane_byte / 2);
-#pragma unroll
-    for (int row = 0; row < Traits::kKeys; row += kRowsAtOnce) {
-      const int place = row / kPlaceRows, from = row % kPlaceRows + lane_row;
-      const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[place]), from);
-      const char* source = reinterpret_cast<const char*>(at) + lane_byte;
-      const bool exists = (valid_[place] >> from & 1) != 0;
-#pragma unroll
-      for (int slab_col = 0; slab_col < KvTile::kCols; slab_col += KvTile::kSlabCols) {
-        const bool valid = exists && lane_byte + slab_col * 2 < num_cols * kElementBytes;
-        // Four rows further down flip the highest bit of the swizzle.
-        ptx::cp_async_16(KvTile::advance(destination ^ row % 8 * 16, row, slab_col),
-                         source + slab_col * 2, valid ? 16 : 0);
-      }
-    }
+    copy_rows<KvTile, Traits::kKeys>(
+        tile.address(lane_row, lane_byte / 2), lane_byte, num_cols * kElementBytes,
+        [&](int row) -> RowSource {
+          const int place = row / kPlaceRows, from = row % kPlaceRows + lane_row;
+          const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[place]), from);
+          return {reinterpret_cast<const char*>(at) + lane_byte, (valid_[place] >> from & 1) != 0};
+        });
   }
 
   const DecodeParams& params_;

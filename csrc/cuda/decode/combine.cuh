@@ -1,28 +1,91 @@
-// Merges the pieces of split-KV decode: one thread block a row (sequence, query head, token), or a
-// slice of its columns. Rows of sequences in one piece are finished already.
+// Merges the pieces of decode: one thread block a row (sequence, query head, token), or a slice of its
+// columns. Rows of sequences in one piece are finished already.
 //
 //   lse = ln Σₛ exp(lseₛ),    out = Σₛ exp(lseₛ - lse) · oₛ
 //
-// Threads lie along the columns, four floats each, and repeat over the splits as often as there is
-// use for: with head_dim 128 and 16 splits, 32 · 4 threads load four splits each. A thread runs once
-// through its splits with a state (o, l, m): Σ exp(lseₛ - m) · oₛ, Σ exp(lseₛ - m), max lseₛ; the
+// Threads lie along the columns, four floats each, and repeat over the pieces as often as there is
+// use for: with head_dim 128 and 16 pieces, 32 · 4 threads load four pieces each. A thread runs once
+// through its pieces with a state (o, l, m): Σ exp(lseₛ - m) · oₛ, Σ exp(lseₛ - m), max lseₛ; the
 // states of a column meet by shuffles where a warp has several, then in shared memory. A piece
 // without keys has lse -inf and anything as o, which is loaded (lse and o come together, one latency)
 // and dropped.
+//
+// The blocks come while the kernel that reads the keys runs, find their sequence and its pieces from
+// the lengths, and wait.
 #pragma once
 
 #include <algorithm>
 
-#include "../attn/merge.cuh"
+#include "../divisor.h"
 #include "../launch.h"
 #include "../ptx/griddepcontrol.cuh"
-#include "../tile/element.cuh"
+#include "kvcache_schedule.cuh"
+#include "output_row.cuh"
 #include "pieces.cuh"
 
 namespace flash_attn::cuda {
 
 inline constexpr int kMaxCombineThreads = 512;
-inline constexpr int kSplitsAtOnce = 4;  // that a thread has under way
+inline constexpr int kPiecesAtOnce = 4;  // that a thread has under way
+
+// The pieces of one sequence lie in the slots first, base + step, base + 2 · step, … of the workspace.
+struct SequencePieces {
+  int batch_idx = 0, count = 0;  // 0: nothing to merge here
+  int first = 0, base = 0, step = 0;
+
+  __device__ __forceinline__ int slot(int piece) const {
+    return piece == 0 ? first : base + piece * step;
+  }
+};
+
+// Left by decode.cuh, and by a forward whose keys are cut.
+struct PiecesOfDecode {
+  __device__ __forceinline__ static SequencePieces of(const DecodeParams& params, int batch_idx,
+                                                      const KvcacheParts&) {
+    if (params.splits.keys == 0) {
+      return {batch_idx, params.splits.count, batch_idx, batch_idx, params.batch};
+    }
+    const PieceRange place = PieceLine(params).of_sequence(batch_idx);
+    return {batch_idx, place.count == 1 ? 0 : place.count, place.first, place.first, 1};
+  }
+};
+
+// Left by kvcache.cuh. Dealt out: `index` is a sequence, or where there are fewer cuts than sequences
+// the cut behind a part, and the first cut inside a sequence is the one that merges it.
+template <int kKeys>
+struct PiecesOfKvcache {
+  __device__ __forceinline__ static SequencePieces of(const DecodeParams& params, int index,
+                                                      const KvcacheParts& parts) {
+    return params.splits.count > 0 ? of_splits(params, index) : of_parts(params, index, parts);
+  }
+
+ private:
+  __device__ __forceinline__ static SequencePieces of_splits(const DecodeParams& params,
+                                                             int batch_idx) {
+    const int tiles = SequenceKeys(params, batch_idx).template tiles<kKeys>();
+    const int count = KvcacheSplits::of<kKeys>(params, tiles).count;
+    const int first = batch_idx * params.splits.count;
+    return {batch_idx, count == 1 ? 0 : count, first, first, 1};
+  }
+  __device__ __forceinline__ static SequencePieces of_parts(const DecodeParams& params, int index,
+                                                            const KvcacheParts& parts) {
+    SequenceCursor<kKeys> cursor(params);
+    const int total = cursor.total_tiles(), share = kvcache_share<kKeys>(total, parts.count);
+    const int begin_of_part = index * share, cut = begin_of_part + share;
+    if (parts.merged_by_cut) {
+      if (cut >= total) return {};
+      cursor.seek_tile(cut);
+      if (cursor.begin() < begin_of_part || cursor.begin() == cut) return {};
+    } else {
+      cursor.seek_sequence(index);
+    }
+    const int first = static_cast<unsigned>(cursor.begin()) / static_cast<unsigned>(share);
+    const int last =
+        static_cast<unsigned>(cursor.begin() + cursor.tiles() - 1) / static_cast<unsigned>(share);
+    // KvcachePiece::number
+    return {cursor.batch_idx(), last == first ? 0 : last - first + 1, 2 * first + 1, 2 * first, 2};
+  }
+};
 
 struct MergeState {
   float4 o;
@@ -61,118 +124,121 @@ struct MergeState {
   }
 };
 
-// Where the pieces of one sequence lie: in the slots first, first + step, … of the workspace.
-struct SequenceSlots {
-  int first, step, count;
-
-  __device__ __forceinline__ static SequenceSlots of(const DecodeParams& params, int batch_idx) {
-    if (params.splits.keys == 0) return {batch_idx, params.batch, params.splits.count};
-    const PieceRange place = PieceLine(params).of_sequence(batch_idx);
-    return {place.first, 1, place.count};
-  }
-};
-
 // The state of four columns over the pieces first, first + step, … of a row of a sequence.
-__device__ __forceinline__ MergeState merge_slots(const DecodeParams& params,
-                                                  const SequenceSlots& slots, int row_of_slot,
-                                                  int col, int first, int step) {
+__device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
+                                                   const SequencePieces& pieces, int row_of_slot,
+                                                   int col, int first, int step) {
   MergeState state = MergeState::empty();
-  for (int begin = first; begin < slots.count; begin += kSplitsAtOnce * step) {
-    float lse[kSplitsAtOnce];
-    float4 o[kSplitsAtOnce];
+  for (int begin = first; begin < pieces.count; begin += kPiecesAtOnce * step) {
+    float lse[kPiecesAtOnce];
+    float4 o[kPiecesAtOnce];
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) {
-      const int split = begin + i * step;
-      const bool exists = split < slots.count;
-      const int64_t slot = slots.first + static_cast<int64_t>(split) * slots.step;
-      const int64_t slot_row = RowsByToken::first_row(params, slot) + row_of_slot;
-      const float* source = params.partial.o + slot_row * params.head_dim + col;
+    for (int i = 0; i < kPiecesAtOnce; ++i) {
+      const int piece = begin + i * step;
+      const bool exists = piece < pieces.count;
+      const int64_t slot_row = workspace_row(params, pieces.slot(piece), 0, 0) + row_of_slot;
+      const float* source = params.partial.o + slot_row * params.head_dim_v + col;
       lse[i] = exists ? params.partial.lse[slot_row] : -INFINITY;
       o[i] = exists ? *reinterpret_cast<const float4*>(source) : float4{};
     }
     float max_lse = state.max_lse;
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) max_lse = fmaxf(max_lse, lse[i]);
+    for (int i = 0; i < kPiecesAtOnce; ++i) max_lse = fmaxf(max_lse, lse[i]);
     state.raise(max_lse);
     const float reference = merge_reference(max_lse);
 #pragma unroll
-    for (int i = 0; i < kSplitsAtOnce; ++i) {
+    for (int i = 0; i < kPiecesAtOnce; ++i) {
       if (lse[i] != -INFINITY) state.add(merge_weight(lse[i], reference), 1.f, o[i]);
     }
   }
   return state;
 }
 
-template <DType kDType>
-__global__ void __launch_bounds__(kMaxCombineThreads)
-    decode_combine_kernel(const __grid_constant__ DecodeParams params) {
-  using Element = flash_attn::Element<kDType>;
-  __shared__ MergeState states[kMaxCombineThreads];
-  const unsigned row = blockIdx.x;  // of gridDim.x = batch · heads_q · seqlen_q
-  const int columns = params.head_dim / 4 / gridDim.y, at_once = blockDim.x / columns;
-  const int col = (blockIdx.y * columns + threadIdx.x % columns) * 4,
-            first_split = threadIdx.x / columns;
-  const int token = row % params.seqlen_q;
-  const unsigned sequence_head = row / params.seqlen_q;
-  const int head = sequence_head % params.heads_q, batch_idx = sequence_head / params.heads_q;
-  const Strides& strides = params.out_strides;
-  Element* destination = static_cast<Element*>(params.out) + batch_idx * strides.batch +
-                         token * strides.row + head * strides.head + col;
+struct CombineGrid {
+  Divisor seqlen_q, heads_q, threads_of_piece;
+  int columns;        // of a block, in fours: as many threads as one piece keeps busy
+  int at_once;        // pieces that have threads of their own
+  bool whole_groups;  // warps hold whole groups of threads, which meet without shared memory
+  KvcacheParts parts;
+};
 
-  const SequenceSlots slots = SequenceSlots::of(params, batch_idx);
-  // A sequence of one piece is finished. Of the grid, one block at least has to wait.
-  if (params.splits.keys > 0 && slots.count == 1 && row > 0) return;
-  ptx::wait_for_prerequisites();
-  if (params.splits.keys > 0 && slots.count == 1) return;
-  MergeState state = MergeState::empty();
-  if (first_split < at_once) {
-    state = merge_slots(params, slots, head * params.seqlen_q + token, col, first_split, at_once);
+// Pieces: PiecesOfDecode or PiecesOfKvcache.
+template <typename Pieces>
+__global__ void __launch_bounds__(kMaxCombineThreads)
+    decode_combine_kernel(const __grid_constant__ DecodeParams params,
+                          const __grid_constant__ CombineGrid grid) {
+  extern __shared__ __align__(16) char smem_bytes[];
+  MergeState* states = reinterpret_cast<MergeState*>(smem_bytes);  // room for one a thread
+  const int row = blockIdx.x;  // of gridDim.x = sequences or cuts · heads_q · seqlen_q
+  const int columns = grid.columns, at_once = grid.at_once;
+  const int first_piece = grid.threads_of_piece.divide(threadIdx.x);
+  const int own = threadIdx.x - first_piece * columns, col = (blockIdx.y * columns + own) * 4;
+  const int sequence_head = grid.seqlen_q.divide(row), index = grid.heads_q.divide(sequence_head);
+  const int token = row - sequence_head * params.seqlen_q;
+  const int head = sequence_head - index * params.heads_q;
+  const SequencePieces pieces = Pieces::of(params, index, grid.parts);
+  if (pieces.count == 0) {
+    // Of the grid, one block at least has to wait, or the kernel behind it could start too early.
+    if ((blockIdx.x | blockIdx.y) == 0) ptx::wait_for_prerequisites();
+    return;
   }
-  // Where a warp holds whole groups of threads, these meet without shared memory.
-  const bool whole_groups = 32 % columns == 0;
-  if (whole_groups) state.merge_lanes(columns);
-  const int groups = whole_groups ? blockDim.x / 32 : min(at_once, slots.count);
-  const int group = whole_groups ? threadIdx.x / 32 : first_split;
-  const bool holds = !whole_groups || threadIdx.x % 32 < columns;
-  if (holds && group < groups) states[group * columns + threadIdx.x % columns] = state;
+  const OutputRow output(params, pieces.batch_idx, head, token);
+
+  ptx::wait_for_prerequisites();
+  MergeState state = MergeState::empty();
+  if (first_piece < at_once) {
+    state = merge_pieces(params, pieces, head * params.seqlen_q + token, col, first_piece, at_once);
+  }
+  if (grid.whole_groups) state.merge_lanes(columns);
+  const int groups = grid.whole_groups ? blockDim.x / 32 : min(at_once, pieces.count);
+  const int own_group = grid.whole_groups ? threadIdx.x / 32 : first_piece;
+  const bool holds = !grid.whole_groups || threadIdx.x % 32 < columns;
+  if (holds && own_group < groups) states[own_group * columns + own] = state;
   __syncthreads();
   if (threadIdx.x >= columns) return;
 
   MergeState total = MergeState::empty();
-  const int end = columns * groups;
-  for (int i = threadIdx.x; i < end; i += columns) {
-    total.max_lse = fmaxf(total.max_lse, states[i].max_lse);
+  states += threadIdx.x;
+#pragma unroll 1
+  for (int group = 0; group < groups; ++group) {
+    total.max_lse = fmaxf(total.max_lse, states[group * columns].max_lse);
   }
   const float reference = merge_reference(total.max_lse);
-  for (int i = threadIdx.x; i < end; i += columns) {
-    total.add(merge_weight(states[i].max_lse, reference), states[i].sum, states[i].o);
+#pragma unroll 1
+  for (int group = 0; group < groups; ++group) {
+    const MergeState& part = states[group * columns];
+    total.add(merge_weight(part.max_lse, reference), part.sum, part.o);
   }
-  if (threadIdx.x == 0 && blockIdx.y == 0 && params.lse != nullptr) {
-    params.lse[row] = merge_finish(reference, total.sum);
-  }
-  const float inverse_sum = total.sum == 0.f ? 0.f : 1.f / total.sum;
-  *reinterpret_cast<uint2*>(destination) = {
-      ptx::pack<Element>(total.o.x * inverse_sum, total.o.y * inverse_sum),
-      ptx::pack<Element>(total.o.z * inverse_sum, total.o.w * inverse_sum)};
+  const float lse = merge_finish(reference, total.sum);
+  const float factor = (total.sum == 0.f ? 0.f : ptx::reciprocal(total.sum)) *
+                       output.finish_lse(params, head, lse, col == 0);
+  output.store(params, col, total.o.x * factor, total.o.y * factor);
+  output.store(params, col + 2, total.o.z * factor, total.o.w * factor);
 }
 
-template <DType kDType>
-void launch_decode_combine(const DecodeParams& params, Stream stream) {
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seqlen_q;
-  // Few rows leave most SMs idle: then a block takes 128 bytes of a row. Cut by length, all blocks are
-  // alike, so that the order of a sum depends on nothing but the sequence.
+// rows: of all sequences that there may be something to merge of. most_pieces: of a sequence, as far
+// as the host knows. in_any_batch: the order of a sum depends on nothing but the sequence.
+template <typename Pieces>
+void launch_combine(const DecodeParams& params, const KvcacheParts& parts, int64_t rows,
+                    int most_pieces, bool in_any_batch, Stream stream) {
+  // Few rows leave most SMs idle: then a block takes 128 bytes of a row.
   constexpr int kFewRows = 64, kSliceColumns = 32;
-  const bool by_length = params.splits.keys > 0;
-  const int slices = !by_length && rows <= kFewRows && params.head_dim % kSliceColumns == 0
-                         ? params.head_dim / kSliceColumns
+  const int slices = !in_any_batch && rows <= kFewRows && params.head_dim_v % kSliceColumns == 0
+                         ? params.head_dim_v / kSliceColumns
                          : 1;
-  const int at_once =
-      by_length ? kSplitsAtOnce : (params.splits.count + kSplitsAtOnce - 1) / kSplitsAtOnce;
-  const int useful = params.head_dim / 4 / slices * at_once;
-  const int threads = std::min((useful + 31) / 32 * 32, kMaxCombineThreads);
-  launch_overlapping<decode_combine_kernel<kDType>>(dim3(static_cast<unsigned>(rows), slices),
-                                                    threads, 0,
-                                                    /*overlap=*/true, stream, params);
+  const int at_once = (most_pieces + kPiecesAtOnce - 1) / kPiecesAtOnce;
+  const int columns = params.head_dim_v / 4 / slices;
+  const int threads = std::min((columns * at_once + 31) / 32 * 32, kMaxCombineThreads);
+  launch_overlapping<decode_combine_kernel<Pieces>>(
+      dim3(static_cast<unsigned>(rows), slices), threads,
+      threads * static_cast<int>(sizeof(MergeState)), /*overlap=*/true, stream, params,
+      CombineGrid{.seqlen_q = Divisor(params.seqlen_q),
+                  .heads_q = Divisor(params.heads_q),
+                  .threads_of_piece = Divisor(columns),
+                  .columns = columns,
+                  .at_once = threads / columns,
+                  .whole_groups = 32 % columns == 0,
+                  .parts = parts});
 }
 
 }  // namespace flash_attn::cuda

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../divisor.h"
 #include "decode.h"
 #include "workspace.h"
 
@@ -32,12 +33,6 @@ inline constexpr DecodeTile kDecodeTile<192> = {.keys = 16, .stages = 4};
 template <>
 inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .stages = 3};
 
-// Row tiles of the whole call, each of which reads the keys of its sequence and kv head once.
-inline int64_t decode_row_tiles(const DecodeParams& params) {
-  const int64_t rows = static_cast<int64_t>(params.seqlen_q) * params.heads_q / params.heads_kv;
-  return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv * params.batch;
-}
-
 // Whether there may be several pieces of a sequence: with most_pieces, shorter ones than asked for.
 inline bool is_cut(const Splits& splits) { return splits.count > 1 || splits.most_pieces > 0; }
 
@@ -57,6 +52,30 @@ inline int64_t decode_grid_pieces(const DecodeParams& params) {
              ? pieces
              : std::min<int64_t>(pieces, int64_t{kWaves} * params.splits.least_pieces);
 }
+
+// From the index of a thread block to what it reads.
+struct DecodeGrid {
+  Divisor row_tiles, heads_kv, splits, group;
+  int num_row_tiles;  // of one kv head of a sequence
+  int pieces;         // that have thread blocks of their own
+
+  explicit DecodeGrid(const DecodeParams& params)
+      : row_tiles(tiles_of(params)),
+        heads_kv(params.heads_kv),
+        splits(std::max(params.splits.count, 1)),
+        group(params.group),
+        num_row_tiles(tiles_of(params)),
+        pieces(static_cast<int>(decode_grid_pieces(params))) {}
+
+  int64_t blocks(const DecodeParams& params) const {
+    return int64_t{num_row_tiles} * params.heads_kv * pieces;
+  }
+
+ private:
+  static int tiles_of(const DecodeParams& params) {
+    return (params.seqlen_q * params.group + kDecodeRows - 1) / kDecodeRows;
+  }
+};
 
 // Any head_dim up to kHeadDim that is a multiple of 8.
 template <DType kDType, int kHeadDim>

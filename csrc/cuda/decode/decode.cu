@@ -15,7 +15,12 @@ void run_decode(const DecodeParams& params, Stream stream) {
 }
 
 void run_decode_combine(const DecodeParams& params, Stream stream) {
-  with_dtype(params.dtype, [&]<DType kDType> { launch_decode_combine<kDType>(params, stream); });
+  const bool by_length = params.splits.keys > 0;
+  // By length all blocks are alike, in four groups of threads, whatever the other sequences.
+  const int pieces = by_length ? kPiecesAtOnce * kPiecesAtOnce : params.splits.count;
+  launch_combine<PiecesOfDecode>(params, {},
+                                 int64_t{params.batch} * params.heads_q * params.seqlen_q, pieces,
+                                 /*in_any_batch=*/by_length, stream);
 }
 
 }  // namespace flash_attn::cuda

@@ -14,8 +14,8 @@
 // so that stages - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
-// Dense caches, by any row of the batch dimension, and pages. Other forms and score terms:
-// kvcache.cuh.
+// Dense caches, by any row of the batch dimension, and pages, just appended to or not. Other forms and
+// score terms: kvcache.cuh.
 //
 // Shared memory, 96 KiB: the rings in the loop, the warps' outputs in the end. Q, S, P, O:
 // registers.
@@ -23,7 +23,6 @@
 
 #include <type_traits>
 
-#include "../attn/block_range.cuh"
 #include "../attn/mask.cuh"
 #include "../attn/merge.cuh"
 #include "../attn/online_softmax.cuh"
@@ -33,6 +32,7 @@
 #include "../ptx/griddepcontrol.cuh"
 #include "../tile/gemm.cuh"
 #include "config.h"
+#include "output_row.cuh"
 #include "pieces.cuh"
 
 namespace flash_attn::cuda {
@@ -45,6 +45,7 @@ struct DecodeTraits {
   static constexpr int kStages = kDecodeTile<kHeadDim>.stages;
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
+  static constexpr bool kAppends = kHeadDim <= kDecodeFormsHeadDim;
   static constexpr int kThreads = 32 * kDecodeWarps;
   static constexpr int kBlocksPerSm = 2;
   using KvTile = SmemTile<Element, kKeys, kHeadDim>;
@@ -59,7 +60,7 @@ struct DecodeStorage {
     struct {
       // 8 floats more a row: the four rows that half a warp writes at once lie in different banks.
       float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + 8];
-      float lse[kDecodeWarps][kDecodeRows];
+      float lse[kDecodeWarps][kDecodeRows], inverse_sum[kDecodeWarps][kDecodeRows];
     } warps;
   };
   // Pages: one bit a key of the K tile in the stage.
@@ -84,60 +85,19 @@ __device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>& S, KeyBits va
   }
 }
 
-// One warp copies tiles of K, or of V, of a dense cache into shared memory.
-template <typename Tile>
-class WarpTileLoader {
-  using Element = typename Tile::Element;
-  static constexpr int kRowsAtOnce = 32 / Tile::kSlabChunks;  // 4, or 8 with slabs of 32 columns
-
- public:
-  __device__ __forceinline__ WarpTileLoader(const void* cache, const Strides& strides,
-                                            const DecodePiece& piece, int num_cols, int lane)
-      : row_(lane / Tile::kSlabChunks),
-        col_(lane % Tile::kSlabChunks * kChunk),
-        num_cols_(num_cols),
-        end_key_(piece.end_key),
-        row_stride_(strides.row),
-        source_(static_cast<const Element*>(cache) + piece.cache_row * strides.batch +
-                piece.kv_head * strides.head + (piece.first_key + row_) * strides.row + col_),
-        first_key_(piece.first_key) {}
-
-  // Starts the copy of keys first_key + key_offset …; those at or beyond end_key become 0 unread.
-  __device__ __forceinline__ void load(const Tile& tile, int key_offset) const {
-    const Element* source = source_ + key_offset * row_stride_;
-    const int rows_left = end_key_ - first_key_ - key_offset - row_;
-    const uint32_t destination = tile.address(row_, col_);
-#pragma unroll
-    for (int row = 0; row < Tile::kRows; row += kRowsAtOnce) {
-#pragma unroll
-      for (int slab_col = 0; slab_col < Tile::kCols; slab_col += Tile::kSlabCols) {
-        const bool valid = row < rows_left && slab_col + col_ < num_cols_;
-        // Four rows further down flip the highest bit of the swizzle.
-        ptx::cp_async_16(Tile::advance(destination ^ row % 8 * 16, row, slab_col),
-                         source + slab_col, valid ? 16 : 0);
-      }
-      source += kRowsAtOnce * row_stride_;
-    }
-  }
-
- private:
-  int row_, col_, num_cols_, end_key_;
-  int64_t row_stride_;
-  const Element* source_;
-  int first_key_;
-};
-
 // A warp's loads of a piece, K and V in turns: load i is K(i / 2) or, if odd, V(i / 2).
 template <typename Traits>
 struct DenseLoader {
   using KvTile = typename Traits::KvTile;
-  WarpTileLoader<KvTile> K, V;
+  DenseTileLoader<KvTile> K, V;
   int warp;
 
   __device__ __forceinline__ DenseLoader(const DecodeParams& params, const DecodePiece& piece,
                                          int warp_of_block, int lane)
-      : K(params.k_cache, params.k_strides, piece, params.head_dim, lane),
-        V(params.v_cache, params.v_strides, piece, params.head_dim, lane),
+      : K(params.k_cache, params.k_strides, piece.cache_row, piece.kv_head, piece.first_key,
+          piece.end_key, params.head_dim, lane),
+        V(params.v_cache, params.v_strides, piece.cache_row, piece.kv_head, piece.first_key,
+          piece.end_key, params.head_dim, lane),
         warp(warp_of_block) {}
   __device__ __forceinline__ void load(const KvTile& tile, int i, typename Traits::KeyBits&) const {
     (i % 2 == 0 ? K : V).load(tile, (warp + i / 2 * kDecodeWarps) * Traits::kKeys);
@@ -150,8 +110,7 @@ struct PagedLoader {
 
   __device__ __forceinline__ PagedLoader(const DecodeParams& params, const DecodePiece& piece,
                                          int warp, int lane)
-      : cache(params, piece.batch_idx, piece.kv_head,
-              max(piece.first_key, max(piece.window.first_key(piece.token(0)), piece.leftpad)),
+      : cache(params, piece.batch_idx, piece.kv_head, max(piece.first_key, piece.first_seen),
               piece.end_key, piece.first_key + warp * Traits::kKeys, lane) {}
   __device__ __forceinline__ void load(const typename Traits::KvTile& tile, int i,
                                        typename Traits::KeyBits& valid) {
@@ -178,11 +137,11 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
   OperandA<1, Traits::kHeadDim> Q;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(half, lane);
+    const int row = fragment_row(half, lane), token = piece.token(row);
     const Strides& strides = params.q_strides;
     const Element* source = static_cast<const Element*>(params.q) +
-                            piece.batch_idx * strides.batch + piece.token(row) * strides.row +
-                            piece.head(row) * strides.head + fragment_col(0, lane);
+                            piece.batch_idx * strides.batch + token * strides.row +
+                            piece.head(row, token) * strides.head + fragment_col(0, lane);
 #pragma unroll
     for (int col = 0; col < Traits::kHeadDim; col += 8) {
       const bool valid = row < piece.num_rows && col < params.head_dim;
@@ -193,7 +152,7 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
   return Q;
 }
 
-// This warp's share of the piece: O = P V normalised, and the softmax behind it.
+// This warp's share of the piece: O = P V, and the softmax behind it.
 template <typename Traits>
 __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
                                        DecodeStorage<Traits>& smem, const DecodeParams& params,
@@ -204,30 +163,41 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   WarpLoader<Traits> cache(params, piece, warp, lane);
   const int piece_tiles = (piece.end_key - piece.first_key + kKeys - 1) / kKeys;
-  const int num_tiles = (piece_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;  // of this warp
+  const auto of_this_warp = [&](int tiles) {
+    return (tiles - warp + kDecodeWarps - 1) / kDecodeWarps;
+  };
+  const int num_tiles = of_this_warp(piece_tiles);
   const auto stage = [&](int i) -> KvTile& {
     return smem.ring[warp][static_cast<unsigned>(i) % kStages];
   };
+  // The appended tokens are the cache's last; the tiles before them need not wait for the append.
+  const int old_keys = piece.len_k - params.seqlen_new - piece.first_key;
+  const int new_tile = Traits::kAppends && params.seqlen_new > 0
+                           ? of_this_warp(max(old_keys, 0) / kKeys)
+                           : num_tiles;
   // Load i is K(i / 2) or, if odd, V(i / 2). Each is a group, also those beyond the last tile, so
   // that the number of younger groups is the same at every wait.
   const auto load = [&](int i) {
-    if (i / 2 < num_tiles)
+    if (i / 2 < num_tiles) {
+      if (Traits::kAppends && i / 2 >= new_tile) ptx::wait_for_prerequisites();
       cache.load(stage(i), i, smem.valid[warp][static_cast<unsigned>(i) % kStages]);
+    }
     ptx::cp_async_commit();
   };
 #pragma unroll
   for (int i = 0; i < kStages; ++i) load(i);
 
   const OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
-  const int last_row = piece.num_rows - 1;
   int row_first[2], row_end[2];  // the keys of the piece that this thread's rows see
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int token = piece.token(min(fragment_row(half, lane), last_row));
-    row_first[half] = max(piece.window.first_key(token), piece.leftpad);
-    row_end[half] = min(piece.window.end_key(token), piece.end_key);
+    const SequenceKeys seen =
+        piece.seen_by(params, min(fragment_row(half, lane), piece.num_rows - 1));
+    row_first[half] = seen.first;
+    row_end[half] = min(seen.end, piece.end_key);
   }
 
+#pragma unroll 1
   for (int j = 0; j < num_tiles; ++j) {
     ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
@@ -258,64 +228,57 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
   }
   ptx::cp_async_wait<0>();
   softmax.finish();
-  const float inverse_sum[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
-  scale_rows(O, inverse_sum);
-}
-
-// Eight columns of one row: to the output, or as fp32 to the partial output.
-template <typename Traits>
-__device__ __forceinline__ void store_chunk(const DecodeParams& params, const DecodePiece& piece,
-                                            int row, int col, const float (&o)[kChunk]) {
-  using Element = typename Traits::Element;
-  if (!piece.whole()) {
-    float4* destination = reinterpret_cast<float4*>(
-        params.partial.o + piece.row_index(params, row) * params.head_dim + col);
-    destination[0] = {o[0], o[1], o[2], o[3]};
-    destination[1] = {o[4], o[5], o[6], o[7]};
-    return;
-  }
-  const Strides& strides = params.out_strides;
-  Element* destination = static_cast<Element*>(params.out) + piece.batch_idx * strides.batch +
-                         piece.token(row) * strides.row + piece.head(row) * strides.head + col;
-  *reinterpret_cast<uint4*>(destination) = {
-      ptx::pack<Element>(o[0], o[1]), ptx::pack<Element>(o[2], o[3]),
-      ptx::pack<Element>(o[4], o[5]), ptx::pack<Element>(o[6], o[7])};
-}
-
-__device__ __forceinline__ void store_lse(const DecodeParams& params, const DecodePiece& piece,
-                                          int row, float lse) {
-  float* destination = piece.whole() ? params.lse : params.partial.lse;
-  if (destination != nullptr) destination[piece.row_index(params, row)] = lse;
+  ptx::wait_for_prerequisites();  // whoever still reads the workspace, or the output's memory
 }
 
 // Merges the warps' parts and stores the rows that exist.
 template <typename Traits>
 __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
                                             const DecodeParams& params, const DecodePiece& piece) {
+  using Element = typename Traits::Element;
   constexpr int kChunks = Traits::kHeadDim / kChunk;
+#pragma unroll 1
   for (int i = threadIdx.x; i < piece.num_rows * kChunks; i += Traits::kThreads) {
     const int row = i / kChunks, col = i % kChunks * kChunk;
-    float max_lse = -INFINITY, sum = 0.f;
+    if (col >= params.head_dim) continue;
+    float max_lse = -INFINITY, sum = 0.f, weight[kDecodeWarps];
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      max_lse = fmaxf(max_lse, smem.warps.lse[warp][row]);
+      weight[warp] = smem.warps.lse[warp][row];
+      max_lse = fmaxf(max_lse, weight[warp]);
     }
     const float reference = merge_reference(max_lse);
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      sum += merge_weight(smem.warps.lse[warp][row], reference);
+      weight[warp] = merge_weight(weight[warp], reference);
+      sum += weight[warp];
     }
-    const float lse = merge_finish(reference, sum);
-    if (col == 0) store_lse(params, piece, row, lse);
-    if (col >= params.head_dim) continue;
+    const float inverse_sum = sum == 0.f ? 0.f : ptx::reciprocal(sum);
     float o[kChunk] = {};
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      const float weight = merge_weight(smem.warps.lse[warp][row], lse);
+      const float factor = weight[warp] * inverse_sum * smem.warps.inverse_sum[warp][row];
 #pragma unroll
-      for (int c = 0; c < kChunk; ++c) o[c] += weight * smem.warps.o[warp][row][col + c];
+      for (int c = 0; c < kChunk; ++c) o[c] += factor * smem.warps.o[warp][row][col + c];
     }
-    store_chunk<Traits>(params, piece, row, col, o);
+    const float lse = merge_finish(reference, sum);
+    const int token = piece.token(row), head = piece.head(row, token);
+    if (!piece.whole()) {
+      const int64_t partial_row = workspace_row(params, piece.slot, head, token);
+      if (col == 0) params.partial.lse[partial_row] = lse;
+      auto* destination =
+          reinterpret_cast<float4*>(params.partial.o + partial_row * params.head_dim + col);
+      destination[0] = {o[0], o[1], o[2], o[3]};
+      destination[1] = {o[4], o[5], o[6], o[7]};
+      continue;
+    }
+    const OutputRow output(params, piece.batch_idx, head, token);
+    const float factor = output.finish_lse(params, head, lse, col == 0);
+#pragma unroll
+    for (float& x : o) x *= factor;
+    *reinterpret_cast<uint4*>(output.out + col) = {
+        ptx::pack<Element>(o[0], o[1]), ptx::pack<Element>(o[2], o[3]),
+        ptx::pack<Element>(o[4], o[5]), ptx::pack<Element>(o[6], o[7])};
   }
 }
 
@@ -324,7 +287,12 @@ template <typename Traits>
 __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
                                              const DecodeParams& params, const DecodePiece& piece) {
   if (!piece.whole() && piece.first_key >= piece.end_key) {
-    if (threadIdx.x < piece.num_rows) store_lse(params, piece, threadIdx.x, -INFINITY);
+    const int row = threadIdx.x;
+    if (row >= piece.num_rows) return;
+    const int token = piece.token(row);
+    ptx::wait_for_prerequisites();
+    params.partial.lse[workspace_row(params, piece.slot, piece.head(row, token), token)] =
+        -INFINITY;
     return;
   }
   typename Traits::Output O;
@@ -345,9 +313,10 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
     }
     if (lane % 4 != 0) continue;
     smem.warps.lse[warp][row] = softmax.log_sum_exp(half);
+    smem.warps.inverse_sum[warp][row] = softmax.inverse_sum(half);
     const float largest = softmax.largest_score(half);
     if (params.max_logits != nullptr && largest != -INFINITY) {
-      raise_to(params.max_logits + piece.head(row), largest);
+      raise_to(params.max_logits + piece.head(row, piece.token(row)), largest);
     }
   }
   __syncthreads();
@@ -357,44 +326,47 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
 // kByLength: pieces from a line of them, one or a few a block (pieces.cuh).
 template <typename Traits, bool kByLength>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
-    decode_kernel(const __grid_constant__ DecodeParams params) {
+    decode_kernel(const __grid_constant__ DecodeParams params,
+                  const __grid_constant__ DecodeGrid grid) {
   extern __shared__ __align__(128) char smem_bytes[];
   DecodeStorage<Traits>& smem = *reinterpret_cast<DecodeStorage<Traits>*>(smem_bytes);
-  // All blocks are resident or done when the combine kernel's blocks come, which then only wait.
+  const DecodeBlock block(params, grid, blockIdx.x);
+  // Lengths may be another kernel's results: neither this one nor the merge, whose blocks come when
+  // all of these are resident or done, reads any before. Behind an append they are older than that.
+  if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
-  const DecodeBlock block(params, blockIdx.x);
   if constexpr (kByLength) {
     const PieceLine line(params);
-    const unsigned step = gridDim.x / DecodeBlock::blocks_per_piece(params);
 #pragma unroll 1
-    for (unsigned number = block.number;; number += step) {
+    for (int number = block.number;; number += grid.pieces) {
       const PieceRange place = line.find(number);
       if (place.count == 0) return;
-      decode_piece<Traits>(
-          smem, params,
-          DecodePiece::of_line<Traits::kKeys, Traits::kPaged>(params, block, line, number, place));
+      decode_piece<Traits>(smem, params,
+                           DecodePiece::of_line<Traits::kKeys, Traits::kPaged>(
+                               params, grid, block, line, number, place));
       __syncthreads();  // the piece is stored: its place is a ring again
     }
   } else {
     decode_piece<Traits>(smem, params,
-                         DecodePiece::of_split<Traits::kKeys, Traits::kPaged>(params, block));
+                         DecodePiece::of_split<Traits::kKeys, Traits::kPaged>(params, grid, block));
   }
 }
 
 template <DType kDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream) {
+  const DecodeGrid grid(params);
   const auto run = [&]<bool kPaged, bool kByLength> {
     using Traits = DecodeTraits<kDType, kHeadDim, kPaged>;
     constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
     static_assert(kSmemBytes <= 99 * 1024);
-    const int64_t blocks = decode_row_tiles(params) / params.batch * decode_grid_pieces(params);
-    launch<decode_kernel<Traits, kByLength>>(dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
-                                             kSmemBytes, stream, params);
+    launch_overlapping<decode_kernel<Traits, kByLength>>(
+        dim3(static_cast<unsigned>(grid.blocks(params))), Traits::kThreads, kSmemBytes,
+        /*overlap=*/true, stream, params, grid);
   };
   const bool by_length = params.splits.keys > 0;
   if (params.block_table == nullptr) {
     by_length ? run.template operator()<false, true>() : run.template operator()<false, false>();
-  } else if constexpr (kHeadDim <= kDecodePagedHeadDim) {
+  } else if constexpr (kHeadDim <= kDecodeFormsHeadDim) {
     by_length ? run.template operator()<true, true>() : run.template operator()<true, false>();
   }
 }

@@ -5,8 +5,8 @@
 
 namespace flash_attn::cuda {
 
-// With pages, no head_dim above this: registers are short.
-inline constexpr int kDecodePagedHeadDim = 192;
+// With pages, or just appended to, no head_dim above this: registers are short.
+inline constexpr int kDecodeFormsHeadDim = 192;
 
 // Any head dim up to 256.
 void run_decode(const DecodeParams& params, Stream stream);

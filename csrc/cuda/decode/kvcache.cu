@@ -1,25 +1,34 @@
 #include "kvcache.h"
 
-#include "kvcache_combine.cuh"
+#include "combine.cuh"
 #include "kvcache_config.h"
 
 namespace flash_attn::cuda {
+namespace {
 
-void run_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
-  if (params.splits.count == 1) return;
-  with_kvcache_class(params.cache_dtype, kvcache_head_dim(params),
-                     [&]<DType kCacheDType, int kHeadDim> {
-                       constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);
-                       launch_kvcache_combine<kKeys, (kHeadDim + 127) / 128>(params, grid, stream);
-                     });
+template <int kKeys>
+void combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
+  const KvcacheParts parts(params, grid);
+  const int sequences = parts.merged_by_cut ? grid.parts - 1 : params.batch;
+  // The lengths are not known here: as many pieces as if all were alike.
+  const int pieces = params.splits.count > 0 ? params.splits.count
+                     : params.batch == 1     ? grid.parts
+                                             : grid.parts / params.batch + 2;
+  const int64_t rows = int64_t{sequences} * params.heads_q * params.seqlen_q;
+  if (rows == 0) return;
+  launch_combine<PiecesOfKvcache<kKeys>>(params, parts, rows, pieces,
+                                         /*in_any_batch=*/params.splits.count > 0, stream);
 }
+
+}  // namespace
 
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
   with_kvcache_class(params.cache_dtype, kvcache_head_dim(params),
                      [&]<DType kCacheDType, int kHeadDim> {
                        launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
+                       if (params.splits.count == 1) return;
+                       combine<kvcache_tile_keys(kCacheDType, kHeadDim)>(params, grid, stream);
                      });
-  run_kvcache_combine(params, grid, stream);
 }
 
 }  // namespace flash_attn::cuda

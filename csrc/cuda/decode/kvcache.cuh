@@ -30,7 +30,7 @@
 #include "kvcache_queries.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_softmax.cuh"
-#include "kvcache_store.cuh"
+#include "output_row.cuh"
 
 namespace flash_attn::cuda {
 
@@ -42,7 +42,6 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
                                             int warp, int lane) {
   const int first_row = blockIdx.x * kDecodeRows;
   const bool whole = piece.number < 0, stores_lse = warp == 0 && lane % 4 == 0;
-  const int64_t slot = RowsByTile::slot(piece.number, blockIdx.y, blockIdx.x, gridDim.y, gridDim.x);
   const float descale = params.v_descale == nullptr
                             ? 1.f
                             : params.v_descale[piece.batch_idx * params.v_descale_batch_stride +
@@ -54,18 +53,17 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
     const float sum = softmax.row_sum[half];
     const float lse = sum == 0.f ? -INFINITY : (softmax.row_max[half] + ptx::log2(sum)) * kLn2;
     float factor = sum == 0.f ? 0.f : descale / sum;
-    float* partial = params.partial.o + (slot * kDecodeRows + row) * params.head_dim_v;
-    uint16_t* out = nullptr;
     const KvcacheRow at(params, blockIdx.y, first_row + row);
+    const OutputRow output(params, piece.batch_idx, at.head, at.token);
+    const int64_t partial_row = workspace_row(params, piece.number, at.head, at.token);
+    float* partial = params.partial.o + partial_row * params.head_dim_v;
     if (params.max_logits != nullptr && stores_lse && sum != 0.f) {
       raise_to(params.max_logits + at.head, softmax.row_max[half] * kLn2);
     }
     if (whole) {
-      const OutputRow output(params, piece.batch_idx, at);
-      factor *= output.finish_lse(params, at, lse, stores_lse);
-      out = output.out;
+      factor *= output.finish_lse(params, at.head, lse, stores_lse);
     } else if (stores_lse) {
-      params.partial.lse[slot * kDecodeRows + row] = lse;
+      params.partial.lse[partial_row] = lse;
     }
 #pragma unroll
     for (int i = 0; i < O.kRowElements; i += 2) {
@@ -77,7 +75,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
       const float o1 = O.at(half, Traits::k8Bit ? 4 * block + 2 + pair : i + 1) * factor;
       if (col >= params.head_dim_v) continue;
       if (whole) {
-        store_pair(out + col, params.dtype, o0, o1);
+        output.store(params, col, o0, o1);
       } else {
         *reinterpret_cast<float2*>(partial + col) = {o0, o1};
       }
@@ -136,14 +134,11 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
 
     for (int tile = piece.first_tile; tile < piece.end_tile; ++tile) {
       ptx::mbarrier_wait(smem.full[at.stage], at.phase);
-      const uint32_t own_valid = smem.valid[at.stage][warp];
-      uint32_t valid[kKvcacheWarps];
-#pragma unroll
-      for (int w = 0; w < kKvcacheWarps; ++w) valid[w] = smem.valid[at.stage][w];
+      const uint32_t valid = smem.valid[at.stage][warp];
       auto S = multiply_keys<Traits>(Q, ring.tiles[at.stage], warp, lane);
       release();
       const int first_key = tile * Traits::kKeys + warp * Traits::kWarpKeys;
-      finish_scores(S, params, rows, own_valid, first_key, lane);
+      finish_scores(S, params, rows, valid, first_key, lane);
       float correction[2];
 #if __CUDA_ARCH__ < 900
       // Addresses kept from tile to tile spill where two blocks share a multiprocessor.
@@ -155,12 +150,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
         scale_rows(O, correction);
       }
       ptx::mbarrier_wait(smem.full[at.stage], at.phase);
-      constexpr uint32_t kAll = ~0u >> (32 - Traits::kWarpKeys);
-      if ((valid[0] & valid[1] & valid[2] & valid[3]) == kAll) {
-        multiply_values<Traits, false>(O, smem.p, ring.tiles[at.stage], valid, warp, lane);
-      } else {
-        multiply_values<Traits, true>(O, smem.p, ring.tiles[at.stage], valid, warp, lane);
-      }
+      multiply_values<Traits>(O, smem.p, ring.tiles[at.stage], warp, lane);
       release();
     }
     softmax.template finish<Traits>(smem, warp, lane);
@@ -175,7 +165,9 @@ __global__ void __launch_bounds__(Traits::kThreads + 32 * KvcacheLoader<Traits>:
     kvcache_kernel(const __grid_constant__ DecodeParams params,
                    const __grid_constant__ unsigned stages) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  // The combine kernel's blocks come once all of these are resident or done, and wait.
+  // Lengths may be another kernel's results: neither this one nor the merge, whose blocks come when
+  // all of these are resident or done, reads any before. Behind an append they are older than that.
+  if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
   const KvcacheTiles<Traits> ring(smem_bytes, stages);
   ring.init(KvcacheLoader<Traits>::kArrivals, params.head_dim, params.head_dim_v);
@@ -203,7 +195,7 @@ void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream 
     allow_smem<kKernel>(grid.smem_optin_bytes);  // whatever later calls ask for
     launch_overlapping<kKernel>(dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
                                 Traits::kThreads + 32 * KvcacheLoader<Traits>::kWarps,
-                                smem_bytes(stages), params.seqlen_new > 0, stream, params,
+                                smem_bytes(stages), /*overlap=*/true, stream, params,
                                 static_cast<unsigned>(stages));
   };
   if (grid.blocks_per_sm >= Traits::kMostBlocks) {

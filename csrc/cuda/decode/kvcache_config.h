@@ -54,6 +54,17 @@ auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
   throw std::invalid_argument("flash_attn: head_dim: expected at most 512");
 }
 
+// What the merge has to know of KvcacheGrid.
+struct KvcacheParts {
+  unsigned count = 0;
+  bool merged_by_cut = false;  // fewer cuts between parts than sequences
+
+  KvcacheParts() = default;
+  KvcacheParts(const DecodeParams& params, const KvcacheGrid& grid)
+      : count(grid.parts),
+        merged_by_cut(params.splits.count == 0 && grid.parts - 1 < params.batch) {}
+};
+
 // Rows of one kv head in one sequence, and the tiles that they fill.
 FLASH_ATTN_HOST_DEVICE inline int kvcache_group_rows(const DecodeParams& params) {
   return params.seqlen_q * params.group;

@@ -103,23 +103,14 @@ __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQu
   return S[0];
 }
 
-// 0xffff for each of a lane's two keys 2t, 2t + 1 whose bit of eight is set.
-__device__ __forceinline__ uint32_t pair_mask(uint32_t valid, int lane) {
-  const uint32_t bits = valid >> lane % 4 * 2;
-  return (bits & 1) * 0xffffu | (bits & 2) * 0x7fff8000u;
-}
-
-// A warp's quarter of the columns: O += P V. kMasked: rows of V that do not exist hold anything, NaN
-// too, and count as 0.
-template <typename Traits, bool kMasked>
+// A warp's quarter of the columns: O += P V. Rows of V that do not exist are 0, as their P is.
+template <typename Traits>
 __device__ __forceinline__ void multiply_values(typename Traits::Output& O,
                                                 const typename Traits::PTile& P,
-                                                const typename Traits::KvTile& V,
-                                                const uint32_t (&valid)[kKvcacheWarps], int warp,
+                                                const typename Traits::KvTile& V, int warp,
                                                 int lane) {
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
-  constexpr int kWarpKeys = Traits::kWarpKeys;
   const SmemOperand<Side::kA, Layout::kKInner, typename Traits::PTile> p_view(P, 0, lane);
   if constexpr (Traits::k8Bit) {
     const uint32_t address = V.address(lane, warp * 8);
@@ -136,11 +127,6 @@ __device__ __forceinline__ void multiply_values(typename Traits::Output& O,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           widen<Traits::kCacheDType>(ptx::permute_bytes(b[i], 0, 0x3120), even[i], odd[i]);
-          if constexpr (kMasked) {
-            const uint32_t mask = pair_mask(valid[key / kWarpKeys] >> i * 8, lane);
-            even[i] &= mask;
-            odd[i] &= mask;
-          }
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
@@ -161,14 +147,6 @@ __device__ __forceinline__ void multiply_values(typename Traits::Output& O,
       for (int block = 0; block < Traits::kColumnBlocks; ++block) {
         uint32_t b[4];
         v_view.load(b, block * 16 * kKvcacheWarps, key);
-        if constexpr (kMasked) {
-          const uint32_t bits = valid[key / kWarpKeys] >> key % kWarpKeys;
-          const uint32_t low = pair_mask(bits, lane), high = pair_mask(bits >> 8, lane);
-          b[0] &= low;
-          b[1] &= high;
-          b[2] &= low;
-          b[3] &= high;
-        }
         multiply_block<Element, Into::kSum>(O, p, b, block * 16);
       }
     }

@@ -1,20 +1,18 @@
 // The producers of kvcache.cuh: K and V by cp.async, row by row wherever they lie.
 #pragma once
 
-#include "../cache/rows.cuh"
-#include "../ptx/cp_async.cuh"
+#include "../cache/loader.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
 
 namespace flash_attn::cuda {
 
 // Four producer warps, a quarter of each tile's rows a warp. Lane i knows where row i lies; the rows'
-// addresses go round by shuffle, and eight lanes copy 128 neighbouring bytes (four copy 64).
+// addresses go round by shuffle.
 template <typename Traits>
 class KvcacheLoader {
   using KvTile = typename Traits::KvTile;
   static constexpr int kRows = Traits::kKeys / 4;  // a warp's, of a tile
-  static constexpr int kRowsAtOnce = 32 / KvTile::kSlabChunks;
   static constexpr int kElementBytes = Traits::k8Bit ? 1 : 2;
 
  public:
@@ -74,23 +72,13 @@ class KvcacheLoader {
 
   __device__ __forceinline__ void load(int stage, const char* row_of_lane, int num_cols) const {
     const int lane_row = lane_ / KvTile::kSlabChunks, lane_byte = lane_ % KvTile::kSlabChunks * 16;
-    const int num_bytes = num_cols * kElementBytes;
-    const uint32_t destination =
-        ring_.tiles[stage].address(warp_ * kRows + lane_row, lane_byte / 2);
-#pragma unroll
-    for (int row = 0; row < kRows; row += kRowsAtOnce) {
-      const auto address =
-          __shfl_sync(~0u, reinterpret_cast<uint64_t>(row_of_lane), row + lane_row);
-      const char* source = reinterpret_cast<const char*>(address) + lane_byte;
-      const bool exists = (valid_ >> (row + lane_row) & 1) != 0;
-#pragma unroll
-      for (int slab_col = 0; slab_col < KvTile::kCols; slab_col += KvTile::kSlabCols) {
-        const bool inside = lane_byte + slab_col * 2 < num_bytes;
-        // Four rows further down flip the highest bit of the swizzle.
-        ptx::cp_async_16(KvTile::advance(destination ^ row % 8 * 16, row, slab_col),
-                         source + (exists && inside ? slab_col * 2 : 0), exists && inside ? 16 : 0);
-      }
-    }
+    copy_rows<KvTile, kRows>(
+        ring_.tiles[stage].address(warp_ * kRows + lane_row, lane_byte / 2), lane_byte,
+        num_cols * kElementBytes, [&](int row) -> RowSource {
+          const int from = row + lane_row;
+          const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(row_of_lane), from);
+          return {reinterpret_cast<const char*>(at) + lane_byte, (valid_ >> from & 1) != 0};
+        });
     ptx::mbarrier_arrive_after_copies(ring_.smem.full[stage]);
   }
 

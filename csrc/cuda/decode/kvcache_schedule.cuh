@@ -9,7 +9,7 @@
 //
 // so that lengths, which only the device knows, leave no block without work, and the blocks of one
 // part read the heads of the same tokens, neighbours in memory. A sequence inside one part is
-// finished there; the others are merged by kvcache_combine.cuh. A block leaves at most two pieces of
+// finished there; the others are merged by combine.cuh. A block leaves at most two pieces of
 // sequences: one that began before its part, and one that goes on behind.
 //
 // Cut alike or by length, each sequence is cut by its own length alone, and the parts take the
@@ -109,9 +109,10 @@ class SequenceCursor {
   SequenceKeys keys_;
 };
 
-// Tiles of each part. Fewer are not worth another piece to merge.
+// Tiles of each part. Fewer keys are not worth another piece to merge.
+template <int kKeys>
 __device__ __forceinline__ int kvcache_share(int total_tiles, unsigned parts) {
-  constexpr int kLeastTiles = 2;
+  constexpr int kLeastTiles = 128 / kKeys;
   return max(static_cast<int>((total_tiles + parts - 1) / parts), kLeastTiles);
 }
 
@@ -150,7 +151,7 @@ class KvcacheSchedule {
       return;
     }
     const int total = cursor_.total_tiles();
-    const int share = kvcache_share(total, gridDim.z);
+    const int share = kvcache_share<kKeys>(total, gridDim.z);
     at_ = min(blockIdx.z * share, static_cast<unsigned>(total));
     end_ = min(at_ + share, total);
     if (at_ < end_) cursor_.seek_tile(at_);

@@ -14,7 +14,6 @@
 
 #include <climits>
 
-#include "../attn/block_range.cuh"
 #include "../cache/sequence_keys.cuh"
 #include "config.h"
 
@@ -101,46 +100,43 @@ class PieceLine {
 // neighbouring memory (kv heads).
 struct DecodeBlock {
   int kv_head;
-  int group;                // query heads that share the kv head
   int first_row, num_rows;  // row r is token r / group and head kv_head · group + r % group
-  unsigned number;          // of its piece, among those of all sequences
+  int number;               // of its piece, among those of all sequences
 
-  __device__ __forceinline__ DecodeBlock(const DecodeParams& params, unsigned index)
-      : group(params.heads_q / params.heads_kv) {
-    const int rows = params.seqlen_q * group;
-    const unsigned row_tiles = (rows + kDecodeRows - 1) / kDecodeRows;
-    first_row = index % row_tiles * kDecodeRows;
-    num_rows = min(kDecodeRows, rows - first_row);
-    index /= row_tiles;
-    kv_head = index % params.heads_kv;
-    number = index / params.heads_kv;
-  }
-  // Blocks that share a piece.
-  __device__ __forceinline__ static unsigned blocks_per_piece(const DecodeParams& params) {
-    const int rows = params.seqlen_q * (params.heads_q / params.heads_kv);
-    return (rows + kDecodeRows - 1) / kDecodeRows * params.heads_kv;
+  __device__ __forceinline__ DecodeBlock(const DecodeParams& params, const DecodeGrid& grid,
+                                         int index) {
+    const int tile = grid.row_tiles.divide(index), piece = grid.heads_kv.divide(tile);
+    first_row = (index - tile * grid.num_row_tiles) * kDecodeRows;
+    num_rows = min(kDecodeRows, params.seqlen_q * params.group - first_row);
+    kv_head = tile - piece * params.heads_kv;
+    number = piece;
   }
 };
 
 // What a thread block works on.
 struct DecodePiece : DecodeBlock {
+  const DecodeGrid& grid;
+  int group;  // query heads that share the kv head
   int batch_idx;
   int cache_row;  // dense caches
-  AttentionWindow window;
-  int leftpad;
+  int len_k;
+  int first_seen;          // by any of the rows
   int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
   int slot;                // of the workspace; -1: all keys of the sequence, straight to the output
 
   // Pieces of a sequence that differ by one tile at most.
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ static DecodePiece of_split(const DecodeParams& params,
+                                                         const DecodeGrid& grid,
                                                          const DecodeBlock& block) {
-    const int split = block.number % params.splits.count;
-    DecodePiece piece(params, block, block.number / params.splits.count);
+    const int batch_idx = grid.splits.divide(block.number);
+    const int split = block.number - batch_idx * params.splits.count;
+    DecodePiece piece(params, grid, block, batch_idx);
     piece.slot = params.splits.count == 1 ? -1 : split * params.batch + piece.batch_idx;
     piece.template clip<kKeys, kPaged>(params, 0, params.capacity);
+    if (params.splits.count == 1) return piece;
     const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;
-    const int share = tiles / params.splits.count, rest = tiles % params.splits.count;
+    const int share = grid.splits.divide(tiles), rest = tiles - share * params.splits.count;
     const int first_tile = split * share + min(split, rest);
     const int end_tile = first_tile + share + (split < rest ? 1 : 0);
     piece.end_key = min(piece.first_key + end_tile * kKeys, piece.end_key);
@@ -150,15 +146,16 @@ struct DecodePiece : DecodeBlock {
 
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ static DecodePiece of_line(const DecodeParams& params,
+                                                        const DecodeGrid& grid,
                                                         const DecodeBlock& block,
-                                                        const PieceLine& line, unsigned number,
+                                                        const PieceLine& line, int number,
                                                         const PieceRange& place) {
-    DecodePiece piece(params, block, place.batch_idx);
-    piece.slot = place.count == 1 ? -1 : static_cast<int>(number);
+    DecodePiece piece(params, grid, block, place.batch_idx);
+    piece.slot = place.count == 1 ? -1 : number;
     constexpr int kTileKeys = PieceLine::kTileKeys;
     const SequenceKeys keys(params, place.batch_idx);
     const int first_tile =
-        keys.first_tile<kTileKeys>() + static_cast<int>(number - place.first) * line.piece_tiles();
+        keys.first_tile<kTileKeys>() + (number - place.first) * line.piece_tiles();
     const int end_tile =
         min(first_tile + line.piece_tiles(), (keys.end + kTileKeys - 1) / kTileKeys);
     piece.template clip<kKeys, kPaged>(params, first_tile * kTileKeys, end_tile * kTileKeys);
@@ -166,36 +163,34 @@ struct DecodePiece : DecodeBlock {
   }
 
   __device__ __forceinline__ bool whole() const { return slot < 0; }
-  __device__ __forceinline__ int token(int row) const { return (first_row + row) / group; }
-  __device__ __forceinline__ int head(int row) const {
-    return kv_head * group + (first_row + row) % group;
+  __device__ __forceinline__ int token(int row) const { return grid.group.divide(first_row + row); }
+  __device__ __forceinline__ int head(int row, int token_of_row) const {
+    return kv_head * group + first_row + row - token_of_row * group;
   }
-  // Of a row in lse (whole), partial.lse and, times head_dim, partial.o.
-  __device__ __forceinline__ int64_t row_index(const DecodeParams& params, int row) const {
-    const int64_t sequence = whole() ? batch_idx : slot;
-    return RowsByToken::row(params, sequence, head(row), token(row));
+  // The keys that one row sees.
+  __device__ __forceinline__ SequenceKeys seen_by(const DecodeParams& params, int row) const {
+    return SequenceKeys(params, batch_idx, len_k, token(row), token(row));
   }
 
  private:
-  __device__ __forceinline__ DecodePiece(const DecodeParams& params, const DecodeBlock& block,
-                                         int batch)
+  __device__ __forceinline__ DecodePiece(const DecodeParams& params, const DecodeGrid& grid_of_call,
+                                         const DecodeBlock& block, int batch)
       : DecodeBlock(block),
+        grid(grid_of_call),
+        group(params.group),
         batch_idx(batch),
         cache_row(batch),
-        window(params.seqlen_q, kvcache_len_k(params, batch),
-               static_cast<int64_t>(kvcache_len_k(params, batch)) - params.seqlen_q,
-               params.window_left, params.window_right),
-        leftpad(params.leftpad_k == nullptr
-                    ? 0
-                    : min(max(params.leftpad_k[batch], 0), window.len_k())) {}
+        len_k(kvcache_len_k(params, batch)) {}
 
   // The keys of [begin, end) that any of the rows sees. Pages: pieces begin at multiples of kKeys,
   // which may lie before the first key seen.
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ void clip(const DecodeParams& params, int begin, int end) {
-    first_key = max(max(window.first_key(token(0)), leftpad), begin);
+    const SequenceKeys seen(params, batch_idx, len_k, token(0), token(num_rows - 1));
+    first_seen = seen.first;
+    first_key = max(seen.first, begin);
     if (kPaged) first_key = first_key / kKeys * kKeys;
-    end_key = min(window.end_key(token(num_rows - 1)), end);
+    end_key = min(seen.end, end);
     if (!kPaged && params.cache_batch_idx != nullptr) {
       cache_row = params.cache_batch_idx[batch_idx];
       if (cache_row < 0 || cache_row >= params.cache_rows) end_key = 0;

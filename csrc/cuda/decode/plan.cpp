@@ -113,19 +113,12 @@ Splits decode_splits(const CallShape& call) {
                            call.batch_invariant ? 0 : kMostWaves * least_pieces);
 }
 
-Splits kvcache_splits(const CallShape& call) {
-  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
-  if (!call.batch_invariant) return Splits::dealt_out();
-  // leftpad may add one.
-  return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
-}
-
 KvcacheGrid kvcache_grid(const CallShape& call) {
   // 16 bits: one block an SM reads as fast as two and leaves half as many pieces; two fill the device
   // better where there are many heads. 8 bits: four warps that compute wait for one another more than
   // for memory, so two blocks, unless the call is short. 1 KiB a block is the system's, and the blocks
   // that merge want to be there early.
-  constexpr int kSystemBytes = 1024, kCombineBytes = 16 * 1024, kTwoBlocksBytes = 160 * 1024;
+  constexpr int kSystemBytes = 1024, kCombineBytes = 17 * 1024, kTwoBlocksBytes = 160 * 1024;
   constexpr int64_t kLongElements = int64_t{64} << 20;
   const DeviceInfo& device = *call.device;
   const int items = static_cast<int>(call.heads_kv * row_tiles(call));
@@ -141,12 +134,29 @@ KvcacheGrid kvcache_grid(const CallShape& call) {
           .smem_optin_bytes = device.smem_optin_bytes};
 }
 
+// Whole sequences need no merge, which is most of a short call. Longer ones must fill the device.
+bool keeps_whole(const CallShape& call, const KvcacheGrid& grid) {
+  constexpr int kShortKeys = 2048;
+  const int64_t keys = most_keys(call), rounds = ceil_div(call.batch, grid.parts);
+  if (keys <= (is_8bit(call.cache_dtype) ? 512 : 256)) return true;
+  return keys <= kShortKeys && 10 * call.batch >= 9 * rounds * grid.parts;
+}
+
+Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
+  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
+  if (!call.batch_invariant) {
+    return keeps_whole(call, grid) ? Splits::alike(1) : Splits::dealt_out();
+  }
+  // leftpad may add one.
+  return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
+}
+
 // What DecodeParams calls plain: the faster kernel serves it.
 bool is_plain(const CallShape& call) {
-  return !call.appends && !call.softcap && !call.alibi && !call.sink &&
+  return !call.rotates && !call.softcap && !call.alibi &&
          !(call.batch_invariant && call.num_splits > 0) && call.cache_dtype == call.dtype &&
          call.head_dim == call.head_dim_v && call.head_dim <= kKvcachePortableHeadDim &&
-         (!call.paged || call.head_dim <= kDecodePagedHeadDim);
+         ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
 }
 
 bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }
@@ -164,13 +174,12 @@ Plan plan_decode(const CallShape& call) {
       plan.workspace_rows = decode_pieces(batch, plan.splits) * sequence_rows;
     return plan;
   }
-  plan.splits = kvcache_splits(call);
   plan.grid = kvcache_grid(call);
+  plan.splits = kvcache_splits(call, plan.grid);
   if (plan.splits.count == 1) return plan;
   const int64_t pieces =
       plan.splits.count == 0 ? 2 * int64_t{plan.grid.parts} : call.batch * plan.splits.count;
-  plan.workspace_rows =
-      RowsByTile::rows(pieces, static_cast<int>(call.heads_kv), static_cast<int>(row_tiles(call)));
+  plan.workspace_rows = pieces * sequence_rows;
   return plan;
 }
 

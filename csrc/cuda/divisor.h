@@ -1,0 +1,33 @@
+// Division on the device by a number that the host knows.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/host_device.h"
+
+namespace flash_attn::cuda {
+
+// n / divisor for 0 <= n < 2^31 as one product: a division is forty instructions, one behind the other,
+// which a launch has to fetch before it can ask for its first key. With p = 31 + ⌈log₂ divisor⌉ and
+// m = ⌈2ᵖ / divisor⌉, m · divisor exceeds 2ᵖ by less than 2ᵖ / n.
+class Divisor {
+ public:
+  constexpr explicit Divisor(int divisor) : shift_(31) {
+    while ((int64_t{1} << (shift_ - 31)) < divisor) ++shift_;
+    multiplier_ = static_cast<uint32_t>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
+  }
+  FLASH_ATTN_HOST_DEVICE constexpr int divide(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * multiplier_ >>
+                            shift_);
+  }
+
+ private:
+  uint32_t multiplier_ = 0;
+  int shift_;
+};
+static_assert(Divisor(1).divide(2147483647) == 2147483647);
+static_assert(Divisor(7).divide(2147483645) == 306783377 && Divisor(7).divide(6) == 0);
+static_assert(Divisor(65535).divide(2147450879) == 32767 && Divisor(65535).divide(65534) == 0);
+static_assert(Divisor(2147483647).divide(2147483646) == 0);
+
+}  // namespace flash_attn::cuda
