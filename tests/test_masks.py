@@ -309,6 +309,22 @@ def test_tiles(name: str) -> None:
     assert mixed == 0 or rows is not None
 
 
+@pytest.mark.parametrize("ascends", [True, False])
+def test_labels_of_documents(ascends: bool) -> None:
+    """Positions where the ids of the keys ascend, of which the rows tell, whatever those of the
+    queries do; else the ids."""
+    problem = Problem(SQUARE, 6, "cpu")
+    ids = random_ids(problem, 200, 4)
+    ids_k = ids.sort(1).values if ascends else ids.flip(1)
+    mask = masks.documents(ids, ids_k)
+    _, rows, labels = lowered(problem, mask)
+    assert torch.equal(labels, torch.arange(200).expand_as(labels)) == ascends
+    assert (rows[..., 3] < rows[..., 2]).all() == ascends
+    labels = labels[:, None, None]
+    seen = (labels >= rows[..., :1]) & (labels < rows[..., 1:2])
+    assert torch.equal(seen, mask.to_bool(200, 200))
+
+
 FEW_OF_MANY = [
     Case(batch=1, seqlen_q=150, seqlen_k=9000, heads_q=2, heads_kv=1, dtype="bf16", d=128),
     Case(batch=2, seqlen_q=4500, seqlen_k=150, heads_q=4, heads_kv=2, dtype="fp16", d=64),

@@ -43,7 +43,10 @@ int64_t cuda::bwd_dq_pool_progress(const BwdParams&) { not_built(); }
 int sm80::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 void sm90::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 bool sm90::stores_bias_gradient(const BwdParams&) { not_built(); }
-int sm90::bwd_dq_accum_cols(const BwdParams&) { not_built(); }
+void sm90::run_bwd_masked(const Masked<BwdParams>&, const cuda::DeviceInfo&, Stream) {
+  not_built();
+}
+int sm90::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 int sm90::bwd_dq_pool_places(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
 int64_t sm90::bwd_dq_pool_rows(const BwdParams&) { not_built(); }
 BwdSplits sm90::bwd_splits(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
@@ -51,5 +54,8 @@ int64_t sm90::bwd_split_sums(const BwdParams&) { not_built(); }
 int64_t sm90::bwd_split_arrivals(const BwdParams&) { not_built(); }
 bool sm90::writes_wide_key_gradients(const BwdParams&) { not_built(); }
 void sm90::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm90::run_fwd_masked(const Masked<FwdParams>&, const cuda::DeviceInfo&, Stream) {
+  not_built();
+}
 
 }  // namespace flash_attn

@@ -80,6 +80,7 @@ bool skips_tiles(const CallShape& call) {
 }
 
 double cost(const CallShape& call) {
+  if (skips_tiles(call)) return 0;
   // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as those of
   // wider tiles, decode's reads half as long.
   constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
@@ -88,9 +89,7 @@ double cost(const CallShape& call) {
   // it is unless can_stage_bias().
   const bool in_tiles = call.dense_bias && !call.softcap && !call.dropout;
   if (call.op == Op::kBackward && call.bias && !in_tiles && widest <= 64) return kNarrowTileCost;
-  if (call.op != Op::kDecode) {
-    return call.tile_mask && !skips_tiles(call) ? cuda::kReadMaskCost : 0;
-  }
+  if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
   const int splits = decode_splits(call);
   const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
   return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);
