@@ -1,9 +1,7 @@
 // From run-time dtype and head dim to a compiled instance.
 #pragma once
 
-#include <stdexcept>
-#include <string>
-
+#include "../core/failure.h"
 #include "../core/params.h"
 
 namespace flash_attn::cuda {
@@ -13,7 +11,7 @@ template <typename F>
 auto with_dtype(DType dtype, F&& f) {
   if (dtype == DType::kFp16) return f.template operator()<DType::kFp16>();
   if (dtype == DType::kBf16) return f.template operator()<DType::kBf16>();
-  throw std::invalid_argument("flash_attn: dtype: expected fp16 or bf16 for a CUDA kernel");
+  refuse({"flash_attn: dtype: expected fp16 or bf16 for a CUDA kernel"});
 }
 
 // fp32 in memory.
@@ -35,8 +33,7 @@ auto with_head_dim_class(int head_dim, F&& f) {
   if (head_dim <= 128) return f.template operator()<128>();
   if (head_dim <= 192) return f.template operator()<192>();
   if (head_dim <= 256) return f.template operator()<256>();
-  throw std::invalid_argument("flash_attn: head_dim: expected at most 256, got " +
-                              std::to_string(head_dim));
+  refuse({"flash_attn: head_dim: expected at most 256, got ", head_dim});
 }
 
 // The same among the classes of the kernels with score terms, and of those of fp32: three, for the time

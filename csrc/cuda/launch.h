@@ -4,36 +4,48 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-#include <stdexcept>
-#include <string>
-
+#include "../core/failure.h"
 #include "../core/params.h"
 
 namespace flash_attn::cuda {
 
 inline void check(cudaError_t status, const char* call, const char* file, int line) {
   if (status == cudaSuccess) return;
-  throw std::runtime_error("flash_attn: " + std::string(call) +
-                           " failed: " + cudaGetErrorString(status) + " (" + file + ":" +
-                           std::to_string(line) + ")");
+  fail({"flash_attn: ", call, " failed: ", cudaGetErrorString(status), " (", file, ":", line, ")"});
 }
 
 #define FLASH_ATTN_CUDA_CHECK(call) ::flash_attn::cuda::check((call), #call, __FILE__, __LINE__)
+
+// What the driver said of a kernel, for each device; 0: not asked. The compiler's own atomics, as
+// <atomic> is a second of the build in every file of kernels.
+class Answers {
+ public:
+  // device: of the current thread.
+  int known(int device) const {
+    return device < kDevices ? __atomic_load_n(&answers_[device], __ATOMIC_ACQUIRE) : 0;
+  }
+  void keep(int device, int answer) {
+    if (device < kDevices) __atomic_store_n(&answers_[device], answer, __ATOMIC_RELEASE);
+  }
+
+ private:
+  static constexpr int kDevices = 64;
+  int answers_[kDevices] = {};
+};
 
 // Lets kKernel use smem_bytes of dynamic shared memory on the current device; asks the driver once
 // a kernel and device. Two threads that arrive together both ask, which does no harm.
 template <auto kKernel>
 void allow_smem(int smem_bytes) {
-  constexpr int kDefaultLimit = 48 * 1024, kRememberedDevices = 64;
-  static std::atomic<bool> allowed[kRememberedDevices];
+  constexpr int kDefaultLimit = 48 * 1024;
+  static Answers allowed;
   if (smem_bytes <= kDefaultLimit) return;
   int device = 0;
   FLASH_ATTN_CUDA_CHECK(cudaGetDevice(&device));
-  if (device < kRememberedDevices && allowed[device].load(std::memory_order_acquire)) return;
+  if (allowed.known(device)) return;
   FLASH_ATTN_CUDA_CHECK(
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
-  if (device < kRememberedDevices) allowed[device].store(true, std::memory_order_release);
+  allowed.keep(device, true);
 }
 
 // smem_bytes: always the same for one kKernel.
@@ -48,19 +60,13 @@ void launch(dim3 grid, int threads, int smem_bytes, Stream stream, const Args&..
 // compiled for; asks the driver once a kernel and device.
 template <auto kKernel>
 int compiled_architecture() {
-  constexpr int kRememberedDevices = 64;
-  static std::atomic<int> architecture[kRememberedDevices];
+  static Answers architecture;
   int device = 0;
   FLASH_ATTN_CUDA_CHECK(cudaGetDevice(&device));
-  if (device < kRememberedDevices) {
-    const int known = architecture[device].load(std::memory_order_relaxed);
-    if (known != 0) return known;
-  }
+  if (const int known = architecture.known(device)) return known;
   cudaFuncAttributes attributes;
   FLASH_ATTN_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kKernel));
-  if (device < kRememberedDevices) {
-    architecture[device].store(attributes.ptxVersion, std::memory_order_relaxed);
-  }
+  architecture.keep(device, attributes.ptxVersion);
   return attributes.ptxVersion;
 }
 

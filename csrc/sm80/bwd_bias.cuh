@@ -167,10 +167,8 @@ void launch_bwd_bias(const BwdParams& params, Stream stream) {
                           (gradient.head_stride == 0 ? 1 : params.heads_q);
   if (tiles == 0 || entries == 0) return;
   if (tiles > INT32_MAX) {
-    throw std::runtime_error(
-        "flash_attn: attn_bias: expected at most " + std::to_string(INT32_MAX) + " tiles of " +
-        std::to_string(Traits::kBlockM) + " rows and " + std::to_string(Traits::kBlockN) +
-        " keys, got " + std::to_string(tiles));
+    fail({"flash_attn: attn_bias: expected at most ", INT32_MAX, " tiles of ", Traits::kBlockM,
+          " rows and ", Traits::kBlockN, " keys, got ", tiles});
   }
   const dim3 grid(static_cast<unsigned>(tiles),
                   static_cast<unsigned>(std::min<int64_t>(entries, 65535)));

@@ -3,9 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
+#include "../../core/failure.h"
 #include "../../core/params.h"
 
 namespace flash_attn {
@@ -58,9 +57,8 @@ struct TileScheduler {
                                                  : total / kBlock + batch + 2;
     const int64_t pairs = cu_seqlens == nullptr ? int64_t{batch} * heads : heads;
     if (blocks * pairs > INT32_MAX) {
-      throw std::runtime_error("flash_attn: batch * heads * seqlen: expected at most " +
-                               std::to_string(INT32_MAX) + " tiles of " + std::to_string(kBlock) +
-                               " rows, got " + std::to_string(blocks * pairs));
+      fail({"flash_attn: batch * heads * seqlen: expected at most ", INT32_MAX, " tiles of ",
+            kBlock, " rows, got ", blocks * pairs});
     }
     scheduler.blocks_per_head = static_cast<int>(blocks);
     scheduler.section_heads = static_cast<int>(std::clamp<int64_t>(

@@ -4,9 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
+#include "../../core/failure.h"
 #include "../../core/params.h"
 
 namespace flash_attn::sm90 {
@@ -51,7 +49,7 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
     const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                                 12000, cudaEnableDefault, &found);
     if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("flash_attn: the CUDA driver has no cuTensorMapEncodeTiled");
+      fail({"flash_attn: the CUDA driver has no cuTensorMapEncodeTiled"});
     }
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
@@ -59,8 +57,7 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
   constexpr int kRank = 5;
   constexpr int64_t kElementBytes = 2, kAnyStride = 16;
   if (shape.rows >= INT32_MAX / 2) {
-    throw std::runtime_error("flash_attn: rows of a tensor: expected fewer than 2^30, got " +
-                             std::to_string(shape.rows));
+    fail({"flash_attn: rows of a tensor: expected fewer than 2^30, got ", shape.rows});
   }
   const auto stride = [](int64_t elements, int64_t size) {
     return static_cast<cuuint64_t>(size == 1 ? kAnyStride : elements * kElementBytes);
@@ -86,8 +83,7 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
              box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("flash_attn: cuTensorMapEncodeTiled failed with error " +
-                             std::to_string(result));
+    fail({"flash_attn: cuTensorMapEncodeTiled failed with error ", static_cast<int>(result)});
   }
   return map;
 }
