@@ -5,6 +5,7 @@ The processes are started once, as importing torch takes longer than most tests.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import tempfile
@@ -22,8 +23,9 @@ def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-        # NCCL's watchdog ends the process: at once, without notes of others, without a core dump.
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        # NCCL's watchdog ends the process: without a minute's wait for notes of others, and without
+        # a core dump.
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "100"
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
@@ -105,8 +107,9 @@ class Pool:
 
     def close(self) -> None:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):  # a process that ends just now
+                if process.is_alive():
+                    pipe.send(None)
         for process in self._processes:
             process.join(5)
             process.kill()

@@ -181,10 +181,10 @@ def test_every_reason_is_given() -> None:
 
 def test_asking_for_the_backward() -> None:
     q, k, v = tensors(d=192)
-    refused = "deterministic is not supported in the backward above head_dim 128"
-    for op, deterministic in (("bwd", True), ("bwd", False), ("fwd", True)):
-        support = flash_attn.can_use(q, k, v, op=op, deterministic=deterministic)
-        assert (refused in support.reasons["sm90"]) == (op == "bwd" and deterministic), op
+    refused = "softcap is not supported in the backward above head_dim 128"
+    for op, softcap in (("bwd", 30.0), ("bwd", 0.0), ("fwd", 30.0)):
+        support = flash_attn.can_use(q, k, v, op=op, softcap=softcap)
+        assert (refused in support.reasons["sm90"]) == (op == "bwd" and softcap > 0), op
         assert refused not in support.reasons["sm80"]
 
 
