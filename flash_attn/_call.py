@@ -369,8 +369,8 @@ def bwd(
         deterministic,
         [True, True, True, False, False],
         dropout_place,
-        wide_key_gradients,
         forced_backend(),
+        wide_key_gradients,
     )
     return dq, dk, dv
 

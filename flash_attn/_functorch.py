@@ -45,7 +45,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         wanted = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
         given, (place, backend) = arguments[:ARGUMENTS_OF_BWD], arguments[-2:]
-        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, place, False, backend)
+        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, place, backend, False)
         result = [None] * len(arguments)
         for i, is_wanted, gradient in zip(DIFFERENTIABLE, wanted, gradients, strict=True):
             result[i] = gradient if is_wanted else None

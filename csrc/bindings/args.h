@@ -74,12 +74,12 @@ struct BwdArgs {
   AttnArgs attn;
   std::array<bool, 5> grad_mask;  // q, k, v, attn_bias, learnable_sink
   OptPlace dropout_place;
-  bool wide_key_gradients = false;  // dk and dv, of 16 bits else, are fp32
   OptName backend;
+  bool wide_key_gradients = false;  // dk and dv, of 16 bits else, are fp32
 
   auto tie() {
     return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(),
-                          std::tie(grad_mask, dropout_place, wide_key_gradients, backend));
+                          std::tie(grad_mask, dropout_place, backend, wide_key_gradients));
   }
 };
 using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,

@@ -78,8 +78,9 @@ TORCH_LIBRARY(flash_attn, library) {
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float? softmax_scale, bool "
       "causal, "
       "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, "
-      "bool[5] grad_mask, int[]? dropout_place=None, bool wide_key_gradients=False, "
-      "str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+      "bool[5] grad_mask, int[]? dropout_place=None, "
+      "str? backend=None, bool wide_key_gradients=False) -> (Tensor dq, Tensor dk, Tensor dv, "
+      "Tensor dbias, Tensor dsink)",
       tags);
   const std::string decode_rest =
       "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? leftpad_k, Tensor? block_table, "
