@@ -124,6 +124,8 @@ def test_wide_key_gradients(case: Case, target: Target, seed: int) -> None:
     for rounded, wide in zip(gradients(), gradients(wide_key_gradients=True), strict=True):
         assert wide.dtype == torch.float32 and wide.shape == rounded.shape
         assert torch.equal(wide.to(rounded.dtype), rounded)
+        if target.backend == "sm90" and case.d <= 128:  # others round first
+            assert not torch.equal(wide, rounded.float())
 
 
 @each_case(

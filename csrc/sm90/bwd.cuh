@@ -6,7 +6,8 @@
 //
 // A tile is kBlockN keys of one kv head; K, V and the sums dK, dV stay with the thread block while it
 // walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
-// Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
+// Nobody else adds to its dK and dV, unless tiles are split (bwd_split.cuh), which adds them up in order: the
+// same bits every time. dQ is summed over thread blocks by
 // fp32 reductions in global memory. A thread block takes tile after tile, and what the next one needs
 // is loaded while dK and dV of this one go out. Where sequences are short, the sums of dQ are a pool in the
 // L2 cache, and two warps make rows of dq of them meanwhile (bwd_dq_pool.cuh). Roles:
