@@ -34,6 +34,11 @@ void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const Devic
 }
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void cuda::run_find_hidden(const AttnParams&, const BiasParams&, int32_t*, int32_t*, Stream) {
+  not_built();
+}
+void sm80::run_fwd_of_sequences(const OfSequences<FwdParams>&, Stream) { not_built(); }
+void sm80::run_bwd_of_sequences(const OfSequences<BwdParams>&, Stream) { not_built(); }
 void sm80::run_fwd_masked(const Masked<FwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_masked(const Masked<BwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_bias(const BwdParams&, Stream) { not_built(); }
