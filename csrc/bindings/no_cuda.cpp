@@ -8,6 +8,7 @@
 #include "../cuda/cache/rotate_queries.h"
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
+#include "../cuda/key_mask.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
 #include "../sm90/bwd.h"
