@@ -11,7 +11,7 @@ from context_cases import Case, Whole
 from ranks import INNER_OF_TWO, OUTER_OF_TWO, TWO_DIMENSIONS, Pool, place
 
 from flash_attn import context_parallel
-from flash_attn.context_parallel import attention, exchange
+from flash_attn.context_parallel import attention, exchange, heads
 
 
 def check_exact(case: Case, device: str) -> None:
@@ -179,7 +179,7 @@ def test_a_window_talks_to_neighbours_only(pool: Pool) -> None:
 
 def check_in_head_groups(case: Case, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "ROWS_OF_A_GROUP", 1)
+        patch.setattr(heads, "ROWS_OF_A_GROUP", 1)
         check_exact(case, device)
 
 

@@ -25,15 +25,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from flash_attn.context_parallel.calls import Options, Queries, run_backward, run_forward
+from flash_attn.context_parallel.calls import (
+    Options,
+    Queries,
+    forced_backend_again,
+    run_backward,
+    run_forward,
+    sink_grad,
+)
 from flash_attn.context_parallel.dropout import Dropout
 from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows, sum_rows
+from flash_attn.context_parallel.heads import heads_of_a_group
 from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
-
-# Rows of a rank times query heads that fill a GPU many times over: groups of heads are no smaller.
-ROWS_OF_A_GROUP = 1 << 17
 
 
 class _Blocks:
@@ -198,11 +203,11 @@ def context_parallel_fwd(
     dropout_heads: how many heads the mask is of, and which of them is the first one here."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
     dropout = _dropout(dropout_p, rng_state, dropout_heads)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout)
     forward = _ring_forward if scheme == "ring" else _gather_forward
     out = q.new_empty(*q.shape[:-1], v.size(-1))
     lse = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=compute_dtype(q.dtype))
-    with options.forced_backend():
+    with forced_backend_again(backend):
         for heads_q, heads_kv in _head_groups(blocks, q, k):
             sink = None if learnable_sink is None else learnable_sink[heads_q]
             merge = RunningMerge(out[:, :, heads_q], sink)
@@ -247,7 +252,7 @@ def context_parallel_bwd(
     """dq, dk, dv, and of the sink what this rank's rows contribute (empty without a sink)."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
     dropout = _dropout(dropout_p, rng_state, dropout_heads)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout)
     queries = Queries(q, out, dout, softmax_lse, dlse)
     backward = _ring_backward if scheme == "ring" else _gather_backward
     # Results of an op share no memory with its arguments nor with one another.
@@ -261,13 +266,15 @@ def context_parallel_bwd(
         pass
 
     finish = nothing
-    with options.forced_backend():
+    with forced_backend_again(backend):
         for heads_q, heads_kv in _head_groups(blocks, q, k):
             some = queries.of_heads(heads_q), k[:, :, heads_kv], v[:, :, heads_kv]
             dq[:, :, heads_q], of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
             finish = partial(store, heads_kv, of_keys)
         finish()
-    dsink = q.new_empty(0) if learnable_sink is None else _sink_grad(queries, learnable_sink)
+    if learnable_sink is None:
+        return dq, dk, dv, q.new_empty(0)
+    dsink = sink_grad(dout, out, softmax_lse, dlse, learnable_sink)
     return dq, dk, dv, dsink
 
 
@@ -275,21 +282,11 @@ def _head_groups(blocks: _Blocks, q: Tensor, k: Tensor) -> Iterator[tuple[slice,
     """Query heads with their key heads. Every rank makes the same groups."""
     heads_kv = k.size(2)
     heads_per_kv = q.size(2) // heads_kv
-    rows = q.size(0) * max(blocks.documents.q[-1] // blocks.size, 1)
-    step = min(max(ROWS_OF_A_GROUP // (rows * heads_per_kv), 1), heads_kv)
+    rows = q.size(0) * (blocks.documents.q[-1] // blocks.size)
+    step = heads_of_a_group(rows, heads_per_kv, heads_kv)
     for first in range(0, heads_kv, step):
         last = min(first + step, heads_kv)
         yield slice(first * heads_per_kv, last * heads_per_kv), slice(first, last)
-
-
-def _sink_grad(queries: Queries, sink: Tensor) -> Tensor:
-    """-Σᵢ exp(sink - LSEᵢ) δᵢ: the sink is a key whose value is 0 (csrc/aten/bwd.cpp)."""
-    wide = queries.lse.dtype
-    delta = (queries.dout.to(wide) * queries.out.to(wide)).sum(-1).transpose(1, 2)
-    if queries.dlse is not None:
-        delta = delta - queries.dlse
-    p_sink = torch.exp(sink.to(wide)[:, None] - queries.lse)
-    return -(p_sink * delta).sum((0, 2)).to(sink.dtype)
 
 
 @context_parallel_bwd.register_fake

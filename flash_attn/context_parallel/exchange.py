@@ -69,6 +69,15 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.Proc
     return wait_tensor(all_to_all_single(x, received, sent, group))
 
 
+def start_all_to_all(
+    sent: Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Starts to send the next outgoing[r] numbers to rank r and to receive incoming[r] from it."""
+    received = sent.new_empty(sum(incoming))
+    work = dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)
+    return Transfer([work], (received,), (sent,))
+
+
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What the first rank of the group has for x."""
     return wait_tensor(broadcast(x, 0, group))
