@@ -98,7 +98,7 @@ class _Blocks:
 
 
 # dq, and what waits for the last of dk and dv and returns them.
-Grads = tuple[Tensor, Callable[[], Sequence[Tensor]]]
+Grads = tuple[RunningSum, Callable[[], Sequence[Tensor]]]
 
 
 def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
@@ -137,7 +137,7 @@ def _ring_backward(
         _add_returned(returning, dk, dv)
         return dk.value(), dv.value()
 
-    return dq.value(), of_keys
+    return dq, of_keys
 
 
 def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) -> None:
@@ -169,7 +169,7 @@ def _gather_backward(
     for call in blocks.calls_with_all_keys():
         run_backward(call, queries, *keys, options, (dq, dk, dv))
     sums = [sum_rows(x.value(), blocks.k, blocks.group) for x in (dk, dv)]
-    return dq.value(), lambda: sums
+    return dq, lambda: sums
 
 
 def _dropout(probability: float, rng_state: Tensor | None, heads: list[int]) -> Dropout | None:
@@ -269,7 +269,8 @@ def context_parallel_bwd(
     with forced_backend_again(backend):
         for heads_q, heads_kv in _head_groups(blocks, q, k):
             some = queries.of_heads(heads_q), k[:, :, heads_kv], v[:, :, heads_kv]
-            dq[:, :, heads_q], of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
+            sum_of_dq, of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
+            sum_of_dq.store(dq[:, :, heads_q])
             finish = partial(store, heads_kv, of_keys)
         finish()
     if learnable_sink is None:
