@@ -146,7 +146,7 @@ def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) ->
         return
     for grad, part in zip((dk, dv), returning.wait(), strict=True):
         if part.size(1):
-            grad.add(slice(None), part)
+            grad.add(slice(0, part.size(1)), part)
 
 
 def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
