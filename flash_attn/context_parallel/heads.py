@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn.context_parallel.exchange import all_to_all, start_all_to_all
+from flash_attn.context_parallel.exchange import all_to_all, copy, start_all_to_all
 from flash_attn.context_parallel.merge import compute_dtype
 from flash_attn.context_parallel.shards import Range, Ranges, even_part, in_order, size_of
 
@@ -138,21 +138,6 @@ def _sizes(shapes: list[list]) -> list[int]:
 def _views(flat: Tensor, shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
     parts = iter(flat.split([math.prod(shape) for each in shapes for shape in each]))
     return [[next(parts).view(shape) for shape in each] for each in shapes]
-
-
-def copy(target: Tensor, source: Tensor) -> None:
-    """Of one dtype; in units of 16 bytes, where both lie so.
-
-    What copies between strides takes one number after the other: it is faster where these are wide.
-    """
-    numbers = 16 // source.element_size()
-    places = [
-        n for x in (target, source) for n in (x.size(-1), x.storage_offset(), *x.stride()[:-1])
-    ]
-    rows = all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in (target, source))
-    if rows and target.dtype == source.dtype and all(n % numbers == 0 for n in places):
-        target, source = (x.view(torch.complex128) for x in (target, source))
-    target.copy_(source)
 
 
 class ToHeads:

@@ -18,6 +18,7 @@ until then no rows of all heads are needed for them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from flash_attn._call import bwd, fwd, fwd_arguments
 from flash_attn.context_parallel.calls import forced_backend_again, on_device, sink_grad
 from flash_attn.context_parallel.dropout import Dropout
+from flash_attn.context_parallel.exchange import one_ahead
 from flash_attn.context_parallel.heads import (
     Share,
     ToHeads,
@@ -69,18 +71,13 @@ class _Heads:
         their way meanwhile."""
         xs = [*of_queries, *of_keys]
 
-        def start(index: int) -> ToHeads | None:
-            if index == len(self.groups):
-                return None
-            share_q, share_k = self.groups[index]
+        def start(share_q: Share, share_k: Share) -> ToHeads:
             shares = [share_q] * len(of_queries) + [share_k] * len(of_keys)
             return ToHeads(xs, shares, self.group)
 
-        coming = start(0)
-        for index, shares in enumerate(self.groups):
-            here = coming.wait()
-            coming = start(index + 1)
-            yield shares, here
+        coming = one_ahead([partial(start, *shares) for shares in self.groups])
+        for shares, here in zip(self.groups, coming, strict=True):
+            yield shares, here.wait()
 
 
 @dataclass(frozen=True)
