@@ -5,9 +5,9 @@
 Causal attention, forward and backward, of one layer with 32 query and 8 key heads of d = 128 in
 bf16, zigzag. The work of each step is counted from the plan that flash_attn.context_parallel runs;
 the rest is the assumptions below. A step of the ring lasts as long as the longest of its
-computation, its transfer and its launches, and so does a group of heads of the all-to-all, whose
-first exchange and last one hide behind nothing; nor do the exchanges of other schemes. What is left
-out: other traffic on the links, ranks of unequal speed, power limits.
+computation, its transfer and its launches, and so does a group of heads of the other schemes, whose
+first exchange and last one hide behind nothing. What is left out: other traffic on the links, ranks
+of unequal speed, power limits.
 """
 
 import argparse
@@ -171,6 +171,16 @@ def head_groups(rows: float, heads_q: float, heads_kv: float) -> int:
     return math.ceil(heads_kv / heads_of_a_group(int(rows), int(heads_q / heads_kv), int(heads_kv)))
 
 
+def in_groups(
+    computing: float, comes: float, leaves: float, groups: int, between_hosts: bool, a: Assumptions
+) -> float:
+    """Seconds of groups of heads whose bytes come while the group before is computed, and leave
+    while the next one is."""
+    first, last = (transfer_time(x / groups, between_hosts, a) for x in (comes, leaves))
+    computing += a.transfer_share * min((groups - 1) * (first + last), computing)
+    return first + groups * max(computing / groups, first + last, a.launch) + last
+
+
 def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost:
     shards = Shards(length, "zigzag", ranks)
     held = shards.ranges(0)
@@ -178,17 +188,19 @@ def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = AS
     rectangles = planned(held, whole, length)
     keys, wide_keys = 2 * bytes_of(length, HEADS_KV, BF16), 2 * bytes_of(length, HEADS_KV, FP32)
     queries, wide_queries = bytes_of(rows, HEADS_Q, BF16), bytes_of(rows, HEADS_Q, FP32)
-    others = (ranks - 1) / ranks
-    gather = transfer_time(keys * others, between_hosts, a) + 2 * keys / a.memory
-    scatter = transfer_time(wide_keys * others, between_hosts, a) + 2 * wide_keys / a.memory
-    forward = gather + max(kernel_time(rectangles, HEADS_Q, False), a.launch)
-    forward += (5 * wide_queries + 2 * queries) / a.memory
-    backward = gather + max(kernel_time(rectangles, HEADS_Q, True), a.launch) + scatter
-    backward += (4 * wide_queries + 2 * len(rectangles) * wide_keys) / a.memory
-    # As in the ring; of a group all keys twice, and all of their gradients.
-    group = queries + 2 * wide_queries + 2 * keys + 2 * wide_keys
-    memory = 4 * queries + 2 * keys / ranks + group / head_groups(rows, HEADS_Q, HEADS_KV)
-    return Cost(forward, backward, memory)
+    groups, away = head_groups(rows, HEADS_Q, HEADS_KV), (ranks - 1) / ranks
+    # A rank's own keys are copied to be sent, all of them to where they belong; the results are
+    # copied to their heads. The calls' dk and dv are added up, copied to be sent, and added again.
+    passes = 2 * keys * (1 + 1 / ranks) + 2 * queries
+    computing = kernel_time(rectangles, HEADS_Q, False) + passes / a.memory
+    forward = in_groups(computing, keys * away, 0, groups, between_hosts, a)
+    passes += (3 * len(rectangles) + 2 * away + 3) * wide_keys + (wide_keys + keys) / ranks
+    computing = kernel_time(rectangles, HEADS_Q, True) + passes / a.memory
+    backward = in_groups(computing, keys * away, wide_keys * away, groups, between_hosts, a)
+    # As in the ring; of a group all keys as they came and where they belong, those of the next one,
+    # their gradients, and what leaves and comes of the group before.
+    group = queries + wide_queries + 4 * keys + 3 * wide_keys
+    return Cost(forward, backward, 4 * queries + 2 * keys / ranks + group / groups)
 
 
 def ulysses(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost | None:
@@ -210,10 +222,8 @@ def ulysses(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUM
     ):
         # What travels is copied once to be sent, and everything once to where it belongs.
         computing += 2 * (1 + away) * (comes + leaves) / a.memory
-        first, last = (transfer_time(x * away / groups, between_hosts, a) for x in (comes, leaves))
-        computing += a.transfer_share * min((groups - 1) * (first + last), computing)
-        beside = max(computing / groups, first + last, a.launch)
-        seconds.append(first + groups * beside + last)
+        traffic = (comes * away, leaves * away)
+        seconds.append(in_groups(computing, *traffic, groups, between_hosts, a))
     # By rows q, out, dout, k, v; by heads those of a group, what is sent and received of the next
     # one, the call's dq in fp32 and its results; those of the groups before, and what came of them.
     given, results_ = 3 * queries + keys, queries + keys
