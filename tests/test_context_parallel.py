@@ -11,7 +11,7 @@ from context_cases import Case, Whole
 from ranks import INNER_OF_TWO, OUTER_OF_TWO, TWO_DIMENSIONS, Pool, place
 
 from flash_attn import context_parallel
-from flash_attn.context_parallel import attention, exchange, heads, ulysses
+from flash_attn.context_parallel import attention, calls, exchange, heads, ulysses
 
 
 def check_exact(case: Case, device: str) -> None:
@@ -194,11 +194,12 @@ def test_in_head_groups(scheme: str, ranks: int, documents, pool: Pool) -> None:
     pool.run(check_in_head_groups, case, pool.device)
 
 
-def check_order_of_exchanges(device: str) -> None:
+def check_order_of_exchanges(scheme: str, device: str) -> None:
     device, group = place(2, device)
     if group is None:
         return
-    whole = Whole.draw(Case(scheme="ulysses", ranks=2, heads_q=12, heads_kv=6), device)
+    case = Case(scheme=scheme, ranks=2, heads_q=12, heads_kv=6, layout="contiguous", causal=False)
+    whole = Whole.draw(case, device)
     done: list[str] = []
 
     def note(owner, name: str, label: str) -> None:
@@ -213,17 +214,25 @@ def check_order_of_exchanges(device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "ROWS_OF_A_GROUP", 1)
         note(heads.ToHeads, "__init__", "in")
+        note(attention.Gathering, "__init__", "in")
         note(heads.ToRows, "__init__", "out")
-        note(ulysses, "fwd", "run")
-        note(ulysses, "bwd", "run")
+        for module in (ulysses, calls):
+            note(module, "fwd", "run")
+            note(module, "bwd", "run")
         whole.on_ranks(group)
-    # The groups of heads, and the LSE: out in the forward, its gradient in the backward.
-    one_pass = "in in run out in run out run out"
-    assert " ".join(done) == f"{one_pass.removesuffix(' out')} out out in {one_pass}"
+    groups_of_three = "in in run out in run out run out"
+    if scheme == "ulysses":  # and the LSE: out in the forward, its gradient in the backward
+        expected = f"{groups_of_three} out in {groups_of_three}"
+    else:
+        of_six = "in in run" + " in run" * 4 + " run"
+        expected = f"{of_six} {of_six.replace('run', 'run out')}"
+    assert " ".join(done) == expected
 
 
-def test_heads_travel_while_others_are_computed(pool: Pool) -> None:
-    pool.run(check_order_of_exchanges, pool.device)
+@pytest.mark.parametrize("scheme", ["all-gather", "ulysses"])
+def test_heads_travel_while_others_are_computed(scheme: str, pool: Pool) -> None:
+    """The next group of heads is under way before a group is computed."""
+    pool.run(check_order_of_exchanges, scheme, pool.device)
 
 
 def check_kept(device: str) -> None:

@@ -88,9 +88,9 @@ def flash_attn_func(
             With NCCL, init_process_group needs its device_id, so that ranks which have nothing to
             send are connected, too.
         scheme: "ring": keys and values go from rank to rank while the rank computes with those
-            before them. "all-gather": all keys and values of some heads come first. "ulysses": all tokens of some
-            heads on each rank, by all-to-all; over two dimensions it names what the outer one does
-            and may not be "ulysses". Default: `choose_scheme`.
+            before them. "all-gather": all keys and values of some heads come first. "ulysses": all
+            tokens of some heads on each rank, by all-to-all; over two dimensions it names what the
+            outer one does and may not be "ulysses". Default: `choose_scheme`.
         layout: which tokens lie where, as given to split: "zigzag" or "contiguous".
         seqlen_q, seqlen_k: tokens of the whole sequences. Default: as many on each rank as on this
             one. Has to be given where the ranks have different numbers of rows (a length that does
