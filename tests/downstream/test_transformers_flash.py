@@ -23,7 +23,9 @@ BY_KIND = {model.kind: model for model in MODELS}
 # Not GPT-2, whose layers transformers does not find a dtype for where it is fp32.
 DECODERS = [BY_KIND[kind] for kind in ("Llama", "Mistral", "Gemma2", "Qwen3")]
 each_attention = pytest.mark.parametrize("attention", FLASH)
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,9 @@ def test_logits_and_gradients(model: Model, side: str | None, attention: str, de
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("model", DECODERS, ids=str)
-def test_generated_tokens(model: Model, side: str | None, cache: str, attention: str, device: str) -> None:
+def test_generated_tokens(
+    model: Model, side: str | None, cache: str, attention: str, device: str
+) -> None:
     inputs = model.inputs(device, side)
     options = dict(max_new_tokens=12, do_sample=False, cache_implementation=cache)
     expected = built(model, "eager", device).generate(**inputs, **options)
