@@ -12,9 +12,10 @@ whole sequences and, but for BERT, generates from a prompt; with each of
     exact_attention      flash_attn.integrations.transformers
 
 Steps take turns and are settled as benchmarks/timing.py says, in shorter phases; the fastest of two
-counts. Generations take turns, too, to and fro; the median of nine counts. Memory is the allocator's peak above the model and its optimiser. The error is
-that of the logits, rms against eager attention in fp32 with the same weights. On a CPU the models
-are tiny, in fp32, and flash_attention_2, which transformers refuses there, is left out.
+counts. Generations take turns, too, to and fro; the median of nine counts. Memory is the
+allocator's peak above the model and its optimiser. The error is that of the logits, rms against
+eager attention in fp32 with the same weights. On a CPU the models are tiny, in fp32, and
+flash_attention_2, which transformers refuses there, is left out.
 
 Needs transformers.
 """

@@ -2,8 +2,8 @@
 
 Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
 dtypes, devices and errors are those of the function of flash_attn that each one names. qv and
-q_descale: NotImplementedError; attention_chunk as well beside a cache. num_splits, pack_gqa, sm_margin and
-scheduler_metadata are for tuning: they change no result but for rounding.
+q_descale: NotImplementedError; attention_chunk as well beside a cache. num_splits, pack_gqa,
+sm_margin and scheduler_metadata are for tuning: they change no result but for rounding.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Runs a seeded sample of upstream's own test files, from where you have them, on this library.
 
     python tests/upstream_tests.py PATH/tests/test_flash_attn.py --processes 14
-    python tests/upstream_tests.py PATH/hopper/test_flash_attn.py    # wants the package flash-attn-3
+    python tests/upstream_tests.py PATH/hopper/test_flash_attn.py     # wants flash-attn-3, of fa3/
 
 Nothing of upstream lies in this repository. Every failure is listed with its reason, and, apart
 from them, every option that this library refuses by name. Exit code: 0 without failures, 1 with
