@@ -14,7 +14,12 @@ import pytest
 import torch
 from models import MODELS, VOCABULARY, Model
 from test_transformers import logits_and_gradients
-from transformers import GenerationConfig, PreTrainedModel, modeling_flash_attention_utils
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
 
 import flash_attn
 
@@ -29,10 +34,8 @@ each_device = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def without_the_check_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, attention: str, device: str
-) -> Iterator[None]:
-    """And in the end, transformers has called these functions."""
+def calls(monkeypatch: pytest.MonkeyPatch, attention: str, device: str) -> Iterator[list[Callable]]:
+    """Without the check of the device: the functions that transformers has called, in the end."""
     if device == "cpu":
         monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
         for version in (2, 3):
@@ -42,7 +45,7 @@ def without_the_check_of_the_device(
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         monkeypatch.setattr(FLASH[attention], name, counted(getattr(FLASH[attention], name), calls))
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
-    yield
+    yield calls
     assert calls
 
 
@@ -106,7 +109,7 @@ def test_beam_search(attention: str, device: str) -> None:
 def test_packed_sequences(attention: str, device: str) -> None:
     """Position ids that start again separate two documents of one row."""
     tokens = torch.randint(2, VOCABULARY, (1, 15), device=device)
-    positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
+    positions = torch.cat([torch.arange(6), torch.arange(9)])[None].to(device)
     model = built(BY_KIND["Llama"], attention, device)
     packed = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     eager = built(BY_KIND["Llama"], "eager", device)
@@ -117,7 +120,9 @@ def test_packed_sequences(attention: str, device: str) -> None:
 @each_device
 @each_attention
 @pytest.mark.parametrize("model", DECODERS[:2], ids=str)
-def test_continuous_batching(model: Model, attention: str, device: str) -> None:
+def test_continuous_batching(
+    model: Model, attention: str, device: str, calls: list[Callable]
+) -> None:
     """Prompts of different lengths over pages: the tokens of each alone."""
     prompts = [torch.randint(2, VOCABULARY, (length,)).tolist() for length in (5, 19, 11)]
     options = dict(max_new_tokens=6, do_sample=False)
@@ -127,5 +132,11 @@ def test_continuous_batching(model: Model, attention: str, device: str) -> None:
         for prompt in prompts
     ]
     config = GenerationConfig(**options, eos_token_id=-1, pad_token_id=0)
-    results = built(model, attention, device).generate_batch(prompts, generation_config=config)
+    # Without these numbers it takes most of a GPU's memory.
+    pages = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, max_blocks_per_request=4)
+    results = built(model, attention, device).generate_batch(
+        prompts, generation_config=config, continuous_batching_config=pages
+    )
     assert [result.generated_tokens for result in results.values()] == expected
+    if device == "cuda" and model.kind != "Mistral":  # elsewhere it has no block tables
+        assert "flash_attn_with_kvcache" in {function.__name__ for function in calls}
