@@ -19,14 +19,16 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
-LEAST = 32  # cases of each test, or all it has
+LEAST = 16  # cases of each test, or all it has
 REFUSED = "NotImplementedError"  # how the library says that it lacks an option
+STARVED = "OutOfMemoryError"  # beside other processes: such a case runs once more, alone
 
 
 class Cases:
@@ -70,8 +72,10 @@ class Sample:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
+        self.end = time.monotonic() + given.seconds
         self.outcomes: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
+        self.wanted = json.loads(given.cases.read_text()) if given.cases else None
         self._drawn: dict[str, dict[str, list[int]]] = {}
 
     def _draw(self, module: object) -> dict[str, list[int]]:
@@ -83,19 +87,25 @@ class Sample:
             for name, test in vars(module).items()
             if name.startswith("test") and callable(test) and re.search(self.given.tests, name)
         }
-        drawn = {
+        everything = [(name, i) for name, size in tests.items() for i in range(size)]
+        drawn = dict.fromkeys(
             (name, i)
             for name, size in tests.items()
             for i in rng.sample(range(size), min(size, LEAST))
-        }
-        everything = [(name, i) for name, size in tests.items() for i in range(size)]
-        for case in rng.sample(everything, min(len(everything), self.given.count)):
-            if len(drawn) >= self.given.count:
-                break
-            drawn.add(case)
+        )
+        drawn |= dict.fromkeys(rng.sample(everything, min(len(everything), self.given.count)))
+        chosen = [*drawn][: self.given.count]
+        if self.wanted is not None:
+            chosen = [case for case in chosen if self._is_wanted(module, *case)]
+        rng.shuffle(chosen)  # the parts take as long as each other
         first, step = self.given.part
-        kept = sorted(drawn, key=lambda case: rng.random())[: self.given.count][first::step]
+        kept = chosen[first::step]
         return {name: sorted(i for n, i in kept if n == name) for name in tests}
+
+    def _is_wanted(self, module: object, name: str, number: int) -> bool:
+        case = Cases(getattr(module, name))[number][1]
+        file = os.path.basename(module.__file__)
+        return (f"{file}::{name}[{case}]" if case else f"{file}::{name}") in self.wanted
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -127,6 +137,18 @@ class Sample:
             self.outcomes["not collected"] += 1
             self.reasons[report.nodeid] = report.longreprtext.strip()
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        if time.monotonic() < self.end:
+            return None
+        self.outcomes["not reached"] += 1
+        self.write()
+        return True  # as if it had been run
+
+    def pytest_runtest_teardown(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # for the other processes
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
             return
@@ -135,6 +157,7 @@ class Sample:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = (crash.message if crash else report.longreprtext).strip()
             outcome = "refused" if message.startswith(REFUSED) else outcome
+            outcome = "starved" if STARVED in message.splitlines()[0] else outcome
             line = getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", None)
             place = f"line {line[0].reprfileloc.lineno}: " if line and line[0].reprfileloc else ""
             self.reasons[report.nodeid] = f"{outcome}: {place}{message.splitlines()[0][:200]}"
@@ -157,30 +180,52 @@ def run(given: argparse.Namespace) -> tuple[int, Sample]:
     return int(pytest.main([*options, *files], plugins=[sample])), sample
 
 
+def start(given: argparse.Namespace, arguments: list[str], folder: Path, parts: int, gpus: int):
+    """Runs this script `parts` times; returns their exit codes and what they found."""
+    running = []
+    for i in range(parts):
+        out, log = folder / f"{i}.json", (folder / f"{i}.log").open("w+")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(i % gpus)}
+        part = ("--processes", "1", "--part", f"{i}/{parts}", "--out", str(out))
+        command = [sys.executable, __file__, *arguments, *part]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        running.append((process, out, log))
+    codes, found = [], []
+    for process, out, log in running:
+        codes.append(process.wait())
+        found.append(json.loads(out.read_text()) if out.exists() else {})
+        if codes[-1] not in (0, 1, 2):
+            log.seek(0)
+            print(log.read()[-4000:])
+        log.close()
+    return codes, found
+
+
 def run_processes(given: argparse.Namespace, arguments: list[str]) -> tuple[int, Sample]:
     """The sample in parts, a process each, which share the GPUs."""
-    import torch
-
-    gpus, count = max(torch.cuda.device_count(), 1), given.processes
-    whole, codes = Sample(given), []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        running = []
-        for i in range(count):
-            out = Path(folder, f"{i}.json")
-            log = stack.enter_context(Path(folder, f"{i}.log").open("w"))
-            part = ("--processes", "1", "--part", f"{i}/{count}", "--out", str(out))
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(i % gpus)}
-            command = [sys.executable, __file__, *arguments, *part]
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            running.append((process, out, Path(log.name)))
-        for process, out, log in running:
-            codes.append(process.wait())
-            if codes[-1] not in (0, 1, 2):
-                whole.outcomes["processes lost"] += 1
-                print(log.read_text()[-4000:])
-            found = json.loads(out.read_text()) if out.exists() else dict(outcomes={}, reasons={})
-            whole.outcomes.update(found["outcomes"])
-            whole.reasons.update(found["reasons"])
+    whole, gpus = Sample(given), max(torch.cuda.device_count(), 1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        codes, found = start(given, arguments, folder, given.processes, gpus)
+        starved = [
+            case
+            for part in found
+            for case, reason in part.get("reasons", {}).items()
+            if reason.startswith("starved")
+        ]
+        if starved:
+            cases = folder / "cases.json"
+            cases.write_text(json.dumps(starved))
+            more, again = start(given, [*arguments, "--cases", str(cases)], folder, 1, gpus)
+            codes, found = codes + more, found + again
+        for part in found:
+            whole.outcomes.update(part.get("outcomes", {}))
+            whole.reasons.update(part.get("reasons", {}))
+        for case in starved:  # counted once more in the second run
+            whole.outcomes["starved"] -= 1
+            if found[-1].get("reasons", {}).get(case) is None:
+                whole.reasons.pop(case)
+    whole.outcomes["processes lost"] += sum(code not in (0, 1, 2) for code in codes)
     nothing = all(code == 2 for code in codes)
     return 2 if nothing else int(any(code not in (0, 2) for code in codes)), whole
 
@@ -200,6 +245,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--processes", type=int, default=1, help="that share the sample and GPUs")
     parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="one of them")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after them")
+    parser.add_argument("--cases", type=Path, metavar="FILE.json", help="only these of the sample")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="how each case ended")
     given = parser.parse_args(arguments)
     for file in given.files:
@@ -208,12 +255,12 @@ def main(arguments: list[str]) -> int:
     code, sample = run_processes(given, arguments) if given.processes > 1 else run(given)
     for name, reason in sorted(sample.reasons.items()):
         print(f"{name}\n    {reason}")
-    counts = {x: sample.outcomes[x] for x in ("passed", "failed", "skipped")} | sample.outcomes
+    counts = {x: sample.outcomes[x] for x in ("passed", "failed", "skipped")} | +sample.outcomes
     sample.write()
     print(f"seed {given.seed}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
     if code not in (0, 1):
         return 2
-    return int(bool(counts["failed"] or counts.get("processes lost")))
+    return int(any(counts.get(x) for x in ("failed", "starved", "processes lost")))
 
 
 if __name__ == "__main__":
