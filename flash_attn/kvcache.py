@@ -186,8 +186,9 @@ def flash_attn_with_kvcache(
     Arguments:
         q: (batch, seqlen_q, heads_q, d).
         k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table, num_splits, k_descale,
-            v_descale, batch_invariant, shared_prefix: as in flash_decode_func. With k and v, each element of the
-            caches needs a place in memory of its own.
+            v_descale, batch_invariant, shared_prefix: as in flash_decode_func. With k and v, each
+            element of the caches needs a place in memory of its own, and they are written to the
+            pages in a sequence's own row of block_table.
         k, v: (batch, seqlen_new, heads_kv, d) and (…, d_v), dtype of q, written to the cache from
             position cache_seqlens on: rounded to nearest even; for a cache of 8 bits divided by its
             descale and saturated. What does not fit the cache, or belongs to a page or a row that

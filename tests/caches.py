@@ -183,7 +183,7 @@ class CacheProblem:
         for b in range(c.batch):
             rows = self.normal(self.capacity, c.heads_kv, d).float()
             rows = quantize(rows, self.cache_dtype, self.of_sequence(descale, b))
-            # A shared place is read where a new token would be, and the append does not write there.
+            # Where a new token would be a shared place is read, which the append does not write.
             for position in range(self.first(b), self.used(b, c.new if c.shared else 0)):
                 place = self.place(b, position)
                 if place is not None:

@@ -404,10 +404,10 @@ bool is_quantized(const Tensor& cache) {
 void check(const DecodeArgs& args) {
   check_caches(args);
   const SymInt batch = args.q.sym_size(0);
+  check_shared_prefix(args, batch);
   check_rows_of_cache(args, batch);
   check_int32_vector("cache_seqlens", args.cache_seqlens, batch, args.q);
   check_int32_vector("cache_leftpad", args.leftpad_k, batch, args.q);
-  check_shared_prefix(args, batch);
   check_alibi(args.alibi_slopes, batch, args.q);
   check_sink(args.learnable_sink, args.q);
   check_descale("k_descale", args.k_descale, args);

@@ -24,11 +24,11 @@ struct Plan {
   Splits splits = Splits::alike(1);  // of decode, and of the forward against a cache
   int64_t workspace_rows = 0;        // of PartialResults
   KvcacheGrid grid;                  // of kvcache
+  bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
+  const DeviceInfo* device = nullptr;  // null: not on CUDA
   // > 0: leading pages that sequences share are read once, in so many pieces, by warps of so many
   // blocks of 16 rows.
   int prefix_pieces = 0, prefix_row_blocks = 1;
-  bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
-  const DeviceInfo* device = nullptr;  // null: not on CUDA
 };
 
 }  // namespace flash_attn

@@ -74,7 +74,7 @@ struct PrefixStorage {
   int members[Traits::kRows];                     // sequences of the tile
   int num_members, source;                        // source -1: there is no such tile
   int first_of_row[Traits::kRows], end_of_row[Traits::kRows];  // the keys that a row sees
-  int first_key[kPrefixWarps], end_key[kPrefixWarps];           // and those that any of a warp's does
+  int first_key[kPrefixWarps], end_key[kPrefixWarps];  // and those that any of a warp's does
 };
 
 // The sequences of tile `number` into smem.members: tiles are counted as the sequences that begin them
@@ -199,9 +199,11 @@ __device__ __forceinline__ void load_queries(PrefixStorage<Traits>& smem,
 // O = P V of this warp's rows over the keys [first_key, end_key) of `source`, and the softmax behind it.
 // computes: the warp has rows.
 template <typename Traits>
-__device__ __forceinline__ void attend(typename Traits::Output& O, typename Traits::Softmax& softmax,
+__device__ __forceinline__ void attend(typename Traits::Output& O,
+                                       typename Traits::Softmax& softmax,
                                        PrefixStorage<Traits>& smem, const DecodeParams& params,
-                                       int first_key, int end_key, int source, bool computes) {
+                                       const PrefixGrid& grid, int first_key, int end_key,
+                                       int source, bool computes) {
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
   constexpr int kStages = Traits::kStages, kBlockKeys = Traits::kBlockKeys;
@@ -225,6 +227,7 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, typename Trai
   };
 #pragma unroll 1
   for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
+  load_queries<Traits>(smem, params, grid);
   const SmemOperandA<Traits::kRowBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
       smem.q, warp * Traits::kWarpRows, thread_lane);
   // A row of the warp for each lane: a tile that all of them see whole needs no mask.
@@ -282,7 +285,6 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
   constexpr int kBlockKeys = Traits::kBlockKeys, kRows = 2 * Traits::kRowBlocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int piece = blockIdx.z;
-  load_queries<Traits>(smem, params, grid);
   const SequenceKeys of_warp = find_keys<Traits>(smem, params, prefix, grid);
   if (lane == 0) {
     smem.first_key[warp] = of_warp.first;
@@ -308,7 +310,7 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
   typename Traits::Softmax softmax(params.softmax_scale);
   const bool computes =
       warp * Traits::kWarpRows < smem.num_members * params.seqlen_q * params.group;
-  attend<Traits>(O, softmax, smem, params, begin * kBlockKeys, min(end * kBlockKeys, end_key),
+  attend<Traits>(O, softmax, smem, params, grid, begin * kBlockKeys, min(end * kBlockKeys, end_key),
                  source, computes);
 
   ptx::wait_for_prerequisites();  // whoever still reads the workspace
@@ -363,9 +365,9 @@ void launch_prefix(const DecodeParams& params, const SharedPrefix& prefix, Strea
     constexpr int kSmemBytes = sizeof(PrefixStorage<Traits>);
     static_assert(kSmemBytes <= 99 * 1024);
     const PrefixGrid grid(params, prefix, Traits::kRows);
-    launch_overlapping<prefix_kernel<Traits>>(
-        dim3(grid.num_tiles, params.heads_kv, prefix.pieces), Traits::kThreads, kSmemBytes,
-        /*overlap=*/true, stream, params, prefix, grid);
+    launch_overlapping<prefix_kernel<Traits>>(dim3(grid.num_tiles, params.heads_kv, prefix.pieces),
+                                              Traits::kThreads, kSmemBytes,
+                                              /*overlap=*/true, stream, params, prefix, grid);
   };
   if constexpr (kHeadDim <= 128) {
     if (prefix.row_blocks == 2) return run.template operator()<2>();

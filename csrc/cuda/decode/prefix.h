@@ -22,8 +22,8 @@ struct SharedPrefix {
 
   // The sequence whose keys sequence batch_idx shares; -1: none.
   FLASH_ATTN_HOST_DEVICE int source_of(int batch_idx, int batch) const {
-    const int from = lens[batch_idx] > 0 ? source[batch_idx] : -1;
-    return from < batch ? from : -1;
+    const int from = source[batch_idx];
+    return lens[batch_idx] > 0 && from >= 0 && from < batch ? from : -1;
   }
 };
 
