@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from flash_attn import flash_attn_with_kvcache
+from flash_attn import find_shared_prefix, flash_attn_with_kvcache
 
 VOCABULARY, HEADS, HEADS_KV, D, PAGE, PAGES, CHUNK, NEW = 97, 4, 2, 32, 16, 64, 24, 12
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,6 +26,7 @@ class Model(nn.Module):
         table = [r.pages + [0] * (PAGES - len(r.pages)) for r in requests]
         index = dict(block_table=table, cache_seqlens=[r.cached for r in requests])
         index = {n: torch.tensor(x, device=DEVICE, dtype=torch.int32) for n, x in index.items()}
+        index["shared_prefix"] = find_shared_prefix(**index, page_size=PAGE)
         x = self.embedding(torch.tensor(tokens, device=DEVICE))
         for project, caches in zip(self.qkv, self.caches, strict=True):
             q, k, v = project(x).unflatten(-1, (-1, D)).split([HEADS, HEADS_KV, HEADS_KV], 2)

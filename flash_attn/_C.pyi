@@ -101,6 +101,8 @@ def decode(
     batch_invariant: bool,
     return_max_logits: bool,
     backend: str | None,
+    prefix_source: Tensor | None,
+    prefix_lens: Tensor | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, softmax_lse, max_logits. Not differentiable."""
@@ -131,6 +133,8 @@ def kvcache(
     batch_invariant: bool,
     return_max_logits: bool,
     backend: str | None,
+    prefix_source: Tensor | None,
+    prefix_lens: Tensor | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes k and v into the caches, then decode: out, softmax_lse, max_logits.

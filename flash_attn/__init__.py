@@ -28,13 +28,16 @@ from flash_attn.flash_attn_interface import (
     flash_decode_func,
 )
 from flash_attn.sdpa import scaled_dot_product_attention
+from flash_attn.shared_prefix import SharedPrefix, find_shared_prefix
 
 _flops.register()
 _torch_flash.register()
 
 __all__ = [
+    "SharedPrefix",
     "Support",
     "can_use",
+    "find_shared_prefix",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -403,9 +403,11 @@ def decode_arguments(
     num_splits=0,
     batch_invariant=False,
     return_max_logits=False,
+    shared_prefix=None,
     new=0,
 ):
     """The argument list of the op `decode`, and the end of that of `kvcache`, with `new` tokens."""
+    prefix_source, prefix_lens = (None, None) if shared_prefix is None else shared_prefix
     if _checks.ENABLED:
         _checks.decode(
             q,
@@ -438,6 +440,8 @@ def decode_arguments(
         batch_invariant,
         return_max_logits,
         forced_backend(),
+        prefix_source,
+        prefix_lens,
     )
 
 

@@ -51,9 +51,10 @@ def _described(value: object) -> object:
 def explained(op: str, arguments: Sequence) -> dict:
     """The backend of a call, how it serves it, and the others' reasons why they cannot."""
     explain = C.explain_fwd if op == "fwd" else C.explain_decode
-    given = arguments[5:] if op == "kvcache" else arguments
-    backend, reasons, plans = explain(*given[:-1], None)
-    forced = given[-1]
+    named = dict(zip(argument_names(op), arguments, strict=True))
+    forced = named["backend"]
+    given = [*(named | {"backend": None}).values()]
+    backend, reasons, plans = explain(*(given[5:] if op == "kvcache" else given))
     return {"backend": forced or backend, "plan": plans.get(forced or backend), "reasons": reasons}
 
 

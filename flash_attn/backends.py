@@ -15,6 +15,7 @@ from flash_attn import _call
 from flash_attn._errors import explain, shown
 from flash_attn._library import C
 from flash_attn.masks import Mask
+from flash_attn.shared_prefix import SharedPrefix
 
 # Read once: torch.compile traces use_backend, but no pybind11 function.
 _NAMES = tuple(C.backend_names())
@@ -112,6 +113,7 @@ def can_use(
     v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Support:
     """The backend that would serve a call, and for each other one every reason why not.
 
@@ -180,8 +182,10 @@ def can_use(
                 num_splits=num_splits,
                 batch_invariant=batch_invariant,
                 return_max_logits=return_max_logits,
+                shared_prefix=shared_prefix,
             )
-            chosen, reasons, plans = C.explain_decode(*arguments[:-1], None)
+            *arguments, _, source, lens = arguments
+            chosen, reasons, plans = C.explain_decode(*arguments, None, source, lens)
         else:
             raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {shown(op)}')
         forced = _call.forced_backend()

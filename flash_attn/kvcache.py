@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flash_attn._call import as_int, decode, decode_arguments, dense_seqlen, expect, kvcache
 from flash_attn._errors import explain
+from flash_attn.shared_prefix import SharedPrefix
 
 Window = Sequence[int | None] | Tensor
 
@@ -39,6 +40,7 @@ def flash_decode_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: bool = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of the newest tokens to a cache that holds their keys and values already.
 
@@ -75,6 +77,10 @@ def flash_decode_func(
         batch_invariant: the bits of a sequence's result do not depend on the other sequences of
             the call, nor on their number.
         return_max_logits: also return max_logits, as the last of the results.
+        shared_prefix: with block_table: which sequences have leading pages in common, that a GPU
+            may read once for all of them (find_shared_prefix finds it): the first lens[b] keys of
+            sequence b lie where those of sequence source[b] do, and b's own row of block_table is
+            not asked about them. The result differs by rounding only.
 
     What the index tensors hold is not checked, as that would wait for the device. It is clamped:
     lengths to 0 … capacity, cache_leftpad to 0 … length. A page or a row that does not exist has no
@@ -109,6 +115,7 @@ def flash_decode_func(
                 num_splits=num_splits,
                 batch_invariant=batch_invariant,
                 return_max_logits=return_max_logits,
+                shared_prefix=shared_prefix,
             )
         )
         return _chosen(results, return_softmax_lse, return_max_logits)
@@ -168,6 +175,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: bool = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Appends k and v to the cache in place, rotates, and attends: one step of decoding, or a chunk
     of a prompt.
@@ -178,8 +186,9 @@ def flash_attn_with_kvcache(
     Arguments:
         q: (batch, seqlen_q, heads_q, d).
         k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table, num_splits, k_descale,
-            v_descale, batch_invariant: as in flash_decode_func. With k and v, each element of the
-            caches needs a place in memory of its own.
+            v_descale, batch_invariant, shared_prefix: as in flash_decode_func. With k and v, each
+            element of the caches needs a place in memory of its own, and they are written to the
+            pages in a sequence's own row of block_table.
         k, v: (batch, seqlen_new, heads_kv, d) and (…, d_v), dtype of q, written to the cache from
             position cache_seqlens on: rounded to nearest even; for a cache of 8 bits divided by its
             descale and saturated. What does not fit the cache, or belongs to a page or a row that
@@ -230,6 +239,7 @@ def flash_attn_with_kvcache(
             num_splits=num_splits,
             batch_invariant=batch_invariant,
             return_max_logits=return_max_logits,
+            shared_prefix=shared_prefix,
             new=new,
         )
         if k is None:

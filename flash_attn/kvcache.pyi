@@ -5,6 +5,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from flash_attn.shared_prefix import SharedPrefix
+
 Window = Sequence[int | None] | Tensor
 WithLse = tuple[Tensor, Tensor]
 
@@ -30,6 +32,7 @@ def flash_decode_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor: ...
 @overload
 def flash_decode_func(
@@ -53,6 +56,7 @@ def flash_decode_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> WithLse: ...
 @overload
 def flash_decode_func(
@@ -76,6 +80,7 @@ def flash_decode_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor | WithLse: ...
 @overload
 def flash_decode_func(
@@ -99,6 +104,7 @@ def flash_decode_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: bool = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_with_kvcache(
@@ -127,6 +133,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_with_kvcache(
@@ -155,6 +162,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> WithLse: ...
 @overload
 def flash_attn_with_kvcache(
@@ -183,6 +191,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor | WithLse: ...
 @overload
 def flash_attn_with_kvcache(
@@ -211,4 +220,5 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logits: bool = False,
+    shared_prefix: SharedPrefix | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...

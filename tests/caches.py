@@ -80,6 +80,7 @@ class CacheCase:
     sink: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
+    shared: bool = False  # leading pages with any sequence
     garbage: bool = False  # in every index tensor
 
     def __str__(self) -> str:
@@ -125,6 +126,10 @@ class CacheProblem:
             pages = torch.randperm(count, generator=self.generator)[: cache_rows * pages_each]
             beyond = torch.full((cache_rows, c.beyond), INT_MAX, dtype=torch.int32)
             self.table = torch.cat([pages.int().view(cache_rows, pages_each), beyond], 1)
+        self.shared = None
+        if c.shared:
+            lens = self.random(0, pages_each + 1, c.batch) * self.page
+            self.shared = flash_attn.SharedPrefix(self.random(0, c.batch, c.batch), lens)
         if c.garbage:
             self.spoil()
 
@@ -141,6 +146,11 @@ class CacheProblem:
             flat = self.table.view(-1)
             flat[:: max(flat.numel() // 3, 2)] = -1
             flat[1 :: max(flat.numel() // 2, 3)] = INT_MAX
+        if self.shared is not None:
+            self.shared.source[-1] = [-1, c.batch, INT_MAX][int(self.random(0, 3, 1))]
+            self.shared.lens[0] = [-self.page, INT_MAX // self.page * self.page][
+                int(self.random(0, 2, 1))
+            ]
 
     def make_tensors(self) -> None:
         c = self.case
@@ -173,7 +183,8 @@ class CacheProblem:
         for b in range(c.batch):
             rows = self.normal(self.capacity, c.heads_kv, d).float()
             rows = quantize(rows, self.cache_dtype, self.of_sequence(descale, b))
-            for position in range(self.first(b), self.used(b)):
+            # Where a new token would be a shared place is read, which the append does not write.
+            for position in range(self.first(b), self.used(b, c.new if c.shared else 0)):
                 place = self.place(b, position)
                 if place is not None:
                     pool[place] = rows[position]
@@ -189,8 +200,13 @@ class CacheProblem:
     def first(self, b: int) -> int:
         return 0 if self.leftpad is None else max(int(self.leftpad[b]), 0)
 
-    def place(self, b: int, position: int) -> tuple[int, int] | None:
-        """Page and slot; None where the position lies outside the cache."""
+    def place(self, b: int, position: int, writes: bool = False) -> tuple[int, int] | None:
+        """Page and slot; None where the position lies outside the cache. An append writes to the
+        sequence's own pages."""
+        if self.shared is not None and not writes and position < int(self.shared.lens[b]):
+            b = int(self.shared.source[b])
+            if not 0 <= b < self.case.batch:
+                return None
         row = b if self.rows is None else int(self.rows[b])
         if not 0 <= position < self.capacity:
             return None
@@ -228,7 +244,7 @@ class CacheProblem:
             for b in range(c.batch):
                 stored = quantize(new[b], self.cache_dtype, self.of_sequence(descale, b))
                 for i in range(c.new):
-                    place = self.place(b, int(self.lengths[b]) + i)
+                    place = self.place(b, int(self.lengths[b]) + i, writes=True)
                     if place is not None:
                         pool[place] = stored[i]
 
@@ -252,13 +268,21 @@ class CacheProblem:
             num_splits=c.num_splits,
             batch_invariant=c.batch_invariant,
             return_softmax_lse=True,
+            shared_prefix=self.given_prefix(),
         )
+
+    def given_prefix(self) -> flash_attn.SharedPrefix | None:
+        if self.shared is None:
+            return None
+        return flash_attn.SharedPrefix(*(x.to(self.device) for x in self.shared))
 
     def op_arguments(self, backend: str) -> dict:
         """Everything of torch.ops.flash_attn.kvcache."""
         c = self.case
         given = self.options()
         del given["return_softmax_lse"]
+        shared = given.pop("shared_prefix")
+        given["prefix_source"], given["prefix_lens"] = shared or (None, None)
         window_left, window_right = given.pop("window_size")
         given["leftpad_k"] = given.pop("cache_leftpad")
         tensors = dict(

@@ -132,7 +132,7 @@ def decode_kernel_cases() -> list[DecodeCase]:
 
 
 def cache_kernel_cases() -> list[CacheCase]:
-    """Caches of 8 bits, pages, the append; plain ones cut by length."""
+    """Caches of 8 bits, pages, the append; shared pages; plain ones cut by length."""
     cases = [
         CacheCase(
             d=d,
@@ -161,6 +161,13 @@ def cache_kernel_cases() -> list[CacheCase]:
         CacheCase(d=d, cache=cache, page_size=3, beyond=100_000)
         for d in (64, 128)
         for cache in ("fp8", "int8")
+    ]
+    # Shared pages: few rows for a thread block, and many.
+    cases += [
+        CacheCase(d=d, dtype=dtype, page_size=16, capacity=130, shared=True, **rows)
+        for d in (64, 128, 192)
+        for dtype in ("fp16", "bf16")
+        for rows in (dict(seqlen_q=3, new=1), dict(batch=20, heads_q=8, heads_kv=1))
     ]
     # By length, of one kind for all batches.
     return cases + [

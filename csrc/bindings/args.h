@@ -96,6 +96,7 @@ struct DecodeArgs {
   int64_t num_splits;  // 0: chosen
   bool batch_invariant, return_max_logits;
   OptName backend;
+  OptTensor prefix_source, prefix_lens;  // both or neither
 
   // Keys of one sequence that the cache has room for.
   c10::SymInt capacity() const {
@@ -106,7 +107,7 @@ struct DecodeArgs {
     return std::tie(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, leftpad_k, block_table,
                     alibi_slopes, learnable_sink, k_descale, v_descale, softmax_scale, causal,
                     window_left, window_right, softcap, num_splits, batch_invariant,
-                    return_max_logits, backend);
+                    return_max_logits, backend, prefix_source, prefix_lens);
   }
 };
 

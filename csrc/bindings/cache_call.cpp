@@ -16,8 +16,9 @@ CacheCall cache_call(const CallShape& shape, const DecodeArgs& given, const Kvca
   args.q = readable(args.q);
   args.k_cache = readable(args.k_cache);
   args.v_cache = readable(args.v_cache);
-  for (OptTensor* tensor : {&args.cache_seqlens, &args.cache_batch_idx, &args.leftpad_k,
-                            &args.block_table, &args.alibi_slopes}) {
+  for (OptTensor* tensor :
+       {&args.cache_seqlens, &args.cache_batch_idx, &args.leftpad_k, &args.block_table,
+        &args.alibi_slopes, &args.prefix_source, &args.prefix_lens}) {
     *tensor = contiguous(*tensor);
   }
   if (args.learnable_sink) {

@@ -345,6 +345,15 @@ void check_rows_of_cache(const DecodeArgs& args, const SymInt& batch) {
   }
 }
 
+void check_shared_prefix(const DecodeArgs& args, const SymInt& batch) {
+  TORCH_CHECK(args.prefix_source.has_value() == args.prefix_lens.has_value(),
+              "flash_attn: shared_prefix: expected source and lens together, got one of them");
+  if (!args.prefix_source) return;
+  TORCH_CHECK(args.block_table, "flash_attn: shared_prefix: expected with block_table, got None");
+  check_int32_vector("shared_prefix.source", args.prefix_source, batch, args.q);
+  check_int32_vector("shared_prefix.lens", args.prefix_lens, batch, args.q);
+}
+
 void check_descale(const char* name, const OptTensor& descale, const DecodeArgs& args) {
   if (!descale) return;
   check_like(name, *descale, args.q);
@@ -395,6 +404,7 @@ bool is_quantized(const Tensor& cache) {
 void check(const DecodeArgs& args) {
   check_caches(args);
   const SymInt batch = args.q.sym_size(0);
+  check_shared_prefix(args, batch);
   check_rows_of_cache(args, batch);
   check_int32_vector("cache_seqlens", args.cache_seqlens, batch, args.q);
   check_int32_vector("cache_leftpad", args.leftpad_k, batch, args.q);

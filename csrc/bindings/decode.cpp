@@ -1,8 +1,11 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "../aten/shared_prefix.h"
+#include "../cuda/cache/rotate_queries.h"
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
+#include "../cuda/decode/prefix.h"
 #include "cache_call.h"
 #include "checks.h"
 #include "overlap.h"
@@ -19,15 +22,15 @@ DecodeResult allocate_results(const DecodeArgs& args) {
 
 // A workspace a call: streams and graphs run side by side.
 at::Tensor allocate_workspace(const Plan& plan, DecodeParams& params, const at::Tensor& like) {
+  if (plan.workspace_rows == 0) return {};
   at::Tensor workspace = at::empty({plan.workspace_rows, params.head_dim_v + 1}, like.options());
   params.partial.o = workspace.data_ptr<float>();
   params.partial.lse = params.partial.o + plan.workspace_rows * params.head_dim_v;
   return workspace;
 }
 
-// All but the workspace.
-DecodeParams decode_params(const Plan& plan, const CacheCall& call, const DecodeResult& results) {
-  const auto& [out, lse, max_logits] = results;
+// The cache and the queries.
+DecodeParams query_params(const CacheCall& call) {
   const DecodeArgs& args = call.args;
   const at::Tensor& q = args.q;
   DecodeParams params = {};
@@ -42,6 +45,14 @@ DecodeParams decode_params(const Plan& plan, const CacheCall& call, const Decode
   params.window_left = window_to_params(args.window_left);
   params.window_right = args.causal ? 0 : window_to_params(args.window_right);
   params.rotate_by_row = params.window_left >= 0 || params.window_right >= 0;
+  return params;
+}
+
+// All but the workspace.
+DecodeParams decode_params(const Plan& plan, const CacheCall& call, const DecodeResult& results) {
+  const auto& [out, lse, max_logits] = results;
+  const DecodeArgs& args = call.args;
+  DecodeParams params = query_params(call);
   params.score = score_params(args.softcap, args.alibi_slopes, args.learnable_sink, params.heads_q);
   params.splits = plan.splits;
   params.out = out.data_ptr();
@@ -51,6 +62,28 @@ DecodeParams decode_params(const Plan& plan, const CacheCall& call, const Decode
   return params;
 }
 
+// The same call with a block table of its own for each sequence, the shared pages in it.
+DecodeArgs without_shared_prefix(DecodeArgs args) {
+  if (!args.prefix_source) return args;
+  args.block_table =
+      aten::unshared_table(*args.block_table, args.cache_batch_idx, *args.prefix_source,
+                           *args.prefix_lens, args.k_cache.size(1));
+  args.cache_batch_idx = args.prefix_source = args.prefix_lens = std::nullopt;
+  return args;
+}
+
+// As the plan's kernels read it.
+DecodeArgs planned(const Plan& plan, const DecodeArgs& args) {
+  return plan.prefix_pieces > 0 ? args : without_shared_prefix(args);
+}
+
+at::Tensor rotated_queries(const CacheCall& call) {
+  const at::Tensor& q = call.args.q;
+  at::Tensor rotated = at::empty(q.sizes(), q.options());
+  cuda::run_rotate_queries(query_params(call), rotated.data_ptr(), stream_of(q));
+  return rotated;
+}
+
 DecodeResult launch(const Plan& plan, const CacheCall& call) {
   const DecodeResult results = allocate_results(call.args);
   if (call.args.q.numel() == 0) return results;
@@ -58,6 +91,13 @@ DecodeResult launch(const Plan& plan, const CacheCall& call) {
   const at::Tensor workspace = allocate_workspace(plan, params, std::get<1>(results));
   if (plan.kernel == Kernel::kFwd) {
     prefill(plan, call.args, params, results);
+  } else if (plan.prefix_pieces > 0) {
+    cuda::run_decode_shared(params,
+                            {.source = call.args.prefix_source->const_data_ptr<int32_t>(),
+                             .lens = call.args.prefix_lens->const_data_ptr<int32_t>(),
+                             .pieces = plan.prefix_pieces,
+                             .row_blocks = plan.prefix_row_blocks},
+                            stream_of(call.args.q));
   } else if (plan.kernel == Kernel::kDecode) {
     cuda::run_decode(params, stream_of(call.args.q));
   } else {
@@ -73,8 +113,8 @@ DecodeResult decode(const DecodeArgs& args) {
   const c10::DeviceGuard guard(args.q.device());
   const CallShape shape = call_shape(args);
   const Plan plan = make_plan(shape, args.backend);
-  if (plan.backend == Backend::kAten) return aten::decode(to_aten(args));
-  return launch(plan, cache_call(shape, args, nullptr));
+  if (plan.backend == Backend::kAten) return aten::decode(to_aten(without_shared_prefix(args)));
+  return launch(plan, cache_call(shape, planned(plan, args), nullptr));
 }
 
 DecodeResult kvcache(const KvcacheArgs& args) {
@@ -88,9 +128,14 @@ DecodeResult kvcache(const KvcacheArgs& args) {
     KvcacheArgs tokens = args;
     tokens.rotary_cos = contiguous(args.rotary_cos);
     tokens.rotary_sin = contiguous(args.rotary_sin);
-    const CacheCall call = cache_call(shape, args.decode, &tokens);
+    CacheCall call = cache_call(shape, args.decode, &tokens);
+    if (plan.prefix_pieces > 0 && call.params.rotary_cos != nullptr) {
+      // Before the append: behind it decode's kernels wait for nothing but the new tokens.
+      call.args.q = rotated_queries(call);
+    }
     append(call.params, tokens);
-    return launch(plan, call);
+    if (!args.decode.prefix_source || plan.prefix_pieces > 0) return launch(plan, call);
+    return launch(plan, cache_call(shape, without_shared_prefix(call.args), &tokens));
   }
   const aten::Appended appended =
       aten::append(to_aten(args.decode), {.k = args.k,
@@ -101,8 +146,8 @@ DecodeResult kvcache(const KvcacheArgs& args) {
   DecodeArgs longer = args.decode;
   longer.q = appended.q;
   longer.cache_seqlens = appended.cache_seqlens;
-  if (plan.backend == Backend::kAten) return aten::decode(to_aten(longer));
-  return launch(plan, cache_call(shape, longer, nullptr));
+  if (plan.backend == Backend::kAten) return aten::decode(to_aten(without_shared_prefix(longer)));
+  return launch(plan, cache_call(shape, planned(plan, longer), nullptr));
 }
 
 }  // namespace flash_attn

@@ -88,7 +88,9 @@ std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_ca
                                                      .num_splits = options.num_splits,
                                                      .batch_invariant = options.batch_invariant,
                                                      .return_max_logits = false,
-                                                     .backend = options.backend});
+                                                     .backend = options.backend,
+                                                     .prefix_source = options.prefix_source,
+                                                     .prefix_lens = options.prefix_lens});
   return {out, softmax_lse};
 }
 

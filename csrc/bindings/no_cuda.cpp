@@ -8,6 +8,7 @@
 #include "../cuda/cache/rotate_queries.h"
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
+#include "../cuda/decode/prefix.h"
 #include "../cuda/key_mask.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
@@ -27,6 +28,7 @@ const cuda::DeviceInfo& cuda::device_info(int) {
 }
 void cuda::run_decode(const DecodeParams&, Stream) { not_built(); }
 void cuda::run_decode_combine(const DecodeParams&, Stream) { not_built(); }
+void cuda::run_decode_shared(const DecodeParams&, const SharedPrefix&, Stream) { not_built(); }
 void cuda::run_kvcache(const DecodeParams&, const KvcacheGrid&, Stream) { not_built(); }
 void cuda::run_append(const AppendParams&, Stream) { not_built(); }
 void cuda::run_rotate_queries(const DecodeParams&, void*, Stream) { not_built(); }

@@ -124,6 +124,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
   call.batch_invariant = args.batch_invariant;
+  call.shares_prefix = args.prefix_source.has_value() && !args.leftpad_k;
   call.max_logits = args.return_max_logits;
   return call;
 }

@@ -129,6 +129,9 @@ std::string describe(const Plan& plan) {
   } else if (splits.count > 1) {
     text += ", each sequence in " + std::to_string(splits.count) + " pieces";
   }
+  if (plan.prefix_pieces > 0) {
+    text += ", shared keys read once, in pieces: " + std::to_string(plan.prefix_pieces);
+  }
   return text;
 }
 

@@ -38,6 +38,8 @@ struct CallShape {
   bool paged = false, batch_invariant = false;
   bool appends = false;  // tokens to the cache, before
   bool rotates = false;  // and the queries
+  // Sequences share leading pages, and none has a leftpad.
+  bool shares_prefix = false;
 
   // The architecture of the portable code that the device runs; 0: this build has none for it.
   int portable_code() const {

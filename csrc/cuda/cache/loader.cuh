@@ -68,8 +68,8 @@ class DenseTileLoader {
 };
 
 // One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the
-// rows' addresses go round by shuffle. Page numbers are asked for some tiles ahead: they come from memory, too, and one tile takes a warp less than that. Traits:
-// KvTile, kKeys of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for
+// rows' addresses go round by shuffle. Page numbers are asked for kTilesAhead tiles ahead: they come
+// from memory, too, and one tile takes a warp less than that. Traits: kTilesAhead, KvTile, kKeys of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for
 // each key of a tile, kHeadDim.
 template <typename Traits>
 class CacheLoader {
@@ -78,15 +78,17 @@ class CacheLoader {
   static constexpr int kElementBytes = 2;
   static constexpr int kPlaces = (Traits::kKeys + 31) / 32;
   static constexpr int kPlaceRows = Traits::kKeys / kPlaces;
-  static constexpr int kTilesAhead = Traits::kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kTilesAhead = Traits::kTilesAhead;
 
  public:
   // Of the keys [first_key, end_key), which lie below capacity. next_key: where the warp's first tile
-  // begins, a multiple of kKeys.
+  // begins, a multiple of kKeys. first_row: of KvTile, where the warp's tiles go, a multiple of 8.
   __device__ __forceinline__ CacheLoader(const DecodeParams& params, int batch_idx, int kv_head,
-                                         int first_key, int end_key, int next_key, int lane)
+                                         int first_key, int end_key, int next_key, int lane,
+                                         int first_row = 0)
       : params_(params),
         lane_(lane),
+        first_row_(first_row),
         kv_head_(kv_head),
         first_key_(first_key),
         end_key_(end_key),
@@ -152,7 +154,7 @@ class CacheLoader {
                                        int num_cols) const {
     const int lane_row = lane_ / KvTile::kSlabChunks, lane_byte = lane_ % KvTile::kSlabChunks * 16;
     copy_rows<KvTile, Traits::kKeys>(
-        tile.address(lane_row, lane_byte / 2), lane_byte, num_cols * kElementBytes,
+        tile.address(first_row_ + lane_row, lane_byte / 2), lane_byte, num_cols * kElementBytes,
         [&](int row) -> RowSource {
           const int place = row / kPlaceRows, from = row % kPlaceRows + lane_row;
           const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[place]), from);
@@ -161,7 +163,7 @@ class CacheLoader {
   }
 
   const DecodeParams& params_;
-  int lane_, kv_head_, first_key_, end_key_, next_key_;
+  int lane_, first_row_, kv_head_, first_key_, end_key_, next_key_;
   CacheSequence sequence_;
   int page_[kTilesAhead][kPlaces];  // of the lane's rows in the next tiles
   const char* v_row_[kPlaces];

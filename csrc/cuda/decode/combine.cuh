@@ -22,6 +22,7 @@
 #include "kvcache_schedule.cuh"
 #include "output_row.cuh"
 #include "pieces.cuh"
+#include "prefix.h"
 
 namespace flash_attn::cuda {
 
@@ -38,12 +39,26 @@ struct SequencePieces {
   }
 };
 
-// Left by decode.cuh, and by a forward whose keys are cut.
+struct CombineGrid {
+  Divisor seqlen_q, heads_q, threads_of_piece;
+  int columns;        // of a block, in fours: as many threads as one piece keeps busy
+  int at_once;        // pieces that have threads of their own
+  bool whole_groups;  // warps hold whole groups of threads, which meet without shared memory
+  KvcacheParts parts;
+  SharedPrefix prefix;
+};
+
+// Left by decode.cuh, and by a forward whose keys are cut; then, of what sequences share, by
+// prefix.cuh.
 struct PiecesOfDecode {
   __device__ __forceinline__ static SequencePieces of(const DecodeParams& params, int batch_idx,
-                                                      const KvcacheParts&) {
+                                                      const CombineGrid& grid) {
     if (params.splits.keys == 0) {
-      return {batch_idx, params.splits.count, batch_idx, batch_idx, params.batch};
+      int count = params.splits.count;
+      if (grid.prefix.pieces > 0 && grid.prefix.source_of(batch_idx, params.batch) >= 0) {
+        count += grid.prefix.pieces;
+      }
+      return {batch_idx, count, batch_idx, batch_idx, params.batch};
     }
     const PieceRange place = PieceLine(params).of_sequence(batch_idx);
     return {batch_idx, place.count == 1 ? 0 : place.count, place.first, place.first, 1};
@@ -55,8 +70,8 @@ struct PiecesOfDecode {
 template <int kKeys>
 struct PiecesOfKvcache {
   __device__ __forceinline__ static SequencePieces of(const DecodeParams& params, int index,
-                                                      const KvcacheParts& parts) {
-    return params.splits.count > 0 ? of_splits(params, index) : of_parts(params, index, parts);
+                                                      const CombineGrid& grid) {
+    return params.splits.count > 0 ? of_splits(params, index) : of_parts(params, index, grid.parts);
   }
 
  private:
@@ -154,14 +169,6 @@ __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
   return state;
 }
 
-struct CombineGrid {
-  Divisor seqlen_q, heads_q, threads_of_piece;
-  int columns;        // of a block, in fours: as many threads as one piece keeps busy
-  int at_once;        // pieces that have threads of their own
-  bool whole_groups;  // warps hold whole groups of threads, which meet without shared memory
-  KvcacheParts parts;
-};
-
 // Pieces: PiecesOfDecode or PiecesOfKvcache.
 template <typename Pieces>
 __global__ void __launch_bounds__(kMaxCombineThreads)
@@ -176,7 +183,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   const int sequence_head = grid.seqlen_q.divide(row), index = grid.heads_q.divide(sequence_head);
   const int token = row - sequence_head * params.seqlen_q;
   const int head = sequence_head - index * params.heads_q;
-  const SequencePieces pieces = Pieces::of(params, index, grid.parts);
+  const SequencePieces pieces = Pieces::of(params, index, grid);
   if (pieces.count == 0) {
     // Of the grid, one block at least has to wait, or the kernel behind it could start too early.
     if ((blockIdx.x | blockIdx.y) == 0) ptx::wait_for_prerequisites();
@@ -219,8 +226,9 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 // rows: of all sequences that there may be something to merge of. most_pieces: of a sequence, as far
 // as the host knows. in_any_batch: the order of a sum depends on nothing but the sequence.
 template <typename Pieces>
-void launch_combine(const DecodeParams& params, const KvcacheParts& parts, int64_t rows,
-                    int most_pieces, bool in_any_batch, Stream stream) {
+void launch_combine(const DecodeParams& params, const KvcacheParts& parts,
+                    const SharedPrefix& prefix, int64_t rows, int most_pieces, bool in_any_batch,
+                    Stream stream) {
   // Few rows leave most SMs idle: then a block takes 128 bytes of a row.
   constexpr int kFewRows = 64, kSliceColumns = 32;
   const int slices = !in_any_batch && rows <= kFewRows && params.head_dim_v % kSliceColumns == 0
@@ -238,7 +246,8 @@ void launch_combine(const DecodeParams& params, const KvcacheParts& parts, int64
                   .columns = columns,
                   .at_once = threads / columns,
                   .whole_groups = 32 % columns == 0,
-                  .parts = parts});
+                  .parts = parts,
+                  .prefix = prefix});
 }
 
 }  // namespace flash_attn::cuda

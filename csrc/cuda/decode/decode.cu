@@ -3,8 +3,22 @@
 #include "../dispatch.h"
 #include "combine.cuh"
 #include "config.h"
+#include "prefix_config.h"
 
 namespace flash_attn::cuda {
+namespace {
+
+void combine(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
+  const bool by_length = params.splits.keys > 0;
+  // By length all blocks are alike, in four groups of threads, whatever the other sequences.
+  const int pieces =
+      by_length ? kPiecesAtOnce * kPiecesAtOnce : params.splits.count + prefix.pieces;
+  launch_combine<PiecesOfDecode>(params, {}, prefix,
+                                 int64_t{params.batch} * params.heads_q * params.seqlen_q, pieces,
+                                 /*in_any_batch=*/by_length, stream);
+}
+
+}  // namespace
 
 void run_decode(const DecodeParams& params, Stream stream) {
   with_dtype(params.dtype, [&]<DType kDType> {
@@ -14,13 +28,21 @@ void run_decode(const DecodeParams& params, Stream stream) {
   if (is_cut(params.splits)) run_decode_combine(params, stream);
 }
 
-void run_decode_combine(const DecodeParams& params, Stream stream) {
-  const bool by_length = params.splits.keys > 0;
-  // By length all blocks are alike, in four groups of threads, whatever the other sequences.
-  const int pieces = by_length ? kPiecesAtOnce * kPiecesAtOnce : params.splits.count;
-  launch_combine<PiecesOfDecode>(params, {},
-                                 int64_t{params.batch} * params.heads_q * params.seqlen_q, pieces,
-                                 /*in_any_batch=*/by_length, stream);
+void run_decode_combine(const DecodeParams& params, Stream stream) { combine(params, {}, stream); }
+
+void run_decode_shared(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
+  // What a sequence has beyond the shared keys: all but those that lens skips. These blocks are
+  // short and come first; the others follow as they go.
+  DecodeParams own = params;
+  own.leftpad_k = prefix.lens;
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_head_dim_class(params.head_dim,
+                        [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(own, stream); });
+    if (params.head_dim <= 64) return launch_prefix<kDType, 64>(params, prefix, stream);
+    if (params.head_dim <= 128) return launch_prefix<kDType, 128>(params, prefix, stream);
+    launch_prefix<kDType, kPrefixHeadDim>(params, prefix, stream);
+  });
+  combine(params, prefix, stream);
 }
 
 }  // namespace flash_attn::cuda

@@ -26,6 +26,7 @@
 #include "../attn/mask.cuh"
 #include "../attn/merge.cuh"
 #include "../attn/online_softmax.cuh"
+#include "../cache/absent_keys.cuh"
 #include "../cache/loader.cuh"
 #include "../launch.h"
 #include "../ptx/cp_async.cuh"
@@ -46,6 +47,7 @@ struct DecodeTraits {
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
   static constexpr bool kAppends = kHeadDim <= kDecodeFormsHeadDim;
+  static constexpr int kTilesAhead = kHeadDim <= 128 ? 4 : 2;  // whose pages a warp looks up
   static constexpr int kThreads = 32 * kDecodeWarps;
   static constexpr int kBlocksPerSm = 2;
   using KvTile = SmemTile<Element, kKeys, kHeadDim>;
@@ -66,24 +68,6 @@ struct DecodeStorage {
   // Pages: one bit a key of the K tile in the stage.
   typename Traits::KeyBits valid[kDecodeWarps][Traits::kStages];
 };
-
-struct AllKeys {};  // of a tile exist
-
-// -inf for keys of pages that do not exist.
-template <int kKeys>
-__device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>&, AllKeys, int) {}
-template <int kKeys, typename KeyBits>
-__device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>& S, KeyBits valid, int lane) {
-  constexpr KeyBits kAll = ~KeyBits{0} >> (8 * sizeof(KeyBits) - kKeys);
-  if (valid == kAll) return;
-#pragma unroll
-  for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-    for (int i = 0; i < S.kRowElements; ++i) {
-      if ((valid >> fragment_col(i, lane) & 1) == 0) S.at(row, i) = -INFINITY;
-    }
-  }
-}
 
 // A warp's loads of a piece, K and V in turns: load i is K(i / 2) or, if odd, V(i / 2).
 template <typename Traits>

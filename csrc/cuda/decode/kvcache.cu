@@ -16,7 +16,7 @@ void combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream)
                                              : grid.parts / params.batch + 2;
   const int64_t rows = int64_t{sequences} * params.heads_q * params.seqlen_q;
   if (rows == 0) return;
-  launch_combine<PiecesOfKvcache<kKeys>>(params, parts, rows, pieces,
+  launch_combine<PiecesOfKvcache<kKeys>>(params, parts, {}, rows, pieces,
                                          /*in_any_batch=*/params.splits.count > 0, stream);
 }
 

@@ -132,7 +132,7 @@ struct DecodePiece : DecodeBlock {
     const int batch_idx = grid.splits.divide(block.number);
     const int split = block.number - batch_idx * params.splits.count;
     DecodePiece piece(params, grid, block, batch_idx);
-    piece.slot = params.splits.count == 1 ? -1 : split * params.batch + piece.batch_idx;
+    piece.slot = params.partial.o == nullptr ? -1 : split * params.batch + piece.batch_idx;
     piece.template clip<kKeys, kPaged>(params, 0, params.capacity);
     if (params.splits.count == 1) return piece;
     const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;

@@ -1,10 +1,12 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "../dispatch.h"
 #include "config.h"
 #include "kvcache_config.h"
+#include "prefix.h"
 #include "workspace.h"
 
 namespace flash_attn::cuda {
@@ -151,12 +153,47 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
-// What DecodeParams calls plain: the faster kernel serves it.
-bool is_plain(const CallShape& call) {
-  return !call.rotates && !call.softcap && !call.alibi &&
-         !(call.batch_invariant && call.num_splits > 0) && call.cache_dtype == call.dtype &&
-         call.head_dim == call.head_dim_v && call.head_dim <= kKvcachePortableHeadDim &&
+// What DecodeParams calls plain, but for a rotation: the faster kernel serves it.
+bool is_plain_rotated(const CallShape& call) {
+  return !call.softcap && !call.alibi && !(call.batch_invariant && call.num_splits > 0) &&
+         call.cache_dtype == call.dtype && call.head_dim == call.head_dim_v &&
+         call.head_dim <= kKvcachePortableHeadDim &&
          ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
+}
+bool is_plain(const CallShape& call) { return !call.rotates && is_plain_rotated(call); }
+
+int64_t sequence_rows(const CallShape& call) { return call.tokens * call.heads_q / call.heads_kv; }
+
+// Leading pages that sequences share are read once: prefix.cuh. Queries have been rotated before.
+bool reads_prefix_once(const CallShape& call) {
+  return call.shares_prefix && call.paged && is_plain_rotated(call) && !call.batch_invariant &&
+         call.head_dim <= kPrefixHeadDim && call.batch <= kPrefixMostSequences &&
+         sequence_rows(call) <= kPrefixRows;
+}
+
+// Tiles of 128 rows where all sequences together have as many, of 64 else and above head_dim 128.
+int prefix_row_blocks(const CallShape& call) {
+  if (const char* e = std::getenv("EXP_BLOCKS")) return std::atoi(e);
+  return call.head_dim <= 128 && call.batch * sequence_rows(call) >= 2 * kPrefixRows ? 2 : 1;
+}
+
+// Of a shared prefix, as many as fill the device if all sequences share one.
+int prefix_pieces(const CallShape& call) {
+  constexpr int64_t kMostPieces = 32, kLeastKeys = 256;
+  if (const char* e = std::getenv("EXP_PIECES")) return std::atoi(e);
+  const int64_t members = kPrefixRows * prefix_row_blocks(call) / sequence_rows(call);
+  const int64_t blocks = ceil_div(call.batch, members) * call.heads_kv;
+  const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  return static_cast<int>(std::clamp<int64_t>(
+      places / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
+}
+
+// What a sequence has beyond the shared keys: nobody knows how long it is, but that it is shorter.
+Splits own_splits(const CallShape& call) {
+  constexpr int kMostPieces = 8;
+  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
+  if (const char* e = std::getenv("EXP_SPLITS")) return Splits::alike(std::atoi(e));
+  return Splits::alike(std::min(best_num_splits(call), kMostPieces));
 }
 
 bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }
@@ -165,13 +202,21 @@ bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.he
 
 Plan plan_decode(const CallShape& call) {
   const auto batch = static_cast<int>(call.batch);
-  const int64_t sequence_rows = call.heads_q * call.tokens;
+  const int64_t rows_of_sequence = call.heads_q * call.tokens;
   Plan plan = {.kernel = is_plain(call) ? Kernel::kDecode : Kernel::kKvcache};
   if (is_empty(call)) return plan;
+  if (reads_prefix_once(call)) {
+    plan.kernel = Kernel::kDecode;
+    plan.splits = own_splits(call);
+    plan.prefix_pieces = prefix_pieces(call);
+    plan.prefix_row_blocks = prefix_row_blocks(call);
+    plan.workspace_rows = batch * (plan.splits.count + plan.prefix_pieces) * rows_of_sequence;
+    return plan;
+  }
   if (plan.kernel == Kernel::kDecode) {
     plan.splits = decode_splits(call);
     if (is_cut(plan.splits))
-      plan.workspace_rows = decode_pieces(batch, plan.splits) * sequence_rows;
+      plan.workspace_rows = decode_pieces(batch, plan.splits) * rows_of_sequence;
     return plan;
   }
   plan.grid = kvcache_grid(call);
@@ -179,7 +224,7 @@ Plan plan_decode(const CallShape& call) {
   if (plan.splits.count == 1) return plan;
   const int64_t pieces =
       plan.splits.count == 0 ? 2 * int64_t{plan.grid.parts} : call.batch * plan.splits.count;
-  plan.workspace_rows = pieces * sequence_rows;
+  plan.workspace_rows = pieces * rows_of_sequence;
   return plan;
 }
 

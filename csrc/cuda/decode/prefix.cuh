@@ -1,0 +1,378 @@
+// The keys that sequences share, read once for all of them; what each has beyond: decode.cuh.
+//
+//   S = softmax_scale · Q Kᵀ → mask → softmax → O = P V, over one piece of the keys → (o, lse)
+//
+// The rows of all sequences that share a prefix are rows of one matrix: a thread block takes one kv
+// head, all rows of some sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Its
+// warps bring tiles of 64 keys into a ring that they share, a quarter of each:
+//
+//   wait K, V(j)   barrier   copy K, V(j + stages - 1)   S = Q K(j)ᵀ   mask, softmax   O += P V(j)
+//
+// The barrier says both that tile j is there and that nobody reads tile j - 1 any more, whose place
+// the copies take. A warp without rows only copies.
+//
+// Which sequences share, only the device knows: each block finds its rows first (find_members). Every
+// row sees as much of the prefix as its own sequence has, so the result is right whatever stands in
+// SharedPrefix. The pieces' results lie in the workspace behind those of decode.cuh; one merge takes all.
+//
+// Launched behind decode.cuh, whose blocks have waited for what came before: so no read of a length or
+// a query waits here.
+#pragma once
+
+#include <climits>
+
+#include "../attn/mask.cuh"
+#include "../attn/online_softmax.cuh"
+#include "../cache/absent_keys.cuh"
+#include "../cache/loader.cuh"
+#include "../cache/sequence_keys.cuh"
+#include "../divisor.h"
+#include "../launch.h"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/opaque.cuh"
+#include "../tile/gemm.cuh"
+#include "prefix_config.h"
+#include "workspace.h"
+
+namespace flash_attn::cuda {
+
+// kRowBlocks: blocks of 16 rows a warp. Two read each tile of keys half as often from shared memory, one
+// leaves no warp idle where few sequences share.
+template <DType kDType, int kHeadDimOfTile, int kRowBlocksOfWarp>
+struct PrefixTraits {
+  using Element = flash_attn::Element<kDType>;
+  static constexpr int kHeadDim = kHeadDimOfTile;
+  static constexpr int kRowBlocks = kRowBlocksOfWarp;
+  static constexpr int kWarpRows = 16 * kRowBlocks;
+  static constexpr int kRows = kPrefixWarps * kWarpRows;
+  static constexpr int kBlockKeys = kHeadDim <= 128 ? 64 : 32;  // of a tile
+  static constexpr int kKeys = kBlockKeys / kPrefixWarps;       // of it that a warp copies
+  static constexpr int kStages = kHeadDim == 128 ? 2 : 3;       // tiles of K, and as many of V
+  static constexpr int kTilesAhead = 2;
+  static constexpr int kThreads = 32 * kPrefixWarps;
+  static constexpr int kBlocksPerSm = 2;
+  using QTile = SmemTile<Element, kRows, kHeadDim>;
+  using KvTile = SmemTile<Element, kBlockKeys, kHeadDim>;
+  using KeyBits = uint64_t;
+  using Output = Accumulator<kRowBlocks, kHeadDim>;
+  using Softmax = OnlineSoftmax<2 * kRowBlocks>;
+};
+
+template <typename Traits>
+struct PrefixStorage {
+  typename Traits::QTile q;
+  union {
+    struct {
+      typename Traits::KvTile k[Traits::kStages], v[Traits::kStages];
+    } ring;
+    struct {
+      int source[kPrefixMostSequences], members[kPrefixMostSequences];
+    } search;
+  };
+  uint64_t valid[Traits::kStages][kPrefixWarps];  // one bit a key of the warp's share of a K tile
+  int members[Traits::kRows];                     // sequences of the tile
+  int num_members, source;                        // source -1: there is no such tile
+  int first_of_row[Traits::kRows], end_of_row[Traits::kRows];  // the keys that a row sees
+  int first_key[kPrefixWarps], end_key[kPrefixWarps];  // and those that any of a warp's does
+};
+
+// The sequences of tile `number` into smem.members: tiles are counted as the sequences that begin them
+// come, `tile_members` of one source each but the last. The whole block.
+template <typename Storage>
+__device__ __forceinline__ void find_members(Storage& smem, const DecodeParams& params,
+                                             const SharedPrefix& prefix, const PrefixGrid& grid,
+                                             int number) {
+  const int batch = params.batch, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < batch; i += blockDim.x) {
+    smem.search.source[i] = prefix.source_of(i, batch);
+    smem.search.members[i] = 0;  // found so far of this source
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int source = -1, first_rank = 0, tiles = 0;
+    for (int base = 0; base < batch; base += 32) {
+      const int batch_idx = base + lane;
+      const int own = batch_idx < batch ? smem.search.source[batch_idx] : -1;
+      const unsigned peers = __match_any_sync(~0u, own);
+      const int before = own < 0 ? 0 : smem.search.members[own];
+      const int rank = before + __popc(peers & ((1u << lane) - 1));
+      __syncwarp();  // all have read
+      if (own >= 0 && peers >> lane == 1) smem.search.members[own] = rank + 1;
+      __syncwarp();
+      const int tile_of_source = grid.members.divide(rank);
+      if (source < 0) {
+        const bool begins = own >= 0 && rank == tile_of_source * grid.tile_members;
+        const unsigned beginnings = __ballot_sync(~0u, begins);
+        const int place = tiles + __popc(beginnings & ((1u << lane) - 1));
+        const unsigned hit = __ballot_sync(~0u, begins && place == number);
+        tiles += __popc(beginnings);
+        if (hit != 0) {
+          source = __shfl_sync(~0u, own, __ffs(hit) - 1);
+          first_rank = __shfl_sync(~0u, rank, __ffs(hit) - 1);
+        }
+      }
+      const int place = rank - first_rank;
+      if (source >= 0 && own == source && place >= 0 && place < grid.tile_members) {
+        smem.members[place] = batch_idx;
+      }
+    }
+    if (lane == 0) {
+      smem.source = source;
+      smem.num_members =
+          source < 0 ? 0 : min(smem.search.members[source] - first_rank, grid.tile_members);
+    }
+  }
+  __syncthreads();
+}
+
+// Where a row of the tile lies in the call.
+struct PrefixRow {
+  int batch_idx, token, head;
+  bool exists;
+
+  template <typename Storage>
+  __device__ __forceinline__ PrefixRow(const Storage& smem, const DecodeParams& params,
+                                       const PrefixGrid& grid, int kv_head, int row) {
+    const int member = grid.sequence_rows.divide(row);
+    const int row_of_member = row - member * params.seqlen_q * params.group;
+    exists = member < smem.num_members;
+    batch_idx = smem.members[exists ? member : 0];
+    token = grid.group.divide(row_of_member);
+    head = kv_head * params.group + row_of_member - token * params.group;
+  }
+};
+
+// The keys of the prefix that each row of this warp sees, into shared memory, and those that any does,
+// as {least, end}. A row that does not exist needs no mask.
+template <typename Traits>
+__device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
+                                                  const DecodeParams& params,
+                                                  const SharedPrefix& prefix,
+                                                  const PrefixGrid& grid) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  SequenceKeys any;
+  any.first = INT_MAX;
+  any.end = 0;
+  if (lane < Traits::kWarpRows) {
+    const int row = warp * Traits::kWarpRows + lane;
+    const PrefixRow at(smem, params, grid, blockIdx.y, row);
+    int first = 0, end = INT_MAX;
+    if (at.exists) {
+      const SequenceKeys seen(params, at.batch_idx, kvcache_len_k(params, at.batch_idx), at.token,
+                              at.token);
+      end = min(seen.end, prefix.lens[at.batch_idx]);
+      first = min(seen.first, end);
+      if (first < end) {
+        any.first = first;
+        any.end = end;
+      }
+    }
+    smem.first_of_row[row] = first;
+    smem.end_of_row[row] = end;
+  }
+  any.first = __reduce_min_sync(~0u, any.first);
+  any.end = __reduce_max_sync(~0u, any.end);
+  return any;
+}
+
+// This warp's rows of Q into shared memory; rows that do not exist and columns beyond are 0.
+template <typename Traits>
+__device__ __forceinline__ void load_queries(PrefixStorage<Traits>& smem,
+                                             const DecodeParams& params, const PrefixGrid& grid) {
+  constexpr int kChunks = Traits::kHeadDim / kChunk;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = lane; i < Traits::kWarpRows * kChunks; i += 32) {
+    const int row = warp * Traits::kWarpRows + i / kChunks, col = i % kChunks * kChunk;
+    const PrefixRow at(smem, params, grid, blockIdx.y, row);
+    const Strides& strides = params.q_strides;
+    const auto* source = static_cast<const typename Traits::Element*>(params.q) +
+                         at.batch_idx * strides.batch + at.token * strides.row +
+                         at.head * strides.head + col;
+    *reinterpret_cast<uint4*>(smem.q.pointer(row, col)) =
+        at.exists && col < params.head_dim ? *reinterpret_cast<const uint4*>(source) : uint4{};
+  }
+  __syncwarp();
+}
+
+// O = P V of this warp's rows over the keys [first_key, end_key) of `source`, and the softmax behind it.
+// computes: the warp has rows.
+template <typename Traits>
+__device__ __forceinline__ void attend(typename Traits::Output& O,
+                                       typename Traits::Softmax& softmax,
+                                       PrefixStorage<Traits>& smem, const DecodeParams& params,
+                                       const PrefixGrid& grid, int first_key, int end_key,
+                                       int source, bool computes) {
+  using Element = typename Traits::Element;
+  using KvTile = typename Traits::KvTile;
+  constexpr int kStages = Traits::kStages, kBlockKeys = Traits::kBlockKeys;
+  constexpr int kRows = 2 * Traits::kRowBlocks;
+  const int warp = threadIdx.x / 32, thread_lane = threadIdx.x % 32;
+  const int tiles = (end_key - first_key + kBlockKeys - 1) / kBlockKeys;
+  CacheLoader<Traits> cache(params, source, blockIdx.y, first_key, end_key,
+                            first_key + warp * Traits::kKeys, thread_lane, warp * Traits::kKeys);
+  // Appended tokens are the source's last.
+  if (params.seqlen_new > 0 && end_key > kvcache_len_k(params, source) - params.seqlen_new) {
+    ptx::wait_for_prerequisites();
+  }
+  int place = 0;  // of the next copy in the ring
+  const auto load = [&](int tile) {
+    if (tile < tiles) {
+      cache.keys(smem.ring.k[place], smem.valid[place][warp]);
+      cache.values(smem.ring.v[place]);
+    }
+    ptx::cp_async_commit();
+    place = place + 1 == kStages ? 0 : place + 1;
+  };
+#pragma unroll 1
+  for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
+  load_queries<Traits>(smem, params, grid);
+  const SmemOperandA<Traits::kRowBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
+      smem.q, warp * Traits::kWarpRows, thread_lane);
+  // A row of the warp for each lane: a tile that all of them see whole needs no mask.
+  const int row = warp * Traits::kWarpRows + thread_lane % Traits::kWarpRows;
+  const int first_whole = __reduce_max_sync(~0u, smem.first_of_row[row]);
+  const int end_whole = __reduce_min_sync(~0u, smem.end_of_row[row]);
+
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    ptx::cp_async_wait<kStages - 2>();
+    __syncthreads();
+    load(tile + kStages - 1);
+    if (computes) {
+#if __CUDA_ARCH__ < 900
+      const auto lane = static_cast<int>(ptx::opaque(thread_lane));  // kept addresses spill
+#else
+      const int lane = thread_lane;
+#endif
+      const KvTile &K = smem.ring.k[stage], &V = smem.ring.v[stage];
+      Accumulator<Traits::kRowBlocks, kBlockKeys> S;
+      gemm_smem<Element, Traits::kHeadDim, Into::kZero>(
+          S, Q, SmemOperandB<KvTile, Layout::kKInner>(K, 0, lane));
+      const int key = first_key + tile * kBlockKeys;
+      if (key < first_whole || key + kBlockKeys > end_whole) {
+        int first[kRows], end[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int row = warp * Traits::kWarpRows + i / 2 * 16 + fragment_row(i, lane);
+          first[i] = smem.first_of_row[row] - key;
+          end[i] = smem.end_of_row[row] - key;
+        }
+        mask_outside(S, first, end, lane);
+      }
+      uint64_t valid = 0;
+#pragma unroll
+      for (int w = 0; w < kPrefixWarps; ++w) valid |= smem.valid[stage][w] << w * Traits::kKeys;
+      mask_absent(S, valid, lane);
+      float correction[kRows];
+      if (softmax.step(S, correction)) scale_rows(O, correction);
+      gemm_register<Element>(O, to_operand_a<Element>(S),
+                             SmemOperandB<KvTile, Layout::kKOuter>(V, 0, lane));
+    }
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+  ptx::cp_async_wait<0>();
+  softmax.finish();
+}
+
+// One tile of rows, by the whole block.
+template <typename Traits>
+__device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
+                                              const DecodeParams& params,
+                                              const SharedPrefix& prefix, const PrefixGrid& grid) {
+  constexpr int kBlockKeys = Traits::kBlockKeys, kRows = 2 * Traits::kRowBlocks;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int piece = blockIdx.z;
+  const SequenceKeys of_warp = find_keys<Traits>(smem, params, prefix, grid);
+  if (lane == 0) {
+    smem.first_key[warp] = of_warp.first;
+    smem.end_key[warp] = of_warp.end;
+  }
+  const int source = smem.source;
+  __syncthreads();  // also: the search is over, its memory becomes the ring
+  int first_key = INT_MAX, end_key = 0;
+#pragma unroll
+  for (int w = 0; w < kPrefixWarps; ++w) {
+    first_key = min(first_key, smem.first_key[w]);
+    end_key = max(end_key, smem.end_key[w]);
+  }
+  // Equal pieces of whole tiles, which begin at multiples of kBlockKeys.
+  const int first_tile = min(first_key, end_key) / kBlockKeys;
+  const int tiles = (end_key + kBlockKeys - 1) / kBlockKeys - first_tile;
+  const int share = grid.pieces.divide(tiles), rest = tiles - share * prefix.pieces;
+  const int begin = first_tile + piece * share + min(piece, rest);
+  const int end = begin + share + (piece < rest ? 1 : 0);
+
+  typename Traits::Output O;
+  O.fill(0.f);
+  typename Traits::Softmax softmax(params.softmax_scale);
+  const bool computes =
+      warp * Traits::kWarpRows < smem.num_members * params.seqlen_q * params.group;
+  attend<Traits>(O, softmax, smem, params, grid, begin * kBlockKeys, min(end * kBlockKeys, end_key),
+                 source, computes);
+
+  ptx::wait_for_prerequisites();  // whoever still reads the workspace
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const PrefixRow row(smem, params, grid, blockIdx.y,
+                        warp * Traits::kWarpRows + i / 2 * 16 + fragment_row(i, lane));
+    if (!row.exists) continue;
+    const int64_t slot = int64_t{params.splits.count + piece} * params.batch + row.batch_idx;
+    const int64_t partial_row = workspace_row(params, slot, row.head, row.token);
+    const float factor = softmax.inverse_sum(i);
+    float* destination = params.partial.o + partial_row * params.head_dim;
+#pragma unroll
+    for (int j = 0; j < O.kRowElements; j += 2) {
+      const int col = fragment_col(j, lane);
+      if (col >= params.head_dim) continue;
+      *reinterpret_cast<float2*>(destination + col) = {O.at(i, j) * factor,
+                                                       O.at(i, j + 1) * factor};
+    }
+    if (lane % 4 != 0) continue;
+    params.partial.lse[partial_row] = softmax.log_sum_exp(i);
+    const float largest = softmax.largest_score(i);
+    if (params.max_logits != nullptr && largest != -INFINITY) {
+      raise_to(params.max_logits + row.head, largest);
+    }
+  }
+}
+
+// Grid (tiles, kv heads, pieces): blocks that read the same keys are neighbours.
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    prefix_kernel(const __grid_constant__ DecodeParams params,
+                  const __grid_constant__ SharedPrefix prefix,
+                  const __grid_constant__ PrefixGrid grid) {
+  extern __shared__ __align__(128) char smem_bytes[];
+  PrefixStorage<Traits>& smem = *reinterpret_cast<PrefixStorage<Traits>*>(smem_bytes);
+  ptx::launch_dependents();
+#pragma unroll 1
+  for (int tile = blockIdx.x;; tile += gridDim.x) {
+    find_members(smem, params, prefix, grid, tile);
+    if (smem.source < 0) break;
+    attend_prefix<Traits>(smem, params, prefix, grid);
+    __syncthreads();  // the ring's place is searched again
+  }
+  ptx::wait_for_prerequisites();  // the merge waits for this kernel alone
+}
+
+template <DType kDType, int kHeadDim>
+void launch_prefix(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
+  const auto run = [&]<int kRowBlocks> {
+    using Traits = PrefixTraits<kDType, kHeadDim, kRowBlocks>;
+    constexpr int kSmemBytes = sizeof(PrefixStorage<Traits>);
+    static_assert(kSmemBytes <= 99 * 1024);
+    const PrefixGrid grid(params, prefix, Traits::kRows);
+    launch_overlapping<prefix_kernel<Traits>>(dim3(grid.num_tiles, params.heads_kv, prefix.pieces),
+                                              Traits::kThreads, kSmemBytes,
+                                              /*overlap=*/true, stream, params, prefix, grid);
+  };
+  if constexpr (kHeadDim <= 128) {
+    if (prefix.row_blocks == 2) return run.template operator()<2>();
+  }
+  run.template operator()<1>();
+}
+
+}  // namespace flash_attn::cuda
