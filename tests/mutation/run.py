@@ -49,9 +49,13 @@ PYTHON = {
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
     "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
-    "flash_attn/attention.py": ["test_api_options.py", "test_wrong_arguments.py"],
-    "flash_attn/packed.py": ["test_api_options.py", "test_wrong_arguments.py -k packed"],
+    "flash_attn/attention.py": ["test_api.py test_api_options.py", "test_wrong_arguments.py"],
+    "flash_attn/packed.py": [
+        "test_api.py test_api_options.py",
+        "test_wrong_arguments.py -k packed",
+    ],
     "flash_attn/kvcache.py": [
+        "test_api.py",
         "test_kvcache.py --part=0/4",
         "test_errors.py test_kvcache.py -k test_errors",
         "test_cache_forms.py --part=0/4",
@@ -96,7 +100,16 @@ CPP = {
     "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],
 }
 OTHERS = (
-    *("api_options", "sdpa", "errors", "wrong_arguments", "score_range", "upstream", "threads"),
+    *(
+        "api",
+        "api_options",
+        "sdpa",
+        "errors",
+        "wrong_arguments",
+        "score_range",
+        "upstream",
+        "threads",
+    ),
     *("opcheck", "varlen", "varlen_pages", "layouts", "dropout", "torch", "compile", "masks"),
     *("kvcache", "cache_forms", "decode", "forward", "backward", "invariants", "gradcheck"),
     *("fa3", "graphs", "max_logits", "padding", "positional", "short_way", "sizes", "torch_sdpa"),
