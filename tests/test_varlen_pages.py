@@ -156,6 +156,18 @@ def test_a_page_that_does_not_exist_has_no_keys(page: int, options: str, target:
         )
 
 
+@each_target(SM80, SM90)
+@pytest.mark.sanitize
+def test_a_missing_page_under_a_sanitizer(target: Target) -> None:
+    q, k, v, lengths, table = paged_problem(target, torch.float16)
+    table[0, 1] = -1
+    with use(target):
+        actual = attend_and_grad(q, k, v, block_table=table, causal=True, **lengths)
+    expected = without_missing_pages(q, k, v, table, lengths, (0, 1), dict(causal=True))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), e, rtol=1e-2, atol=1e-2)
+
+
 @each_target(*OP_TARGETS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_missing_pages_are_those_of_decode(causal: bool, target: Target) -> None:
