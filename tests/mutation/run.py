@@ -215,10 +215,27 @@ def python_mutants(file: str, source: str) -> Iterator[Mutant]:
     yield from visit(ast.parse(source))
 
 
+def without_messages(source: str) -> str:
+    """What TORCH_CHECK only says becomes ~: from its first string to its end."""
+    for check in re.finditer(r"\bTORCH_CHECK\w*\(", source):
+        depth, begin, in_string = 1, None, False
+        for i in range(check.end(), len(source)):
+            if source[i] == '"' and source[i - 1] != "\\":
+                in_string, begin = not in_string, i if begin is None else begin
+            elif not in_string:
+                depth += {"(": 1, ")": -1}.get(source[i], 0)
+            if depth == 0:
+                break
+        if begin is not None:
+            said = re.sub(r"[^\n]", "~", source[begin:i])
+            source = source[:begin] + said + source[i:]
+    return source
+
+
 def cpp_mutants(file: str, source: str) -> Iterator[Mutant]:
     # Comments, strings and directives keep their length and lose their text.
     quiet = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^#[^\n]*|template <[^\n]*', re.MULTILINE)
-    code = quiet.sub(lambda m: "~" * len(m[0]), source)
+    code = quiet.sub(lambda m: "~" * len(m[0]), without_messages(source))
     for old, new in CPP_SWAPS.items():
         word = re.escape(old) if not old.isalpha() else rf"\b{old}\b"
         if old == "!":
