@@ -55,7 +55,7 @@ def _clear(k, v, missing):
     """
     if k.is_cpu or missing.numel() == 0:
         return k, v
-    is_plain = type(k) is Tensor and type(v) is Tensor and k.is_contiguous() and v.is_contiguous()
+    is_plain = all(type(x) is Tensor and x.is_cuda and x.is_contiguous() for x in (k, v, missing))
     if is_plain and not (torch.compiler.is_compiling() or _functorch.is_active()):
         C.clear_pages(k.detach(), v.detach(), missing)
         return k, v
