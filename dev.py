@@ -3,6 +3,7 @@
 
     python3 dev.py demo | test | lint | build | wheel | docs
     python3 dev.py test --downstream     other people's programs, installed into .venv
+    python3 dev.py wheel --aarch64       a wheel for 64-bit Arm, by cross-compiling
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
 where the machine has none (no GPU is needed to compile); for lint and docs their tools alone. Run
@@ -118,8 +119,45 @@ def build() -> None:
     say(f"Built in {time.time() - start:.0f} s")
 
 
+def prepare_aarch64() -> None:
+    """What compiling for 64-bit Arm needs beside this machine's nvcc; and that pip names it so."""
+    if shutil.which("aarch64-linux-gnu-g++") is None:
+        sys.exit(
+            "flash_attn: a C++20 compiler for aarch64 is needed: install aarch64-linux-gnu-g++ "
+            "(Debian, Ubuntu: apt-get install g++-aarch64-linux-gnu)"
+        )
+    packages = ["torch"]
+    if os.environ.get("FLASH_ATTN_CUDA") != "0":
+        packages.append("nvidia-cuda-runtime")
+    # Of .venv's versions, so that the wheel is for the same torch.
+    versions = ask(
+        "import sys; from importlib.metadata import version; print('%d.%d' % sys.version_info[:2],"
+        f" *(version(x).partition('+')[0] for x in {packages}))"
+    )
+    if not versions:
+        sys.exit("flash_attn: .venv has no torch with CUDA: FLASH_ATTN_CUDA=0 builds without")
+    python, *versions = versions.split()
+    site = VENV / "aarch64"
+    pip_install(
+        "torch for aarch64",
+        *("--target", str(site), "--no-deps", "--only-binary", ":all:", "--python-version", python),
+        *(f"--platform=manylinux_2_{libc}_aarch64" for libc in (17, 27, 28)),
+        *("--platform=manylinux2014_aarch64",),
+        *(f"{x}=={version}" for x, version in zip(packages, versions, strict=True)),
+    )
+    nvcc = ask("import nvidia; print(nvidia.__path__[0])")
+    for own in Path(nvcc).glob("cu*/bin/nvcc") if nvcc else ():
+        os.environ.setdefault("CUDA_HOME", str(own.parent.parent))
+    os.environ["FLASH_ATTN_AARCH64_TORCH"] = str(site / "torch")
+    os.environ["_PYTHON_HOST_PLATFORM"] = "linux-aarch64"  # sysconfig's name for the target
+
+
 def wheel(extra: list[str]) -> None:
-    """Wheels of both distributions in dist/, for this Python, this machine and .venv's torch."""
+    """Wheels of both distributions in dist/, for this Python, .venv's torch, and this machine or,
+    with --aarch64, 64-bit Arm."""
+    if "--aarch64" in extra:
+        extra.remove("--aarch64")
+        prepare_aarch64()
     pip = (PYTHON, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", "dist")
     run(*pip, *extra, ".", "./fa3")
 

@@ -43,7 +43,9 @@ class CMakeBuild(build_ext):
         package = (
             ROOT / "flash_attn" if self.inplace else Path(self.build_lib, "flash_attn").resolve()
         )
-        build = ROOT / "build"
+        # dev.py wheel --aarch64 sets it: the package torch of that machine.
+        other_torch = os.environ.get("FLASH_ATTN_AARCH64_TORCH")
+        build = ROOT / "build" / "aarch64" if other_torch else ROOT / "build"
         cmake, ninja = tool("cmake", "CMAKE_BIN_DIR"), tool("ninja", "BIN_DIR")
         configure = [
             *(cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build)),
@@ -53,6 +55,9 @@ class CMakeBuild(build_ext):
             f"-DFLASH_ATTN_STRICT={os.environ.get('FLASH_ATTN_STRICT', '0')}",
             f"-DFLASH_ATTN_TESTS={'ON' if self.inplace else 'OFF'}",
         ]
+        if other_torch:
+            configure.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / 'aarch64.cmake'}")
+            configure.append(f"-DFLASH_ATTN_TORCH_DIR={other_torch}")
         if archs := os.environ.get("FLASH_ATTN_CUDA_ARCHS"):
             configure.append(f"-DFLASH_ATTN_CUDA_ARCHS={archs}")
         for command in (configure, [cmake, "--build", str(build), "--target", "install"]):

@@ -11,16 +11,18 @@ whole sequences and, but for BERT, generates from a prompt; with each of
     flash_attention_2    transformers' own calls of the package flash_attn: this one
     exact_attention      flash_attn.integrations.transformers
 
-Every figure is the fastest of two. Steps take turns and are settled as benchmarks/timing.py says,
-in shorter phases. Memory is the allocator's peak above the model and its optimiser. The error is
-that of the logits, rms against eager attention in fp32 with the same weights. On a CPU the models
-are tiny, in fp32, and flash_attention_2, which transformers refuses there, is left out.
+Steps take turns and are settled as benchmarks/timing.py says, in shorter phases; the fastest of two
+counts. Generations take turns, too, to and fro; the median of nine counts. Memory is the
+allocator's peak above the model and its optimiser. The error is that of the logits, rms against
+eager attention in fp32 with the same weights. On a CPU the models are tiny, in fp32, and
+flash_attention_2, which transformers refuses there, is left out.
 
 Needs transformers.
 """
 
 import argparse
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from flash_attn.integrations.transformers import register
 OURS, OURS_UNCHANGED = register(), "flash_attention_2"
 CONTESTANTS = ("eager", "sdpa", OURS_UNCHANGED, OURS)
 RECIPE, ROUNDS = Recipe(product=0.05, settle=0.15, timed=0.2), 2
+GENERATIONS = 9  # of each contestant
 
 
 @dataclass(frozen=True)
@@ -171,22 +174,33 @@ class Contest:
         return self.timer(step), peak
 
     @torch.inference_mode()
-    def generate(self, attention: str) -> tuple[float, float | None]:
-        """Seconds and GiB of a prompt and the new tokens, greedy."""
-        model = self.build(attention).eval()
+    def generate(self, names: list[str]) -> dict[str, tuple[float, float | None]]:
+        """Seconds and GiB of a prompt and the new tokens, greedy. Everyone in turns: of a small
+        model it is the host's time, which drifts."""
         prompt = self.tokens[:, : self.size.prompt]
         options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=self.size.new)
-        run = partial(model.generate, prompt, do_sample=False, **options)
-        run()
-        before = self.reset_peak()
-        times = []
-        for _ in range(ROUNDS):
-            synchronize(self.device)
-            start = time.perf_counter()
+        runs, peaks = {}, {}
+
+        def prepare(attention: str) -> bool:
+            model = self.build(attention).eval()
+            run = partial(model.generate, prompt, do_sample=False, **options)
             run()
-            synchronize(self.device)
-            times.append(time.perf_counter() - start)
-        return min(times), self.above(before)
+            before = self.reset_peak()
+            run()
+            peaks[attention] = self.above(before)
+            runs[attention] = run
+            return True
+
+        present = [name for name in names if self.attempt(name, prepare)]
+        times: dict[str, list[float]] = {name: [] for name in present}
+        for turn in range(GENERATIONS):
+            for name in present if turn % 2 else reversed(present):
+                synchronize(self.device)
+                start = time.perf_counter()
+                runs[name]()
+                synchronize(self.device)
+                times[name].append(time.perf_counter() - start)
+        return {name: (statistics.median(times[name]), peaks[name]) for name in present}
 
     @torch.inference_mode()
     def logits(self, attention: str, dtype: torch.dtype) -> Tensor:
@@ -198,25 +212,25 @@ class Contest:
 
 def measure(contest: Contest, names: list[str], bar: tqdm) -> list[dict]:
     """The records of a model."""
-    kinds = {"train": contest.train} | (
-        {"generate": contest.generate} if contest.model.generates else {}
-    )
     size, records = contest.size, []
     shapes = {
         "train": dict(batch=size.batch, seqlen=size.seqlen),
         "generate": dict(batch=size.batch, prompt=size.prompt, new=size.new),
     }
-    for kind, run in kinds.items():
-        rounds = ROUNDS if kind == "train" else 1  # which repeats by itself
+    for kind in ["train", "generate"] if contest.model.generates else ["train"]:
         times: dict[str, float | None] = dict.fromkeys(names)
         peaks: dict[str, float | None] = dict.fromkeys(names)
-        for _ in range(rounds):
-            for name in names:
-                bar.set_postfix_str(f"{contest.name}, {kind}, {name}")
-                if measured := contest.attempt(name, run):
-                    times[name] = min(times[name] or measured[0], measured[0])
-                    peaks[name] = measured[1]
-                bar.update()
+        for _ in range(ROUNDS if kind == "train" else 1):
+            bar.set_postfix_str(f"{contest.name}, {kind}")
+            measured = (
+                contest.generate(names)
+                if kind == "generate"
+                else {name: contest.attempt(name, contest.train) for name in names}
+            )
+            for name, (seconds, peak) in ((n, m) for n, m in measured.items() if m):
+                times[name] = min(times[name] or seconds, seconds)
+                peaks[name] = peak
+            bar.update()
         shape = dict(model=contest.name, layers=size.layers, **shapes[kind])
         milliseconds = {name: t and 1e3 * t for name, t in times.items()}
         faster = {}
@@ -242,10 +256,13 @@ def main() -> int:
     names = [name for name in CONTESTANTS if cuda or name != OURS_UNCHANGED]
     models = [name for name in MODELS if name in arguments.models.split(",")]
     transformers.logging.set_verbosity_error()
-    method = f"the fastest of {ROUNDS}; training: {RECIPE.describe(device)}"
+    method = (
+        f"training: the fastest of {ROUNDS}, {RECIPE.describe(device)};"
+        f" generation: the median of {GENERATIONS}, in turns"
+    )
     records = [results.run_record(device, method, transformers=transformers.__version__)]
-    runs = sum(ROUNDS + MODELS[name].generates for name in models) * len(names)
-    with tqdm(total=runs, unit="run") as bar:
+    rounds = sum(ROUNDS + MODELS[name].generates for name in models)
+    with tqdm(total=rounds, unit="round") as bar:
         for name in models:
             records += measure(Contest(name, size, device, dtype), names, bar)
             results.write(arguments.out, records)

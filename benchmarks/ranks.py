@@ -4,8 +4,9 @@ and error?
     torchrun --nproc-per-node 2 -m benchmarks.ranks [--tokens 32768,131072] [--out FILE.json]
 
 Forward and backward of 32 query and 8 key heads of d = 128 in bf16, batch 1. One GPU, then all
-ranks: each scheme; the ring with its transfers left out (its kernels on buffers that are local
-already, with wrong results); torch's own context parallel on its flash and its cuDNN kernels; and
+ranks: the scheme that a call takes by default; each scheme; the ring and the all-to-all over heads
+with their transfers left out (the same kernels on buffers that are local already, with wrong
+results); torch's own context parallel on its flash and its cuDNN kernels; and
 ring_flash_attn's zigzag ring, which runs on flash_attn, where it is installed.
 
 Times are settled as benchmarks/timing.py says, with as many calls on every rank, and the slowest
@@ -36,12 +37,12 @@ from benchmarks import results
 from benchmarks.timing import Recipe, Timer
 from flash_attn import context_parallel, flash_attn_func
 from flash_attn.cli.measure import synchronize, time_block
-from flash_attn.context_parallel import attention
+from flash_attn.context_parallel import attention, heads
 from flash_attn.context_parallel.exchange import Transfer
 
 HEADS_Q, HEADS_KV, D = 32, 8, 128
 SCHEMES = ("ring", "all-gather", "ulysses")
-ALONE, LOCAL = "one GPU", "local ring"
+ALONE, LOCAL = "one GPU", ("local ring", "local ulysses")
 ERROR_TOKENS = 4096
 LONG_CALL_SECONDS = 2.0
 RECIPE, ROUNDS = Recipe(timed=0.4), 2
@@ -80,17 +81,24 @@ def nothing_travels(group, sent, destination, received, source) -> Transfer:
     return Transfer([], tuple(sent or received), tuple(sent))
 
 
+def stays(sent, incoming, outgoing, group) -> Transfer:
+    """start_all_to_all without the exchange."""
+    return Transfer([], (sent[: sum(incoming)],), (sent,))
+
+
 def one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn_func(q, k, v, causal=True)
 
 
 @contextlib.contextmanager
-def ours(device: torch.device, scheme: str, travel: bool = True):
+def ours(device: torch.device, scheme: str | None, travel: bool = True):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context_parallel.flash_attn_func(q, k, v, causal=True, scheme=scheme)
 
-    replace = mock.patch.object(attention, "exchange", nothing_travels)
-    with contextlib.nullcontext() if travel else replace:
+    with contextlib.ExitStack() as replaced:
+        if not travel:
+            replaced.enter_context(mock.patch.object(attention, "exchange", nothing_travels))
+            replaced.enter_context(mock.patch.object(heads, "start_all_to_all", stays))
         yield attend
 
 
@@ -122,9 +130,11 @@ def ring_flash_attn(device: torch.device):
 
 
 CONTESTANTS: dict[str, Callable] = {
+    "automatic": lambda device: ours(device, None),
     "ring": lambda device: ours(device, "ring"),
-    LOCAL: lambda device: ours(device, "ring", travel=False),
+    LOCAL[0]: lambda device: ours(device, "ring", travel=False),
     "ulysses": lambda device: ours(device, "ulysses"),
+    LOCAL[1]: lambda device: ours(device, "ulysses", travel=False),
     "all-gather": lambda device: ours(device, "all-gather"),
     "torch cuDNN": lambda device: torch_sdpa(device, SDPBackend.CUDNN_ATTENTION),
     "ring_flash_attn": ring_flash_attn,
@@ -175,7 +185,7 @@ class Race:
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
         exact = results_of(one_gpu, [x.to(wide) for x in self.inputs(ALONE, ERROR_TOKENS)])
         for name in self.names:
-            if name != LOCAL:
+            if name not in LOCAL:
                 found[name] = self.attempt(name, partial(self.error_of, name, exact))
         records = []
         for index, result in enumerate(("out", "dq", "dk", "dv")):

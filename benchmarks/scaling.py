@@ -5,8 +5,9 @@
 Causal attention, forward and backward, of one layer with 32 query and 8 key heads of d = 128 in
 bf16, zigzag. The work of each step is counted from the plan that flash_attn.context_parallel runs;
 the rest is the assumptions below. A step of the ring lasts as long as the longest of its
-computation, its transfer and its launches; the transfers of the other schemes hide behind nothing.
-What is left out: other traffic on the links, ranks of unequal speed, power limits.
+computation, its transfer and its launches, and so does a group of heads of the other schemes, whose
+first exchange and last one hide behind nothing. What is left out: other traffic on the links, ranks
+of unequal speed, power limits.
 """
 
 import argparse
@@ -14,9 +15,9 @@ import dataclasses
 import math
 
 from benchmarks import results
-from flash_attn.context_parallel.attention import ROWS_OF_A_GROUP
+from flash_attn.context_parallel.heads import heads_of_a_group
 from flash_attn.context_parallel.plan import Documents, Mask, Rectangle, calls
-from flash_attn.context_parallel.shards import Shards, even_part, size_of
+from flash_attn.context_parallel.shards import Shards, size_of
 
 HEADS_Q, HEADS_KV, D = 32, 8, 128
 BF16, FP32 = 2, 4
@@ -29,9 +30,9 @@ class Assumptions:
     """An H200 with NVLink in a host of eight, and one 400 Gb/s adapter for each GPU."""
 
     # The kernels at long sequences, of all score pairs seen, and the length at which they reach
-    # half of that: fitted to the rows for d = 128 in the README.
-    forward_flops: float = 612e12
-    backward_flops: float = 540e12
+    # half of that: fitted to one GPU's 49.5 and 778 ms at 32k and 128k (2026-11-23).
+    forward_flops: float = 655e12
+    backward_flops: float = 627e12
     forward_half_length: float = 300.0
     backward_half_length: float = 500.0
     # Elementwise passes (merging, adding gradients, packing), of 4.8 TB/s.
@@ -124,23 +125,32 @@ def ring(
     keys, wide_keys = 2 * bytes_of(rows, heads_kv, BF16), 2 * bytes_of(rows, heads_kv, FP32)
     queries, wide_queries = bytes_of(rows, heads_q, BF16), bytes_of(rows, heads_q, FP32)
     groups = head_groups(rows, heads_q, heads_kv)
+
+    def of_queries(step: int, backward: bool) -> float:
+        """Bytes that merging out, or adding dq, moves: the first part is the sum as it came; the
+        last one is added straight into the result, the others into an fp32 sum."""
+        if step == 0:
+            return 0 if ranks > 1 else 2 * queries
+        first = queries if step == 1 else wide_queries  # reading the sum
+        if step == ranks - 1:
+            return first + 2 * queries + (0 if backward else 2 * wide_queries)
+        widening = queries + wide_queries if step == 1 else 0
+        return widening + (2 if backward else 4) * wide_queries + queries
+
+    def of_keys(step: int) -> float:
+        """Adding what came back, and the end of dk and dv."""
+        return 3 * wide_keys * (step > 0) + (wide_keys + keys) * (step == ranks - 1)
+
     seconds = []
     for backward in (False, True):
-        # Merging reads and writes the fp32 sum twice and reads the new part; the first result
-        # becomes the sum. Adding dq, dk and dv reads and writes each sum and reads its part, and dk
-        # and dv are zeroed and brought. The end is a pass from fp32 to bf16.
-        merge = 4 * wide_queries + queries
-        parts = 1
-        if backward:
-            merge = 2 * wide_queries + queries + 6 * wide_keys + keys
-            parts = groups
-        total = (wide_queries + queries) / a.memory
+        parts = groups
+        total = 0.0
         for step in range(ranks):
             work = max(
                 kernel_time(planned(held[rank], held[rank - step], length), heads_q, backward)
                 for rank in {0, ranks // 2, ranks - 1}
             )
-            passes = merge if step or backward else wide_queries + queries
+            passes = of_queries(step, backward) + (of_keys(step) if backward else 0)
             computing = (work + passes / a.memory) / parts
             moved = keys * (step + 1 < ranks) + (wide_keys * (step > 0) if backward else 0)
             moving = transfer_time(moved / parts, between_hosts, a)
@@ -156,10 +166,19 @@ def ring(
     return Cost(*seconds, 4 * queries + 2 * keys + group / groups)
 
 
-def head_groups(rows: int, heads_q: float, heads_kv: float) -> int:
-    """The groups of heads that the backward goes through."""
-    step = max(1, ROWS_OF_A_GROUP // int(rows * heads_q / heads_kv))
-    return math.ceil(heads_kv / min(step, heads_kv))
+def head_groups(rows: float, heads_q: float, heads_kv: float) -> int:
+    """The groups of heads that a rank goes through."""
+    return math.ceil(heads_kv / heads_of_a_group(int(rows), int(heads_q / heads_kv), int(heads_kv)))
+
+
+def in_groups(
+    computing: float, comes: float, leaves: float, groups: int, between_hosts: bool, a: Assumptions
+) -> float:
+    """Seconds of groups of heads whose bytes come while the group before is computed, and leave
+    while the next one is."""
+    first, last = (transfer_time(x / groups, between_hosts, a) for x in (comes, leaves))
+    computing += a.transfer_share * min((groups - 1) * (first + last), computing)
+    return first + groups * max(computing / groups, first + last, a.launch) + last
 
 
 def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost:
@@ -169,17 +188,19 @@ def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = AS
     rectangles = planned(held, whole, length)
     keys, wide_keys = 2 * bytes_of(length, HEADS_KV, BF16), 2 * bytes_of(length, HEADS_KV, FP32)
     queries, wide_queries = bytes_of(rows, HEADS_Q, BF16), bytes_of(rows, HEADS_Q, FP32)
-    others = (ranks - 1) / ranks
-    gather = transfer_time(keys * others, between_hosts, a) + 2 * keys / a.memory
-    scatter = transfer_time(wide_keys * others, between_hosts, a) + 2 * wide_keys / a.memory
-    forward = gather + max(kernel_time(rectangles, HEADS_Q, False), a.launch)
-    forward += (5 * wide_queries + 2 * queries) / a.memory
-    backward = gather + max(kernel_time(rectangles, HEADS_Q, True), a.launch) + scatter
-    backward += (4 * wide_queries + 2 * len(rectangles) * wide_keys) / a.memory
-    # As in the ring; of a group all keys twice, and all of their gradients.
-    group = queries + 2 * wide_queries + 2 * keys + 2 * wide_keys
-    memory = 4 * queries + 2 * keys / ranks + group / head_groups(rows, HEADS_Q, HEADS_KV)
-    return Cost(forward, backward, memory)
+    groups, away = head_groups(rows, HEADS_Q, HEADS_KV), (ranks - 1) / ranks
+    # A rank's own keys are copied to be sent, all of them to where they belong; the results are
+    # copied to their heads. The calls' dk and dv are added up, copied to be sent, and added again.
+    passes = 2 * keys * (1 + 1 / ranks) + 2 * queries
+    computing = kernel_time(rectangles, HEADS_Q, False) + passes / a.memory
+    forward = in_groups(computing, keys * away, 0, groups, between_hosts, a)
+    passes += (3 * len(rectangles) + 2 * away + 3) * wide_keys + (wide_keys + keys) / ranks
+    computing = kernel_time(rectangles, HEADS_Q, True) + passes / a.memory
+    backward = in_groups(computing, keys * away, wide_keys * away, groups, between_hosts, a)
+    # As in the ring; of a group all keys as they came and where they belong, those of the next one,
+    # their gradients, and what leaves and comes of the group before.
+    group = queries + wide_queries + 4 * keys + 3 * wide_keys
+    return Cost(forward, backward, 4 * queries + 2 * keys / ranks + group / groups)
 
 
 def ulysses(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost | None:
@@ -189,13 +210,30 @@ def ulysses(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUM
         return None
     share_q, share_kv = HEADS_Q / ranks, max(1.0, HEADS_KV / ranks)
     one = one_gpu(length, share_q, share_kv)
-    exchanged = bytes_of(length, 2 * share_q + 2 * share_kv, BF16)
-    moving = transfer_time(exchanged * (ranks - 1) / ranks, between_hosts, a)
-    moving += 4 * exchanged / a.memory + 2 * a.launch
-    rows = even_part(length, ranks, 0)[1]
-    # The call's tensors, and q, k, v, out and dout as they lie by rows.
-    memory = one.memory + bytes_of(rows, 3 * HEADS_Q + 2 * HEADS_KV, BF16)
-    return Cost(one.forward + moving, one.backward + moving, memory)
+    groups = head_groups(length, share_q, share_kv)
+    queries = bytes_of(length, share_q, BF16)
+    keys = 2 * bytes_of(length, share_kv, BF16)
+    away = (ranks - 1) / ranks
+    seconds = []
+    # What comes and what leaves: q, k, v and out; the same and dout, and dq, dk, dv.
+    for computing, comes, leaves in (
+        (one.forward, queries + keys, queries),
+        (one.backward, 3 * queries + keys, queries + keys),
+    ):
+        # What travels is copied once to be sent, and everything once to where it belongs.
+        computing += 2 * (1 + away) * (comes + leaves) / a.memory
+        traffic = (comes * away, leaves * away)
+        seconds.append(in_groups(computing, *traffic, groups, between_hosts, a))
+    # By rows q, out, dout, k, v; by heads those of a group, what is sent and received of the next
+    # one, the call's dq in fp32 and its results; those of the groups before, and what came of them.
+    given, results_ = 3 * queries + keys, queries + keys
+    peak = given + (2.5 if away else 2) * results_
+    for before in range(groups):
+        following = 2 * away * (before + 1 < groups)
+        leaving = (1 + away) * before + away * (before > 0)
+        here = (1 + following) * given + 2 * queries + results_ + leaving * results_
+        peak = max(peak, given + here / groups)
+    return Cost(*seconds, peak)
 
 
 def ring_of_hosts(length: int, ranks: int, a: Assumptions = ASSUMED) -> Cost | None:
@@ -233,7 +271,11 @@ def two_gpus() -> list[dict]:
         records.append(results.record("scaling.two", shape, "x one GPU", speedups))
         memory = {name: cost.memory / alone.memory for name, cost in costs.items()}
         records.append(results.record("scaling.two.memory", shape, "of one GPU's", memory))
-        longer = {"ring": costs["ring"].both / ring(length, 2, False, a=LOCAL).both}
+        local = {
+            "ring": ring(length, 2, False, a=LOCAL),
+            "ulysses": ulysses(length, 2, False, LOCAL),
+        }
+        longer = {name: costs[name].both / cost.both for name, cost in local.items()}
         records.append(results.record("scaling.two.local", shape, "x local buffers", longer))
     return records
 

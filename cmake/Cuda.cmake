@@ -29,6 +29,12 @@ if(FLASH_ATTN_NVCC MATCHES "^${pip_cuda}")
   # pip's toolkit has lib, not lib64: tell the compiler check where its libraries are.
   set(ENV{LIBRARY_PATH} "${pip_cuda}/lib:$ENV{LIBRARY_PATH}")
 endif()
+if(CMAKE_CROSSCOMPILING)
+  # nvcc looks for a toolkit of the other machine. The headers are the same in this machine's, the libraries lie beside torch.
+  get_filename_component(nvcc_bin ${FLASH_ATTN_NVCC} REALPATH)
+  get_filename_component(nvcc_headers ${nvcc_bin}/../../include ABSOLUTE)
+  set(ENV{CUDAFLAGS} "-isystem=${nvcc_headers} -isystem=${nvcc_headers}/cccl -L${pip_cuda}/lib $ENV{CUDAFLAGS}")
+endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # linked below by its full path: pip's toolkit has no unversioned libcudart.so
 set(CMAKE_CUDA_ARCHITECTURES OFF)     # each target names its own
 enable_language(CUDA)

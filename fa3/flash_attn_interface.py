@@ -1,9 +1,9 @@
 """FlashAttention-3's public functions, served by the flash_attn package.
 
 Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
-dtypes, devices and errors are those of the function of flash_attn that each one names. qv,
-q_descale, attention_chunk: NotImplementedError. num_splits, pack_gqa, sm_margin and
-scheduler_metadata are for tuning: they change no result but for rounding.
+dtypes, devices and errors are those of the function of flash_attn that each one names. qv and
+q_descale: NotImplementedError; attention_chunk as well beside a cache. num_splits, pack_gqa,
+sm_margin and scheduler_metadata are for tuning: they change no result but for rounding.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ import torch
 from flash_attn_3._ops import (  # noqa: F401
     _flash_attn_backward,
     _flash_attn_forward,
+    chunks,
+    flash_attn_combine,
     refuse,
     with_cache,
 )
@@ -53,15 +55,10 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn.flash_attn_func; with return_attn_probs (out, softmax_lse), both differentiable.
 
+    attention_chunk: a query sees the keys of its own chunk of so many; needs O(seqlen²) bytes.
     k_descale, v_descale: NotImplementedError, as q_descale.
     """
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-    )
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     out, softmax_lse, _ = flash_attn.flash_attn_func(
         q,
         k,
@@ -72,6 +69,7 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         return_attn_probs=True,
+        attn_bias=chunks(attention_chunk, q, k),
     )
     return (out, softmax_lse) if return_attn_probs else out
 
@@ -145,15 +143,14 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn.flash_attn_varlen_func; with return_attn_probs (out, softmax_lse), differentiable.
 
-    k_descale, v_descale: NotImplementedError, as q_descale.
+    attention_chunk, k_descale, v_descale: as in flash_attn_func.
     """
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-    )
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    lengths = None
+    if attention_chunk:
+        lens_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
+        lens_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        lengths = (lens_q, lens_k, max_seqlen_q, max_seqlen_k)
     out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
         q,
         k,
@@ -170,31 +167,9 @@ def flash_attn_varlen_func(
         return_attn_probs=True,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        attn_bias=chunks(attention_chunk, q, k, lengths),
     )
     return (out, softmax_lse) if return_attn_probs else out
-
-
-def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Results of the same queries over pieces of the keys, as one result over all keys.
-
-    Arguments:
-        out_partial: (pieces, …, heads, d); lse_partial: (pieces, …, heads), natural logarithm; a
-            piece of lse -inf counts for nothing.
-        out: tensor to write into. out_dtype: default out_partial's.
-
-    Returns: out (…, heads, d) and its lse (…, heads).
-    """
-    lse = lse_partial.logsumexp(0)
-    # Where no piece has a key, lse is -inf, and -inf - -inf would be NaN.
-    weight = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-    total = (weight[..., None] * out_partial).sum(0)
-    total = total.to(out_partial.dtype if out_dtype is None else out_dtype)
-    return (total if out is None else out.copy_(total)), lse
 
 
 def flash_attn_with_kvcache(
@@ -234,7 +209,9 @@ def flash_attn_with_kvcache(
     Arguments:
         cu_seqlens_q, max_seqlen_q: queries of different lengths, q (total_q, heads_q, d), as in
             flash_attn_varlen_func; without k, v, rotary_cos, k_descale and v_descale.
-        cu_seqlens_k_new, rotary_seqlens: NotImplementedError.
+        rotary_seqlens: int32 (batch), the position of the first new token for rotary_cos. Default:
+            cache_seqlens.
+        cu_seqlens_k_new, attention_chunk: NotImplementedError.
 
     Returns: out; with return_softmax_lse also softmax_lse and two empty tensors where
     FlashAttention-3 has its unfinished pieces.
@@ -242,7 +219,6 @@ def flash_attn_with_kvcache(
     refuse(
         qv=qv,
         cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
         q_descale=q_descale,
         attention_chunk=attention_chunk,
     )
@@ -264,6 +240,7 @@ def flash_attn_with_kvcache(
         v_descale,
         rotary_interleaved,
         num_splits,
+        rotary_seqlens,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

@@ -139,8 +139,16 @@ def fwd_arguments(
             *lengths,
         )
     if block_table is not None:
-        k, v, cu_seqlens_k, seqused_k, attn_bias = unpage(
-            k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias
+        k, v, cu_seqlens_k, seqused_k, max_seqlen_k, attn_bias = unpage(
+            k,
+            v,
+            block_table,
+            cu_seqlens_k,
+            seqused_k,
+            leftpad_k,
+            max_seqlen_k,
+            attn_bias,
+            return_probs,
         )
     if rng_state is None and dropout_p > 0.0:
         rng_state = draw_rng_state(q)

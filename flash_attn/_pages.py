@@ -45,35 +45,53 @@ def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
     return cache[block_table.clamp(0, cache.size(0) - 1)].flatten(1, 2)
 
 
-def _mask_missing(k, missing, page_size, attn_bias, max_seqlen_k, leftpad_k):
-    """The gathered k and the bias of a call in which pages, bool (batch, max_pages), are missing.
-
-    On the CPU their keys are masked. A GPU's kernels take no mask and its host cannot know whether
-    one is needed: there a NaN in each key shows in every row that sees one.
-    """
-    if not k.is_cpu:
-        lost = missing.repeat_interleave(page_size, 1)[..., None]
-        k[..., 0].masked_fill_(lost, float("nan"))
-        return k, attn_bias
-    if missing.size(1) == 0 or not (torch.compiler.is_compiling() or bool(missing.any())):
-        return k, attn_bias
-    position = torch.arange(max_seqlen_k, device=k.device).expand(missing.size(0), -1)
+def _keys_that_exist(missing, page_size, width, leftpad_k):
+    """Of pages, bool (batch, max_pages), the keys as a call counts them: (batch, 1, 1, width)."""
+    if leftpad_k is None and width == missing.size(1) * page_size:
+        return missing.logical_not().repeat_interleave(page_size, 1)[:, None, None]
+    position = torch.arange(width, device=missing.device).expand(missing.size(0), -1)
     if leftpad_k is not None:
         position = position + leftpad_k.clamp(min=0)[:, None]
     page = (position // page_size).clamp(max=missing.size(1) - 1)
-    masked = missing.gather(1, page)[:, None, None]
+    return missing.gather(1, page).logical_not()[:, None, None]
+
+
+def _mask_missing(missing, page_size, attn_bias, max_seqlen_k, leftpad_k, on_host, is_hint):
+    """The bias and the max_seqlen_k of a call in which pages, bool (batch, max_pages), are missing.
+
+    Their keys are masked; on a GPU, whose host cannot know whether there are any, always: the op
+    runs sequences of which a mask hides nothing without it (csrc/bindings/key_mask.h). is_hint:
+    max_seqlen_k may lie below the longest sequence, so that a mask is as long as the table.
+    """
+    if missing.size(1) == 0:
+        return attn_bias, max_seqlen_k
+    if on_host and not (torch.compiler.is_compiling() or bool(missing.any())):
+        return attn_bias, max_seqlen_k
+    if attn_bias is None and is_hint:
+        max_seqlen_k = missing.size(1) * page_size
+    exists = _keys_that_exist(missing, page_size, max_seqlen_k, leftpad_k)
     if attn_bias is None:
-        return k, ~masked
+        return exists, max_seqlen_k
     if attn_bias.dtype == torch.bool:
-        return k, attn_bias & ~masked
-    return k, attn_bias.masked_fill(masked, float("-inf"))
+        return attn_bias & exists, max_seqlen_k
+    return attn_bias.masked_fill(~exists, float("-inf")), max_seqlen_k
 
 
-def unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, attn_bias):
+def unpage(
+    k,
+    v,
+    block_table,
+    cu_seqlens_k,
+    seqused_k,
+    leftpad_k,
+    max_seqlen_k,
+    attn_bias,
+    return_probs=False,
+):
     """The pages of each sequence side by side, as a varlen call takes them.
 
     Each sequence is padded to the table's capacity; its true length moves into seqused_k. Returns
-    k, v, cu_seqlens_k, seqused_k, attn_bias.
+    k, v, cu_seqlens_k, seqused_k, max_seqlen_k, attn_bias. return_probs: of max_seqlen_k keys.
     """
     lengths = {"cu_seqlens_k": cu_seqlens_k} if seqused_k is None else {"seqused_k": seqused_k}
     _check(k, v, block_table, leftpad_k=leftpad_k, **lengths)
@@ -84,6 +102,15 @@ def unpage(k, v, block_table, cu_seqlens_k, seqused_k, leftpad_k, max_seqlen_k, 
     first = torch.arange(columns, device=k.device) * page_size
     missing = ((block_table < 0) | (block_table >= pages)) & (first < lengths[:, None])
     k, v = gather_pages(k, block_table), gather_pages(v, block_table)
-    k, attn_bias = _mask_missing(k, missing, page_size, attn_bias, max_seqlen_k, leftpad_k)
+    on_host = k.is_cpu
+    attn_bias, max_seqlen_k = _mask_missing(
+        missing,
+        page_size,
+        attn_bias,
+        max_seqlen_k,
+        leftpad_k,
+        on_host=on_host,
+        is_hint=not on_host and not return_probs,
+    )
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * columns * page_size
-    return k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, lengths, attn_bias
+    return k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, lengths, max_seqlen_k, attn_bias

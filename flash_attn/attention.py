@@ -215,8 +215,8 @@ def flash_attn_varlen_func(
             flash_attn.masks is a bool tensor here, but for causal and window.
         block_table: int32 (batch, max_pages): k and v are pages (num_pages, page_size, heads_kv,
             d), of any page size, and cu_seqlens_k only gives the lengths. The pages are copied side
-            by side first. A page that does not exist has no keys, on the CPU; on a GPU a query that
-            sees it gives NaN. Entries past a sequence's length may hold anything.
+            by side first. A page that does not exist has no keys. Entries past a sequence's length
+            may hold anything.
         seqused_q, seqused_k: int32 (batch): only that many first rows of each sequence count.
             Queries beyond give out 0, softmax_lse -inf and no gradient.
         leftpad_k: int32 (batch): keys to skip at the start of each sequence; positions count from

@@ -8,7 +8,8 @@ A thread draws a call (attention with gradients, dense or varlen, any score term
 without an append, pages, garbage in its indices; on a GPU a CUDA graph, replayed on new data), runs
 it on the thread's stream among poisoned allocations, and holds it against float64, or a replay
 against the same bits in eager. Memory has to stay flat. What failed is printed with its seed; the
-exit code is then 1.
+exit code is then 1. FILE.json is written anew after each epoch, so that a soak that is stopped
+leaves what it has seen: calls, failures, bytes held then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from caches import EIGHT_BITS, CacheCase, CacheProblem
@@ -35,7 +37,7 @@ from cases import BIAS_SHAPES, Case, Problem, compare, expect, run
 import flash_attn
 
 ROUNDS = 6  # calls of one problem, whose reference is the larger part of the time
-EPOCHS = 10  # after each, memory is measured
+EPOCHS, EPOCH_SECONDS = 10, 30  # at least so many, at most so long: after each, memory is measured
 DEVICE_GROWTH, HOST_GROWTH = 2 << 20, 96 << 20  # bytes, from the middle of a soak to its end
 CAPTURE = threading.Lock()  # one capture at a time: it begins by waiting for the device
 
@@ -50,6 +52,11 @@ class Report:
     def growth(self) -> tuple[int, int]:
         """Bytes of the device and of the host, from the middle on."""
         return tuple(x[-1] - x[len(x) // 2] for x in (self.device_bytes, self.host_bytes))
+
+    def values(self) -> dict[str, int]:
+        device, host = self.growth()
+        checked = {"failures": len(self.failures)} | dict(sorted(self.calls.items()))
+        return checked | {"device bytes grown": device, "host bytes grown": host}
 
     def complaints(self) -> list[str]:
         device, host = self.growth()
@@ -191,7 +198,12 @@ def resident() -> int:
 
 
 def soak(
-    device: str = "cuda", seconds: float = 120, threads: int = 8, streams: int = 4, seed: int = 0
+    device: str = "cuda",
+    seconds: float = 120,
+    threads: int = 8,
+    streams: int = 4,
+    seed: int = 0,
+    after_epoch: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     report, lock = Report(), threading.Lock()
     on_gpu = device == "cuda"
@@ -227,12 +239,14 @@ def soak(
     try:
         with ThreadPoolExecutor(threads) as pool, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(EPOCHS):
-                until = time.monotonic() + seconds / EPOCHS
+            epochs = max(EPOCHS, round(seconds / EPOCH_SECONDS))
+            for _ in range(epochs):
+                until = time.monotonic() + seconds / epochs
                 list(pool.map(work, range(threads), [until] * threads))
                 gc.collect()
                 report.device_bytes.append(allocated() if on_gpu else 0)
                 report.host_bytes.append(resident())
+                after_epoch(report)
     finally:
         torch.use_deterministic_algorithms(flags)
     return report
@@ -248,16 +262,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", metavar="FILE.json")
     args = parser.parse_args()
-    report = soak(args.device, args.seconds, args.threads, args.streams, args.seed)
-    device, host = report.growth()
-    values = dict(report.calls) | {"device bytes grown": device, "host bytes grown": host}
     shape = {"seconds": args.seconds, "threads": args.threads, "streams": args.streams}
-    record = {"kind": "soak", "shape": shape, "unit": "calls", "values": values, "ratio": None}
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump([record], file)
-    print(", ".join(f"{value} {name}" for name, value in values.items()))
-    print(*report.complaints(), sep="\n")
+    started = time.monotonic()
+
+    def save(report: Report) -> None:
+        record = {"kind": "soak", "shape": shape, "unit": "calls", "values": report.values()}
+        memory = {"device_bytes": report.device_bytes, "host_bytes": report.host_bytes}
+        seen = {"seconds_run": round(time.monotonic() - started), "failed": report.failures}
+        if args.out:
+            text = json.dumps([record | {"ratio": None} | memory | seen])
+            Path(args.out).write_text(text)
+        print(seen["seconds_run"], "s:", record["values"], flush=True)
+
+    report = soak(args.device, args.seconds, args.threads, args.streams, args.seed, save)
+    print(", ".join(f"{value} {name}" for name, value in report.values().items()))
+    for complaint in report.complaints():
+        print(complaint)
     return 1 if report.complaints() else 0
 
 

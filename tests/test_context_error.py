@@ -1,4 +1,4 @@
-"""What context_parallel rounds, repeats and waits for, at 2 and 4 ranks."""
+"""What context_parallel rounds, repeats, waits for and holds, at 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from context_cases import Case, Whole
 from ranks import Pool, place
+
+import flash_attn
+from flash_attn import context_parallel
 
 # How much larger the error of a scheme may be than that of one process. On a GPU the kernels round
 # each partial result to 16 bits: twice as much rounding as of one process, whose only error it
@@ -117,3 +120,45 @@ def test_deterministic(scheme: str, ranks: int, pool: Pool) -> None:
     pool.need(ranks)
     case = Case(scheme=scheme, ranks=ranks, dtype=torch.bfloat16, deterministic=True, sink=True)
     pool.run(check_repeats, case, pool.device)
+
+
+def peak_memory(attend, inputs: list[torch.Tensor], dout: torch.Tensor, before: int) -> int:
+    """Bytes of a forward and a backward, with what goes in and comes out."""
+    torch.cuda.reset_peak_memory_stats()
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.autograd.grad(attend(*leaves), leaves, dout)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def check_memory(scheme: str, device: str) -> None:
+    device, group = place(2, device)
+    before = torch.cuda.memory_allocated()
+
+    def draw(tokens: int) -> list[torch.Tensor]:
+        shapes = [(1, tokens, heads, 64) for heads in (32, 8, 8, 32)]
+        return [torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+
+    def on_ranks(*qkv: torch.Tensor) -> torch.Tensor:
+        return context_parallel.flash_attn_func(*qkv, causal=True, group=group, scheme=scheme)
+
+    def on_one(*qkv: torch.Tensor) -> torch.Tensor:
+        return flash_attn.flash_attn_func(*qkv, causal=True)
+
+    tokens = 1 << 15
+    *inputs, dout = draw(tokens // 2)
+    ranks = peak_memory(on_ranks, inputs, dout, before)
+    del inputs, dout
+    *inputs, dout = draw(tokens)
+    assert ranks <= 0.56 * peak_memory(on_one, inputs, dout, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() != 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_peak_memory(scheme: str) -> None:
+    """Of each of two ranks beside one GPU that computes the whole."""
+    pool = Pool(2, "cuda")
+    try:
+        pool.run(check_memory, scheme, "cuda")
+    finally:
+        pool.close()

@@ -11,7 +11,7 @@ from context_cases import Case, Whole
 from ranks import INNER_OF_TWO, OUTER_OF_TWO, TWO_DIMENSIONS, Pool, place
 
 from flash_attn import context_parallel
-from flash_attn.context_parallel import attention, exchange
+from flash_attn.context_parallel import attention, calls, exchange, heads, ulysses
 
 
 def check_exact(case: Case, device: str) -> None:
@@ -179,16 +179,86 @@ def test_a_window_talks_to_neighbours_only(pool: Pool) -> None:
 
 def check_in_head_groups(case: Case, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "ROWS_OF_A_GROUP", 1)
+        patch.setattr(heads, "ROWS_OF_A_GROUP", 1)
         check_exact(case, device)
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all-gather"])
-def test_backward_in_head_groups(scheme: str, pool: Pool) -> None:
-    """One key head at a time, as long sequences go."""
-    case = Case(scheme=scheme, ranks=2, heads_q=6, heads_kv=3, alibi="sequences", sink=True)
-    case = case.with_(dropout_p=0.2)
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["dense", "varlen"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
+def test_in_head_groups(scheme: str, ranks: int, documents, pool: Pool) -> None:
+    """One key head at a time, as long sequences go; the ranks have unequal numbers of heads."""
+    pool.need(ranks)
+    case = Case(scheme=scheme, ranks=ranks, heads_q=14, heads_kv=7, alibi="sequences", sink=True)
+    case = case.with_(dropout_p=0.2, documents=documents)
     pool.run(check_in_head_groups, case, pool.device)
+
+
+def check_order_of_exchanges(scheme: str, device: str) -> None:
+    device, group = place(2, device)
+    if group is None:
+        return
+    case = Case(scheme=scheme, ranks=2, heads_q=12, heads_kv=6, layout="contiguous", causal=False)
+    whole = Whole.draw(case, device)
+    done: list[str] = []
+
+    def note(owner, name: str, label: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*arguments, **options):
+            done.append(label)
+            return original(*arguments, **options)
+
+        patch.setattr(owner, name, noted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "ROWS_OF_A_GROUP", 1)
+        note(heads.ToHeads, "__init__", "in")
+        note(attention.Gathering, "__init__", "in")
+        note(heads.ToRows, "__init__", "out")
+        for module in (ulysses, calls):
+            note(module, "fwd", "run")
+            note(module, "bwd", "run")
+        whole.on_ranks(group)
+    groups_of_three = "in in run out in run out run out"
+    if scheme == "ulysses":  # and the LSE: out in the forward, its gradient in the backward
+        expected = f"{groups_of_three} out in {groups_of_three}"
+    else:
+        of_six = "in in run" + " in run" * 4 + " run"
+        expected = f"{of_six} {of_six.replace('run', 'run out')}"
+    assert " ".join(done) == expected
+
+
+@pytest.mark.parametrize("scheme", ["all-gather", "ulysses"])
+def test_heads_travel_while_others_are_computed(scheme: str, pool: Pool) -> None:
+    """The next group of heads is under way before a group is computed."""
+    pool.run(check_order_of_exchanges, scheme, pool.device)
+
+
+def check_kept(device: str) -> None:
+    device, group = place(2, device)
+    if group is None:
+        return
+    whole = Whole.draw(Case(scheme="ulysses", ranks=2), device)
+    leaves = [
+        whole.part(whole.leaves[name], group, name).clone().requires_grad_() for name in "qkv"
+    ]
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = context_parallel.flash_attn_func(*leaves, group=group, scheme="ulysses")
+    batch, rows, heads_q, _ = out.shape
+    lse = batch * rows * heads_q * 8  # all rows of half the heads, fp64
+    assert sum(kept.values()) == sum(x.nbytes for x in (*leaves, out)) + lse
+
+
+def test_nothing_by_heads_is_kept(pool: Pool) -> None:
+    """Ulysses keeps for the backward what the caller has, out and the LSE."""
+    pool.run(check_kept, pool.device)
 
 
 def check_split(length: int, layout: str, ranks: int, device: str) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from flash_attn.context_parallel.heads import head_shares
+from flash_attn.context_parallel.heads import head_shares, shares_in_groups
 from flash_attn.context_parallel.plan import Documents, Mask, calls
 from flash_attn.context_parallel.shards import Shards, in_order, size_of
 
@@ -178,3 +178,17 @@ def test_head_shares(heads_q: int, heads_kv: int, ranks: int) -> None:
             continue
         local = (q1 - q0) // (k1 - k0)
         assert [h // group for h in range(q0, q1)] == [k0 + i // local for i in range(q1 - q0)]
+
+
+@pytest.mark.parametrize("rows", [1, 1 << 14, 1 << 17])
+@pytest.mark.parametrize("heads_q, heads_kv, ranks", [(32, 8, 2), (14, 7, 2), (4, 4, 4), (2, 1, 4)])
+def test_shares_in_groups(heads_q: int, heads_kv: int, ranks: int, rows: int) -> None:
+    """One after the other the groups are the whole shares, and none but the last is smaller than
+    what fills a GPU."""
+    groups = shares_in_groups(heads_q, heads_kv, ranks, rows)
+    for rank, (whole_q, whole_kv) in enumerate(head_shares(heads_q, heads_kv, ranks)):
+        for side, whole in enumerate((whole_q, whole_kv)):
+            parts = [group[rank][side] for group in groups]
+            assert [h for part in parts for h in range(*part)] == list(range(*whole))
+    for group in groups[:-1]:
+        assert max(rows * (last - first) for (first, last), _ in group) >= 1 << 17

@@ -13,6 +13,7 @@ from packaging.version import Version
 from torch._C import parse_schema
 
 import flash_attn
+from flash_attn.layers import rotary
 
 fa3 = pytest.importorskip("flash_attn_3.flash_attn_interface")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -338,15 +339,94 @@ def test_combine() -> None:
     out, combined = fa3.flash_attn_combine(outs, lses, place, torch.float64)
     assert out is place and not out[0, 3].any() and (combined[0, 3] == -torch.inf).all()
 
+    place = torch.empty_like(out)
+    op = torch.ops.flash_attn_3.fwd_combine
+    op_out, op_lse = op(outs, lses, place, torch.float32)
+    assert torch.equal(op_out, out.float()) and torch.equal(op_lse, combined)
+    assert op.default._schema.is_backward_compatible_with(
+        parse_schema(
+            "flash_attn_3::fwd_combine(Tensor out_partial, Tensor lse_partial,"
+            " Tensor(out!)? out=None, ScalarType? out_dtype=None) -> (Tensor(out!), Tensor)"
+        )
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_seqlens(causal: bool, interleaved: bool, device: str) -> None:
+    """Those of the cache are the default; others turn by other positions."""
+    torch.manual_seed(7)
+    q, k, v = torch.randn(3, 2, 3, 2, 16, device=device)
+    caches = torch.randn(2, 2, 12, 2, 16, device=device)
+    angles = torch.arange(12)[:, None] / 5 ** torch.arange(4)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    lens = torch.tensor([4, 9], dtype=torch.int32, device=device)
+    results = []
+    for shift, rotary_seqlens in ((0, None), (0, lens), (-3, lens - 3)):
+        k_cache, v_cache = caches.clone()
+        out = fa3.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=lens,
+            rotary_seqlens=rotary_seqlens,
+            rotary_interleaved=interleaved,
+            causal=causal,
+        )
+        turned = rotary.apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=lens + shift)
+        for b in range(2):
+            new = slice(int(lens[b]), int(lens[b]) + 3)
+            torch.testing.assert_close(k_cache[b, new], turned[b])
+            assert torch.equal(v_cache[b, new], v[b])
+        results.append(out)
+    torch.testing.assert_close(results[0], results[1])
+    assert not torch.allclose(results[0], results[2], atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("seqlen_q", [4, 7, 12])
+def test_attention_chunk(seqlen_q: int, chunk: int, device: str) -> None:
+    """A query sees its own chunk of the positions, which count from the end of the keys."""
+    q = torch.randn(2, seqlen_q, 2, 16, device=device, requires_grad=True)
+    k, v = torch.randn(2, 2, 7, 2, 16, device=device)
+    start = [(i - seqlen_q + 7) // chunk * chunk for i in range(seqlen_q)]
+    seen = [[a <= j < a + chunk for j in range(7)] for a in start]
+    seen = torch.tensor(seen, device=device)
+    options = dict(causal=True, softmax_scale=0.4)
+    expected = flash_attn.flash_attn_func(q, k, v, attn_bias=seen, **options)
+    actual = fa3.flash_attn_func(q, k, v, attention_chunk=chunk, **options)
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(x.square().sum(), q)[0] for x in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_chunk_of_each_sequence(device: str, used: bool) -> None:
+    q, k, v = (x.detach() for x in qkv("varlen", device)[:3])
+    cu = CU.to(device)
+    lens = torch.tensor([3, 6], dtype=torch.int32, device=device) if used else None
+    actual = fa3.flash_attn_varlen_func(
+        q, k, v, cu, cu, 7, 7, seqused_k=lens, attention_chunk=2, causal=True
+    )
+    for begin, end, length in ((0, 5, 3 if used else 5), (5, 12, 6 if used else 7)):
+        part = [q[None, begin:end], *(x[None, begin : begin + length] for x in (k, v))]
+        expected = fa3.flash_attn_func(*part, attention_chunk=2, causal=True)
+        torch.testing.assert_close(actual[begin:end], expected[0])
+
 
 UNSUPPORTED = {
-    "flash_attn_func": ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"],
-    "flash_attn_varlen_func": ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"],
-    "flash_attn_with_kvcache": [
-        *("qv", "cu_seqlens_k_new", "rotary_seqlens", "q_descale", "attention_chunk")
-    ],
+    "flash_attn_func": ["qv", "q_descale", "k_descale", "v_descale"],
+    "flash_attn_varlen_func": ["qv", "q_descale", "k_descale", "v_descale"],
+    "flash_attn_with_kvcache": [*("qv", "cu_seqlens_k_new", "q_descale", "attention_chunk")],
     "_flash_attn_forward": [
-        *("qv", "cu_seqlens_k_new", "seqlens_rotary", "q_descale", "attention_chunk", "seqused_q")
+        *("qv", "cu_seqlens_k_new", "q_descale", "attention_chunk", "seqused_q")
     ],
     "_flash_attn_backward": ["sequed_q", "sequed_k"],
 }

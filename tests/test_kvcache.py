@@ -274,6 +274,30 @@ def test_caches_that_overlap_are_refused(name: str, target: Target) -> None:
     assert not memory.any()
 
 
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+def test_pages_of_one_pool(target: Target) -> None:
+    """K's pages are V's under another number; the table has one name for each."""
+    dtype = torch.float32 if target.backend == "aten" else torch.float16
+    pool = torch.randn(9, 4, 2, 16, device=target.device, dtype=dtype)
+    q, k, v = torch.randn(3, 2, 2, 2, 16, device=target.device, dtype=dtype)
+    table, lens = (
+        torch.tensor(numbers, dtype=torch.int32, device=target.device)
+        for numbers in ([[4, 0], [2, 6]], [5, 3])
+    )
+    call = dict(k=k, v=v, cache_seqlens=lens, causal=True)
+    apart = pool[:-1].clone(), pool[1:].clone()
+    with use(target):
+        expected = flash_attn.flash_attn_with_kvcache(q, *apart, block_table=table, **call)
+        pages = pool[:-1], pool[1:]
+        actual = flash_attn.flash_attn_with_kvcache(q, *pages, block_table=table, **call)
+        with pytest.raises(RuntimeError, match="flash_attn: v_cache: .*memory of its own"):
+            flash_attn.flash_attn_with_kvcache(q, pool, pool, block_table=table, **call)
+    assert torch.equal(actual, expected)
+    used = table.flatten().long()
+    for page, alone in zip(pages, apart, strict=True):
+        assert torch.equal(page[used], alone[used])
+
+
 def test_caches_of_8_bits_that_share_a_byte_are_refused() -> None:
     """And such as meet without sharing one are written."""
     memory = torch.zeros(1200, dtype=torch.int8)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import soak
@@ -63,6 +66,29 @@ def test_what_is_kept_is_a_complaint(kind, grows: bool, monkeypatch: pytest.Monk
     assert (device > soak.DEVICE_GROWTH) == grows, device
     if grows:
         assert device % kept[0].nbytes == 0
+
+
+def test_a_record_after_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """What is left of a soak that is stopped."""
+    seen = []
+
+    def call(draw: random.Random, device: str, seed: int) -> int:
+        seen.append(json.loads(out.read_text())[0] if out.exists() else None)
+        time.sleep(0.02)
+        return 1
+
+    out = tmp_path / "soak.json"
+    monkeypatch.setitem(soak.KINDS, "cpu", [call])
+    words = ["soak", "--device", "cpu", "--seconds", "2", "--threads", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert soak.main() == 0
+    assert seen[0] is None and seen[-1]["values"]["call"] < len(seen)
+    record = json.loads(out.read_text())[0]
+    assert record["values"]["call"] == len(seen) and record["values"]["failures"] == 0
+    assert len(record["host_bytes"]) == soak.EPOCHS and record["failed"] == []
+    assert len(capsys.readouterr().out.splitlines()) == soak.EPOCHS + 1
 
 
 def test_growth_is_a_complaint() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,27 +169,75 @@ def run_files(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_sample_of_a_test_file(tmp_path: Path) -> None:
-    """The same cases for the same seed, each failure with its reason."""
+THEIRS = """
+import pytest, sys, torch
+from flash_attn.flash_attn_interface import _get_block_size_n
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("a,b", [(1, None), (2, "x")])
+@pytest.mark.parametrize("i", range(5, 15))
+def test_it(i, a, b, dtype):
+    if i % 4 == 0: pytest.skip("no")
+    assert i % 4 != 1, f"case {i}"
+
+@pytest.mark.parametrize("i", range(3))
+def test_others(i):
+    if i == 0: raise NotImplementedError("flash_attn: qv: not supported")
+    if i == 1 and "--cases" not in sys.argv: raise torch.OutOfMemoryError("beside others")
+
+def test_alone(): pass
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
     file = tmp_path / "test_theirs.py"
-    file.write_text(
-        "import pytest\n"
-        "from flash_attn.flash_attn_interface import _get_block_size_n\n"
-        "@pytest.mark.parametrize('i', range(40))\n"
-        "def test_it(i):\n"
-        "    if i % 4 == 0: pytest.skip('no')\n"
-        "    assert i % 4 != 1, f'case {i}'\n"
-    )
-    whole = run_files(file)
+    file.write_text(THEIRS)
+    return file
+
+
+def failures(run: subprocess.CompletedProcess) -> list[str]:
+    return [x for x in run.stdout.splitlines() if "test_it[" in x]
+
+
+def test_whole_test_file(theirs: Path) -> None:
+    """Every case has the name that pytest gives it, and each failure its reason."""
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(theirs)]
+    listed = subprocess.run([*command, "-p", "no:cacheprovider"], capture_output=True, text=True)
+    named = sorted(x.partition("::")[2] for x in listed.stdout.splitlines() if "FAILED" in x)
+    whole = run_files(theirs)
     assert whole.returncode == 1
-    assert whole.stdout.splitlines()[-1] == "seed 1: 20 passed, 10 failed, 10 skipped"
-    assert "test_theirs.py::test_it[5]\n    AssertionError: case 5" in whole.stdout
-    samples = [run_files(file, "--count", 12, "--seed", seed).stdout for seed in (7, 7, 8)]
-    failures = [[x for x in s.splitlines() if "test_it[" in x] for s in samples]
-    assert failures[0] == failures[1] != failures[2]
-    counts = [int(word) for word in samples[0].splitlines()[-1].split() if word.isdecimal()]
-    assert sum(counts) == 12
-    file.write_text("")
-    assert run_files(file).returncode == 2
+    counted = "seed 1: 22 passed, 12 failed, 8 skipped, 1 refused, 1 starved"
+    assert whole.stdout.splitlines()[-1] == counted
+    assert "test_theirs.py::test_it[9-2-x-dtype1]\n    failed: line 10: Asser" in whole.stdout
+    assert "test_theirs.py::test_others[0]\n    refused: line 14: NotImpl" in whole.stdout
+    ours = {x.partition("::")[2] for x in whole.stdout.splitlines() if "::" in x}
+    assert ours == {x.partition(" - ")[0] for x in named}
+
+
+def test_sample_of_a_test_file(theirs: Path) -> None:
+    """The same cases for the same seed, in one process and in three."""
+    runs = [run_files(theirs, "--count", 32, "--seed", seed) for seed in (7, 7, 8)]
+    assert failures(runs[0]) == failures(runs[1]) != failures(runs[2])
+    counts = [int(word) for word in runs[0].stdout.split("\n")[-2].split() if word.isdecimal()]
+    assert sum(counts) == 32
+    shared = run_files(theirs, "--count", 32, "--seed", 7, "--processes", 3)
+    assert failures(shared) == failures(runs[0])
+
+
+def test_who_starves_beside_others_is_run_alone(theirs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run = run_files(theirs, "--tests", "others|alone", "--processes", 2, "--out", out)
+    assert run.returncode == 0
+    assert run.stdout.splitlines()[-1] == "seed 1: 3 passed, 0 failed, 0 skipped, 1 refused"
+    assert list(json.loads(out.read_text())["reasons"]) == ["test_theirs.py::test_others[0]"]
+    late = run_files(theirs, "--tests", "alone", "--seconds", 0)
+    assert late.stdout.splitlines()[-1] == "seed 1: 0 passed, 0 failed, 0 skipped, 1 not reached"
+
+
+def test_files_without_cases(tmp_path: Path) -> None:
+    empty = tmp_path / "test_empty.py"
+    empty.write_text("")
+    assert run_files(empty).returncode == 2
     missing = run_files(tmp_path / "test_none.py")
     assert missing.returncode == 2 and "expected a test file of upstream's" in missing.stderr

@@ -11,6 +11,7 @@
 #include "../sm80/bwd.h"
 #include "../sm90/bwd.h"
 #include "checks.h"
+#include "key_mask.h"
 #include "mask.h"
 #include "to_params.h"
 
@@ -123,8 +124,12 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
 void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at::Tensor& lse) {
   const at::Tensor delta = at::empty_like(lse);
   params.delta = delta.data_ptr<float>();
+  const std::optional<DealtSequences> dealt = deal_out(params, params.score, attn);
+  std::optional<OfSequences<BwdParams>> rest;
+  if (dealt) rest = dealt->rest(params);  // before there is a workspace: it needs none
   plan.backend == Backend::kSm90 ? launch_sm90(params, plan, attn, lse)
                                  : launch_sm80(params, plan, attn, lse);
+  if (rest) sm80::run_bwd_of_sequences(*rest, stream_of(lse));
 }
 
 BwdResult run(const Plan& plan, const BwdArgs& args) {
@@ -168,6 +173,7 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     params.lse_head_stride = lse.stride(-2);
     params.deterministic = is_deterministic(attn);
     params.wide_key_gradients = args.wide_key_gradients && plan.backend == Backend::kSm90 &&
+                                !deals_out_sequences(attn) &&
                                 sm90::writes_wide_key_gradients(params);
     if (params.wide_key_gradients) {
       for (at::Tensor* gradient : {&dk, &dv}) {

@@ -8,6 +8,7 @@
 #include "../sm90/fwd.h"
 #include "checks.h"
 #include "fwd.h"
+#include "key_mask.h"
 #include "mask.h"
 
 namespace flash_attn {
@@ -60,8 +61,10 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
     fill_params(params, attn, args.dropout_place);
     params.score = score_params(attn);
     if (max_logits.defined()) params.max_logits = max_logits.data_ptr<float>();
+    const std::optional<DealtSequences> dealt = deal_out(params, params.score, attn);
     plan.skips_tiles ? launch_masked(plan, params, attn, out, lse)
                      : launch_fwd(plan, params, out, lse);
+    if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::Tensor(), max_logits};

@@ -9,6 +9,7 @@
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
 #include "../cuda/decode/prefix.h"
+#include "../cuda/key_mask.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
 #include "../sm90/bwd.h"
@@ -36,6 +37,11 @@ void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const Devic
 }
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void cuda::run_find_hidden(const AttnParams&, const BiasParams&, int32_t*, int32_t*, Stream) {
+  not_built();
+}
+void sm80::run_fwd_of_sequences(const OfSequences<FwdParams>&, Stream) { not_built(); }
+void sm80::run_bwd_of_sequences(const OfSequences<BwdParams>&, Stream) { not_built(); }
 void sm80::run_fwd_masked(const Masked<FwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_masked(const Masked<BwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_bias(const BwdParams&, Stream) { not_built(); }

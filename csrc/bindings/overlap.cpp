@@ -90,13 +90,23 @@ void check_places(const char* name, const at::Tensor& cache) {
               cache.strides());
 }
 
+// Whether a write to the one cache is a write to the other. Pages of a pool may be K's under one number
+// and V's under another, as transformers' continuous batching has them: who writes the block table
+// keeps them apart. A page's own K and V have to be.
+bool share_writes(const DecodeArgs& args) {
+  const at::Tensor &k = args.k_cache, &v = args.v_cache;
+  const bool by_pages = args.block_table && k.numel() != 0 && v.numel() != 0 &&
+                        k.stride(0) * k.element_size() == v.stride(0) * v.element_size();
+  return by_pages ? share_memory(k.select(0, 0), v.select(0, 0)) : share_memory(k, v);
+}
+
 }  // namespace
 
 void check_writable(const KvcacheArgs& args) {
   if (args.k.numel() == 0) return;
   check_places("k_cache", args.decode.k_cache);
   check_places("v_cache", args.decode.v_cache);
-  TORCH_CHECK(!share_memory(args.decode.k_cache, args.decode.v_cache),
+  TORCH_CHECK(!share_writes(args.decode),
               "flash_attn: v_cache: expected memory of its own, as both caches are updated in "
               "place, got memory of k_cache");
 }

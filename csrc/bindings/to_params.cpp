@@ -14,6 +14,7 @@
 #include <stdexcept>
 
 #include "../core/score_range.h"
+#include "../sm80/large_head.h"
 #include "checks.h"
 #include "families.h"
 
@@ -35,12 +36,13 @@ CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
 CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max_logits) {
   CallShape call = call_shape_of(op, args.q, args.v);
   call.tile_mask = args.mask_tiles.has_value();
-  call.bias = args.attn_bias || call.tile_mask;
-  if (args.attn_bias && args.attn_bias->dim() > 0) {
+  const bool has_bias = args.attn_bias && !deals_out_sequences(args);
+  call.bias = has_bias || call.tile_mask;
+  if (has_bias && args.attn_bias->dim() > 0) {
     const at::Tensor& bias = *args.attn_bias;
     call.bias_of_keys = bias.sym_size(-1) != 1 && (bias.dim() == 1 || bias.sym_size(-2) == 1);
   }
-  if (args.attn_bias && !args.cu_seqlens_q && !args.cu_seqlens_k) {
+  if (has_bias && !args.cu_seqlens_q && !args.cu_seqlens_k) {
     const auto dtype = args.attn_bias->scalar_type();
     call.dense_bias = dtype == args.q.scalar_type() || (call.bias_of_keys && dtype == at::kBool);
   }
@@ -83,6 +85,20 @@ DropoutPlace place_of(const OptPlace& place) {
 }
 
 }  // namespace
+
+bool deals_out_sequences(const AttnArgs& args) {
+  if (!args.is_varlen() || !args.attn_bias || !args.q.is_cuda()) return false;
+  const at::Tensor& mask = *args.attn_bias;
+  bool of_keys = mask.scalar_type() == at::kBool && mask.dim() > 0 && mask.sym_size(-1) != 1;
+  for (int64_t d = 2; d <= std::min<int64_t>(mask.dim(), 3); ++d) {
+    of_keys = of_keys && mask.sym_size(-d) == 1;
+  }
+  // What sm80's kernels with score terms serve on every GPU.
+  const auto dtype = args.q.scalar_type();
+  const CallShape call = call_shape_of(Op::kForward, args.q, args.v);
+  return of_keys && (dtype == at::kHalf || dtype == at::kBFloat16) &&
+         std::max(call.head_dim, call.head_dim_v) <= sm80::kMaxHeadDim && call.portable_code() != 0;
+}
 
 CallShape call_shape(const FwdArgs& args) {
   return call_shape_of(Op::kForward, args.attn, args.return_probs, args.return_max_logits);

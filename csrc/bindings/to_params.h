@@ -19,6 +19,10 @@ CallShape call_shape(const DecodeArgs& args);
 CallShape call_shape(
     const KvcacheArgs& args);  // appends: the append kernel can write to the caches
 
+// Whether the mask of a varlen call is dealt out with its sequences (bindings/key_mask.h): for the choice
+// of a backend, the call has none.
+bool deals_out_sequences(const AttnArgs& args);
+
 // How the call is served; one on a GPU that falls to aten warns once for each set of reasons.
 Plan make_plan(const CallShape& call, OptName forced);
 inline Backend select_backend(const CallShape& call, OptName forced) {

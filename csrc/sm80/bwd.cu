@@ -32,11 +32,7 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
         return has_score_terms(params) ? launch_bwd_large_head<kDType, true>(params, stream)
                                        : launch_bwd_large_head<kDType, false>(params, stream);
       }
-      if (has_score_terms(params)) {
-        return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-          launch_bwd_with_scores<kDType, kHeadDim>(params, stream);
-        });
-      }
+      if (has_score_terms(params)) return run_bwd_of_sequences(params, stream);
       with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
         launch_bwd<kDType, kHeadDim>(params, device, stream);
       });
@@ -49,6 +45,14 @@ void run_bwd_masked(const Masked<BwdParams>& params, Stream stream) {
     with_dtype(params.dtype, [&]<DType kDType> {
       with_scores_class(params.head_dim, params.head_dim_v,
                         [&]<int kHeadDim> { launch_bwd_masked<kDType, kHeadDim>(params, stream); });
+    });
+  });
+}
+
+void run_bwd_of_sequences(const OfSequences<BwdParams>& params, Stream stream) {
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+      launch_bwd_with_scores<kDType, kHeadDim>(params, stream);
     });
   });
 }

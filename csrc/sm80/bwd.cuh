@@ -49,6 +49,7 @@
 
 #include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/sequences.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/attn/tile_mask.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const TileCoordinates tile = scheduler.tile(blockIdx.x);
   const int first_key = tile.block * Traits::kBlockN;
   const SeqlenInfo seqlen(params, tile.batch_idx);
-  if (first_key >= seqlen.segment_k) return;
+  if (first_key >= seqlen.segment_k || !is_chosen(params, tile.batch_idx)) return;
   if (threadIdx.x == 0) {
     smem.seqlen = seqlen;
     smem.keys = {.batch_idx = tile.batch_idx, .head_kv = tile.head, .first_key = first_key};
@@ -436,7 +437,7 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
 
 // One tile a class, which any budget holds.
 template <DType kDType, int kHeadDim>
-void launch_bwd_with_scores(const BwdParams& params, Stream stream) {
+void launch_bwd_with_scores(const OfSequences<BwdParams>& params, Stream stream) {
   using Traits = BwdTraits<kDType, kHeadDim, kBwdTile<kHeadDim, SmemBudget::kSmall>, GeneralScores>;
   launch_bwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
   if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, GeneralScores>(params, stream);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../core/sequences.h"
 #include "../core/tile_mask.h"
 #include "../cuda/device.h"
 
@@ -16,6 +17,8 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
 // The same with a mask whose hidden tiles are skipped, with 163 KB of shared memory a thread block. fp16 and
 // bf16 up to 256, dense, with no score terms, not deterministic.
 void run_bwd_masked(const Masked<BwdParams>& params, Stream stream);
+// dK, dV and dQ of some sequences, from delta, with score terms: dq_accum is null. fp16 and bf16 up to 256.
+void run_bwd_of_sequences(const OfSequences<BwdParams>& params, Stream stream);
 // dbias of the forms kWhole and kShared alone, from delta. fp16 and bf16.
 void run_bwd_bias(const BwdParams& params, Stream stream);
 // BwdParams::dq_accum_cols, of run_bwd or run_bwd_masked.
@@ -30,7 +33,7 @@ void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, St
 template <DType kDType, int kHeadDim>
 void launch_bwd_bias(const BwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_bwd_with_scores(const BwdParams& params, Stream stream);
+void launch_bwd_with_scores(const OfSequences<BwdParams>& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_masked(const Masked<BwdParams>& params, Stream stream);
 // Head dims above 256.

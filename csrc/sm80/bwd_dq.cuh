@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/sequences.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
 #include "../cuda/tile/copy.cuh"
@@ -30,6 +31,7 @@ template <DType kDType, int kHeadDimClass, typename ScorePolicyType>
 struct BwdDqTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
+  using Params = ParamsOf<BwdParams, ScorePolicy>;
   static constexpr BwdDqTile kPlainTile =
       kIsWide<Element> ? kBwdDqWideTile<kHeadDimClass> : kBwdDqTile<kHeadDimClass>;
   static constexpr BwdDqTile kScoresTile =
@@ -144,7 +146,7 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bwd_dq_kernel(const __grid_constant__ BwdParams params,
+    bwd_dq_kernel(const __grid_constant__ typename Traits::Params params,
                   const __grid_constant__ typename Traits::Scheduler scheduler) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const SeqlenInfo seqlen(params, tile.batch_idx);
   const DqBlock block{
       .batch_idx = tile.batch_idx, .head = tile.head, .first_row = tile.block * Traits::kBlockM};
-  if (block.first_row >= seqlen.segment_q) return;
+  if (block.first_row >= seqlen.segment_q || !is_chosen(params, tile.batch_idx)) return;
 
   typename Traits::Gradient dQ;
   dQ.fill(0.f);
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <DType kDType, int kHeadDim, typename ScorePolicy>
-void launch_bwd_dq(const BwdParams& params, Stream stream) {
+void launch_bwd_dq(const ParamsOf<BwdParams, ScorePolicy>& params, Stream stream) {
   using Traits = BwdDqTraits<kDType, kHeadDim, ScorePolicy>;
   const int64_t group = params.heads_q / params.heads_kv;
   const auto scheduler = Traits::Scheduler::make(

@@ -21,7 +21,7 @@ namespace flash_attn::sm80 {
 
 // Walks over the keys; returns the sum dQ, not yet scaled.
 template <typename Traits>
-__device__ __forceinline__ void compute_large_dq_loop(const BwdParams& params,
+__device__ __forceinline__ void compute_large_dq_loop(const typename Traits::Params& params,
                                                       typename Traits::SharedStorage& smem,
                                                       const BwdQueryBlock& block,
                                                       const BlockRange& range,
@@ -69,7 +69,7 @@ __device__ __forceinline__ void compute_large_dq_loop(const BwdParams& params,
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bwd_dq_large_head_kernel(const __grid_constant__ BwdParams params,
+    bwd_dq_large_head_kernel(const __grid_constant__ typename Traits::Params params,
                              const __grid_constant__ typename Traits::QueryScheduler scheduler) {
   using Element = typename Traits::Element;
   using Grid = typename Traits::WholeDqGrid;

@@ -29,11 +29,7 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
                  ? launch_fwd_large_head<kDType, kMiddleHeadDim, false>(params, device, stream)
                  : launch_fwd_large_head<kDType, kLargeHeadDim, false>(params, device, stream);
     }
-    if (has_score_terms(params)) {
-      return with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-        launch_fwd_with_scores<kDType, kHeadDim>(params, stream);
-      });
-    }
+    if (has_score_terms(params)) return run_fwd_of_sequences(params, stream);
     with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
       launch_fwd<kDType, kHeadDim>(params, device, stream);
     });
@@ -45,6 +41,15 @@ void run_fwd_masked(const Masked<FwdParams>& params, Stream stream) {
   with_dtype(params.dtype, [&]<DType kDType> {
     with_scores_class(params.head_dim, params.head_dim_v,
                       [&]<int kHeadDim> { launch_fwd_masked<kDType, kHeadDim>(params, stream); });
+  });
+}
+
+void run_fwd_of_sequences(const OfSequences<FwdParams>& params, Stream stream) {
+  if (params.heads_q == 0) return;
+  with_dtype(params.dtype, [&]<DType kDType> {
+    with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+      launch_fwd_with_scores<kDType, kHeadDim>(params, stream);
+    });
   });
 }
 

@@ -37,6 +37,7 @@
 #include "../cuda/attn/online_softmax.cuh"
 #include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/sequences.cuh"
 #include "../cuda/attn/tile_mask.cuh"
 #include "../cuda/attn/tile_scheduler.cuh"
 #include "../cuda/launch.h"
@@ -96,7 +97,7 @@ struct FwdWork {
       : score(params, tile.batch_idx, tile.head, seqlen.diagonal(params)),
         window(params, seqlen.len_q, seqlen.len_k),
         first_row(tile.block * Traits::kBlockM),
-        segment_q(seqlen.segment_q),
+        segment_q(is_chosen(params, tile.batch_idx) ? seqlen.segment_q : 0),
         head(tile.head) {
     const int head_kv = tile.head / (params.heads_q / params.heads_kv);
     const auto of_q = [&](const Strides& strides) {
@@ -363,7 +364,7 @@ void launch_fwd_wide(const FwdParams& params, Stream stream) {
 }
 
 template <DType kDType, int kHeadDim>
-void launch_fwd_with_scores(const FwdParams& params, Stream stream) {
+void launch_fwd_with_scores(const OfSequences<FwdParams>& params, Stream stream) {
   using Traits = FwdTraits<kDType, kHeadDim, kFwdScoresTile<kHeadDim>, GeneralScores>;
   launch_fwd_kernel<Traits, SmemBudget::kSmall>(params, stream);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../core/sequences.h"
 #include "../core/tile_mask.h"
 #include "../cuda/device.h"
 
@@ -15,6 +16,8 @@ namespace flash_attn::sm80 {
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are skipped. fp16 and bf16 up to 256, dense, with no score terms.
 void run_fwd_masked(const Masked<FwdParams>& params, Stream stream);
+// The same with score terms, of some sequences. fp16 and bf16 up to 256.
+void run_fwd_of_sequences(const OfSequences<FwdParams>& params, Stream stream);
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
@@ -22,7 +25,7 @@ void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream 
 template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_fwd_with_scores(const FwdParams& params, Stream stream);
+void launch_fwd_with_scores(const OfSequences<FwdParams>& params, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_masked(const Masked<FwdParams>& params, Stream stream);
 // Head dims above 256; kHeadDim: 384 (without score terms) or 512.

@@ -145,9 +145,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
                                                        const typename Traits::ScoreTile& ds) const {
     constexpr Layout kLayout = Traits::kAdditive ? Layout::kKInner : Layout::kKOuter;
     using DS = WgmmaOperand<kLayout, typename Traits::ScoreTile>;
-    using K = WgmmaOperand<Layout::kKOuter, typename Traits::KTile>;
-    gemm_ss<Element, Traits::kBlockN, Into::kZero>(dQ, DS(ds, dq_first_row()),
-                                                   K(smem.k, dq_first_col()));
+    gemm_ss<Element, Traits::kBlockN, Into::kZero>(dQ, DS(ds, dq_first_row()), dq_keys());
     ptx::wgmma_commit();
   }
 
@@ -155,13 +153,20 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   __device__ __forceinline__ int dq_first_row() const {
     return Traits::kDqShare == DqShare::kRows ? warpgroup * 64 : 0;
   }
-  __device__ __forceinline__ int dq_first_col() const { return warpgroup * Traits::kDqFirstCol; }
-  // Which of its columns this consumer adds first.
-  __device__ __forceinline__ int dq_first_added_col() const {
-    return warpgroup * (Traits::kDqCols - Traits::kDqAddedCols);
+  __device__ __forceinline__ int dq_first_col() const {
+    return Traits::kDqShare == DqShare::kCols ? warpgroup * Traits::kDqCols : 0;
   }
 
  private:
+  // The columns of K for them.
+  __device__ __forceinline__ auto dq_keys() const {
+    using K = WgmmaOperand<Layout::kKOuter, typename Traits::KTile>;
+    if constexpr (Traits::kRepeatsKeys) {
+      return K(warpgroup == 0 ? smem.k : smem.right_k);
+    } else {
+      return K(smem.k, dq_first_col());
+    }
+  }
   __device__ __forceinline__ auto keys(const typename Traits::KTile& tile) const {
     return WgmmaOperand<Layout::kKInner, typename Traits::KTile>(
         tile, flash_attn::ptx::opaque(warpgroup) * 64);

@@ -13,7 +13,7 @@ namespace flash_attn::sm90 {
 template <int kBlockM, int kAccumCols, bool kComputesAnew = false>
 class DqReduction {
  public:
-  // row, col: of the warp's rows in a block, and of the columns that it adds first.
+  // row, col: of the warp's rows in a block, and of its first column.
   __device__ __forceinline__ DqReduction(const BwdParams& params, const BwdWork& work,
                                          const QueryBlocks& first, int row, int col, int lane)
       : params_(params),
@@ -47,16 +47,13 @@ class DqReduction {
     rows_left_ = head_rows_left_ - block.m * kBlockM;
   }
 
-  // The first column of dQ lies first_col behind the constructor's. Of dQ's columns kAdded are added, from
-  // first_added on. A block of 16 rows that the sequence lacks belongs to somebody else.
-  template <int kAdded, int kCols>
-  __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_added = 0,
-                                      int first_col = 0) const {
+  // The first column of dQ lies first_col behind the constructor's. A block of 16 rows that the sequence
+  // lacks belongs to somebody else.
+  template <int kCols>
+  __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_col = 0) const {
     if (rows_left_ <= 0) return;
 #pragma unroll
     for (int n = 0; n < kCols / 8; ++n) {
-      const bool is_always_added = n >= (kCols - kAdded) / 8 && n < kAdded / 8;
-      if (!is_always_added && (n < first_added / 8 || n >= (first_added + kAdded) / 8)) continue;
       const float (&c)[4] = dQ.data[0][n];
       flash_attn::ptx::red_add_v4(accum_ + (first_col / 8 + n) * kDqAccumBlock, c[0], c[1], c[2],
                                   c[3]);

@@ -220,7 +220,7 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
       ptx::mbarrier_arrive_remote(
           ptx::address_in_block(flash_attn::ptx::smem_address(&p_ring.empty()), self.rank ^ 1));
     }
-    reduction.template add<Traits::kSlabCols>(dQ, 0, slab * Traits::kSlabCols);
+    reduction.add(dQ, slab * Traits::kSlabCols);
   };
 
   const int num_blocks = work.num_query_blocks();

@@ -7,13 +7,13 @@
 
 namespace flash_attn::sm90 {
 
-// A block of K or V. One thread.
+// Of a block of K or V, num_cols columns from first_col on. One thread, once the tile is empty and the bytes
+// are expected.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, const BwdWork& work,
-                                          int num_cols, const Ring<1>& ring) {
-  ring.wait_empty();
-  ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-  load_tile(tile, map, work.kv, work.first_key, num_cols, ring.full(), ptx::CacheHint::kEvictFirst);
+                                          int num_cols, uint64_t& mbarrier, int first_col = 0) {
+  load_tile(tile, map, work.kv, work.first_key, num_cols, mbarrier, ptx::CacheHint::kEvictFirst,
+            first_col);
 }
 
 // A block of Q or dO. One thread.

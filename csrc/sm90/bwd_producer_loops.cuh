@@ -81,8 +81,18 @@ __device__ __forceinline__ void load_block(const BwdParams& params, const BwdTen
   load_queries(smem.dout, maps.dout, work, block, params.head_dim_v, q_ring.in(smem.dout_ring));
   // The places of the first block of queries are empty earlier, and V's before K's.
   if (!is_first) return;
-  load_keys(smem.v, maps.v, work, params.head_dim_v, k_ring.in(smem.v_ring));
-  load_keys(smem.k, maps.k, work, params.head_dim, k_ring);
+  using KTile = typename Traits::KTile;
+  const Ring<1> v_ring = k_ring.in(smem.v_ring);
+  v_ring.wait_empty();
+  v_ring.expect_bytes(loaded_bytes<KTile>(params.head_dim_v));
+  load_keys(smem.v, maps.v, work, params.head_dim_v, v_ring.full());
+  k_ring.wait_empty();
+  const int right_cols = Traits::kRepeatsKeys ? params.head_dim - Traits::kDqCols : 0;
+  k_ring.expect_bytes(loaded_bytes<KTile>(params.head_dim) + loaded_bytes<KTile>(right_cols));
+  load_keys(smem.k, maps.k, work, params.head_dim, k_ring.full());
+  if constexpr (Traits::kRepeatsKeys) {
+    load_keys(smem.right_k, maps.k, work, right_cols, k_ring.full(), Traits::kDqCols);
+  }
   k_ring.advance();
 }
 

@@ -239,7 +239,7 @@ class QueryWalk {
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
     pin(dQ);
     if constexpr (Traits::kOrders) self.turn_ring.wait_full();
-    reduction.template add<Traits::kDqAddedCols>(dQ, self.dq_first_added_col());
+    reduction.add(dQ);
     if constexpr (Traits::kOrders) self.turn_ring.advance();
   }
   // Of the block before: behind the next product, when its reductions are on their way.

@@ -69,12 +69,11 @@ struct BwdTraits {
   using KeyGradient = Accumulator<1, kHeadDim>;  // dK, dV of a consumer's 64 keys
 
   static constexpr DqShare kDqShare = kBlockM == 64 * kConsumers ? DqShare::kRows : DqShare::kCols;
-  // A share of columns starts with a slab. Where a half does not, the shares overlap, and each consumer
-  // adds its half.
-  static constexpr int kDqAddedCols = kDqShare == DqShare::kRows ? kHeadDim : kHeadDim / kConsumers;
-  static constexpr int kDqFirstCol =  // of the second consumer
-      kDqShare == DqShare::kRows ? 0 : kDqAddedCols / QTile::kSlabCols * QTile::kSlabCols;
-  static constexpr int kDqCols = kHeadDim - kDqFirstCol;
+  static constexpr int kDqCols = kDqShare == DqShare::kRows ? kHeadDim : kHeadDim / kConsumers;
+  // Columns of an operand start with a slab. Where half of K does not, the second consumer finds its half
+  // in a tile of its own.
+  static constexpr bool kRepeatsKeys =
+      kDqShare == DqShare::kCols && kDqCols % KTile::kSlabCols != 0;
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
   static_assert(kDqShare == DqShare::kRows || kBlockM == 64);
 
@@ -94,6 +93,14 @@ struct BwdTraits {
   static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
 
   using Scheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
+};
+
+// K from column kDqCols on, for the second consumer's share of dQ.
+template <typename Traits, bool kRepeatsKeys = Traits::kRepeatsKeys>
+struct BwdKeyStorage {};
+template <typename Traits>
+struct BwdKeyStorage<Traits, true> {
+  alignas(1024) typename Traits::KTile right_k;
 };
 
 // Blocks of a bias, and what threads stash.
@@ -171,7 +178,7 @@ struct BwdDropoutStorage<Traits, true> {
 };
 
 template <typename Traits>
-struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
+struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
   using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::KTile k;
@@ -211,6 +218,7 @@ struct BwdSharedStorage : BwdTermStorage<Traits>, BwdPoolStorage<Traits> {
     };
     zero(k, params.head_dim);
     zero(v, params.head_dim_v);
+    if constexpr (Traits::kRepeatsKeys) zero(this->right_k, params.head_dim - Traits::kDqCols);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       zero(q[stage], params.head_dim);
       zero(dout[stage], params.head_dim_v);

@@ -291,9 +291,10 @@ void add_shapes(Tests& tests) {
 }  // namespace
 
 void add_sm90_gemm_tests(Tests& tests) {
-  add_shapes<32, 48, 64, 80, 96, 112, 128, 160, 192, 256>(tests);
+  add_shapes<32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256>(tests);
   add_ss_outer<__nv_bfloat16, 64, 64, 128>(tests);
   add_ss_outer<__nv_bfloat16, 96, 32, 48>(tests);
+  add_ss_outer<__nv_bfloat16, 40, 32, 128>(tests);
   add_ss_outer<__half, 128, 64, 80>(tests);
 }
 

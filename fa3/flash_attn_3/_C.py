@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_attn_3._ops import _flash_attn_backward, _flash_attn_forward
+from flash_attn_3._ops import _flash_attn_backward, _flash_attn_forward, flash_attn_combine
 
 _FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None,"
@@ -28,6 +28,20 @@ _BWD = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
+_COMBINE = (
+    "fwd_combine(Tensor out_partial, Tensor lse_partial, Tensor(out!)? out=None,"
+    " ScalarType? out_dtype=None) -> (Tensor(out!), Tensor)"
+)
+_METADATA = (
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads,"
+    " int num_heads_k, int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None,"
+    " Tensor? seqused_q=None, Tensor? leftpad_k=None, int? page_size=None, int max_seqlen_k_new=0,"
+    " bool is_causal=False, int window_size_left=-1, int window_size_right=-1,"
+    " int attention_chunk=0, bool has_softcap=False, int num_splits=0, bool? pack_gqa=None,"
+    " int sm_margin=0) -> Tensor"
+)
+
 
 def _bwd(
     dout: Tensor,
@@ -47,8 +61,16 @@ def _bwd(
     return softmax_d, *(softmax_d.new_empty(0) for _ in range(4))
 
 
+def _metadata(*call: object) -> Tensor:
+    """Nothing: no call is planned ahead here."""
+    seqused_k = call[8]
+    return seqused_k.new_empty(0)
+
+
 _LIBRARY = torch.library.Library("flash_attn_3", "FRAGMENT")
-_LIBRARY.define(_FWD)
-_LIBRARY.define(_BWD)
+for _schema in (_FWD, _BWD, _COMBINE, _METADATA):
+    _LIBRARY.define(_schema)
 _LIBRARY.impl("fwd", _flash_attn_forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("bwd", _bwd, "CompositeExplicitAutograd")
+_LIBRARY.impl("fwd_combine", flash_attn_combine, "CompositeExplicitAutograd")
+_LIBRARY.impl("get_scheduler_metadata", _metadata, "CompositeExplicitAutograd")

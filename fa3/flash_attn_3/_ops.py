@@ -3,11 +3,16 @@
 They take no part in autograd: their callers sit inside autograd.Functions of their own.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 import flash_attn
-from flash_attn import _upstream
+from flash_attn import _upstream, masks
+from flash_attn._call import window_sides
+from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.masks import Mask
 
 
 def refuse(**given: object) -> None:
@@ -16,6 +21,59 @@ def refuse(**given: object) -> None:
         if value is not None and not (isinstance(value, int) and value == 0):
             got = value if isinstance(value, int) else f"a {type(value).__name__}"
             raise NotImplementedError(f"flash_attn: {name}: not supported, got {got}")
+
+
+def chunks(
+    attention_chunk: int,
+    q: Tensor,
+    k: Tensor,
+    lengths: tuple[Tensor, Tensor, int, int] | None = None,
+) -> Tensor | Mask | None:
+    """The attn_bias of attention_chunk: a query sees the keys of its own chunk of the sequence.
+
+    Positions are those of the keys, with the last query at the last key. lengths: of each
+    sequence's queries and keys, and the longest of both, for q and k (total, heads, d).
+    O(seqlen_q · seqlen_k) memory, a byte each.
+    """
+    if not attention_chunk:
+        return None
+    if attention_chunk < 0:
+        raise RuntimeError(
+            f"flash_attn: attention_chunk: expected at least 0, got {attention_chunk}"
+        )
+    if lengths is None:
+        seqlen_q, seqlen_k = q.size(1), k.size(1)
+        diagonal = seqlen_k - seqlen_q
+    else:
+        lens_q, lens_k, seqlen_q, seqlen_k = lengths
+        diagonal = (lens_k - lens_q)[:, None, None, None]
+    rows = torch.arange(seqlen_q, device=q.device)[:, None] + diagonal
+    keys = torch.arange(seqlen_k, device=q.device)
+    is_own = rows // attention_chunk == keys // attention_chunk
+    return is_own if lengths else masks.from_bool(is_own)
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Results of the same queries over pieces of the keys, as one result over all keys.
+
+    Arguments:
+        out_partial: (pieces, …, heads, d); lse_partial: (pieces, …, heads), natural logarithm; a
+            piece of lse -inf counts for nothing.
+        out: tensor to write into. out_dtype: default out_partial's.
+
+    Returns: out (…, heads, d) and its lse (…, heads).
+    """
+    lse = lse_partial.logsumexp(0)
+    # Where no piece has a key, lse is -inf, and -inf - -inf would be NaN.
+    weight = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+    total = (weight[..., None] * out_partial).sum(0)
+    total = total.to(out_partial.dtype if out_dtype is None else out_dtype)
+    return (total if out is None else out.copy_(total)), lse
 
 
 def _varlen_with_cache(q, k, v, cu_seqlens_q, max_seqlen_q, lengths, page_table, rows, **options):
@@ -46,6 +104,18 @@ def _varlen_with_cache(q, k, v, cu_seqlens_q, max_seqlen_q, lengths, page_table,
     return out, softmax_lse
 
 
+def _rotated(q, k, cos, sin, rotary_seqlens, interleaved, *, each_query_at_its_own):
+    """q and k turned by the positions from rotary_seqlens on; without a mask by positions, every
+    query is at the first."""
+    turn = partial(
+        apply_rotary_emb, cos=cos, sin=sin, interleaved=interleaved, seqlen_offsets=rotary_seqlens
+    )
+    k = None if k is None else turn(k)
+    if each_query_at_its_own:
+        return turn(q), k
+    return turn(q.flatten(1, 2)[:, None]).view(q.shape), k
+
+
 @torch.no_grad()
 def with_cache(
     q,
@@ -65,10 +135,16 @@ def with_cache(
     v_descale,
     rotary_interleaved,
     num_splits,
+    rotary_seqlens,
     **options,
 ):
     """out and softmax_lse of queries, dense or varlen, against a cache."""
     if cu_seqlens_q is None:
+        if rotary_seqlens is not None and rotary_cos is not None:
+            is_by_position = options["causal"] or window_sides(options["window_size"]) != (-1, -1)
+            turned = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
+            q, k = _rotated(q, k, *turned, each_query_at_its_own=is_by_position)
+            rotary_cos = rotary_sin = None
         return flash_attn.flash_attn_with_kvcache(
             q,
             k_cache,
@@ -150,7 +226,7 @@ def _flash_attn_forward(
     """The forward of dense, varlen and cached calls, by what is given.
 
     scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv, cu_seqlens_k_new,
-    seqlens_rotary, q_descale, attention_chunk: NotImplementedError.
+    q_descale, attention_chunk: NotImplementedError.
 
     Returns: out (out_ if given), softmax_lse, and two empty tensors where FlashAttention-3 has its
     unfinished pieces.
@@ -158,7 +234,6 @@ def _flash_attn_forward(
     refuse(
         qv=qv,
         cu_seqlens_k_new=cu_seqlens_k_new,
-        seqlens_rotary=seqlens_rotary,
         q_descale=q_descale,
         attention_chunk=attention_chunk,
     )
@@ -207,6 +282,7 @@ def _flash_attn_forward(
             v_descale,
             rotary_interleaved,
             num_splits,
+            seqlens_rotary,
             **options,
         )
     out = out if out_ is None else out_.copy_(out)

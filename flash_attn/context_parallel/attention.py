@@ -5,14 +5,15 @@
                   straight from its owner, and its gradient goes straight back: ranks whose tokens
                   do not see one another exchange nothing, so that a window talks to neighbours
                   only. Two blocks of keys at a time.
-    all-gather    all keys come first, then each rank computes once. All keys at a time.
+    all-gather    all keys of a group of heads come first, then each rank computes once. Those of
+                  the next group are on their way meanwhile.
 
 The backward recomputes from the LSE and the output over all keys, as the backward of one GPU does,
 so that the contributions of the blocks add up to the exact gradient. They are added in fp32.
 
 Both go through the heads in groups: fp32 sums and what travels are those of one group at a time,
 beside results in the dtype of q. In the backward the last gradients of a group's keys travel while
-the next group's first step is computed.
+the next group is computed, or its first step.
 
 As torch ops they are one node each for torch.compile, which does not look inside.
 """
@@ -25,15 +26,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from flash_attn.context_parallel.calls import Options, Queries, run_backward, run_forward
+from flash_attn.context_parallel.calls import (
+    Options,
+    Queries,
+    forced_backend_again,
+    run_backward,
+    run_forward,
+    sink_grad,
+)
 from flash_attn.context_parallel.dropout import Dropout
-from flash_attn.context_parallel.exchange import Transfer, exchange, gather_rows, sum_rows
+from flash_attn.context_parallel.exchange import Gathering, Transfer, exchange, one_ahead
+from flash_attn.context_parallel.heads import Share, ToRows, heads_of_a_group
 from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
-
-# Rows of a rank times query heads that fill a GPU many times over: groups of heads are no smaller.
-ROWS_OF_A_GROUP = 1 << 17
 
 
 class _Blocks:
@@ -92,12 +98,29 @@ class _Blocks:
         return exchange(self.group, sent, destination=source, received=received, source=destination)
 
 
+# Query heads, and their key heads.
+Groups = list[tuple[slice, slice]]
 # dq, and what waits for the last of dk and dv and returns them.
-Grads = tuple[Tensor, Callable[[], Sequence[Tensor]]]
+Grads = tuple[RunningSum, Callable[[], Sequence[Tensor]]]
+
+
+def _own_keys(blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> Iterator[list[Tensor]]:
+    """For each group of heads, the keys and values that are here before the first step."""
+    for _, heads in groups:
+        yield [x[:, :, heads].contiguous() for x in (k, v)]
+
+
+def _all_keys(blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> Iterator[list[Tensor]]:
+    """For each group of heads those of all ranks; the next group's are on their way meanwhile."""
+
+    def start(heads: slice) -> Gathering:
+        return Gathering([x[:, :, heads] for x in (k, v)], blocks.k, blocks.group)
+
+    for coming in one_ahead([partial(start, heads) for _, heads in groups]):
+        yield coming.wait()
 
 
 def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
-    k, v = k.contiguous(), v.contiguous()
     keys = (k, v)
     for step in range(blocks.size):
         following = blocks.fetch(step + 1, k, v)
@@ -114,7 +137,6 @@ def _ring_backward(
     options: Options,
     finish_before: Callable[[], None],
 ) -> Grads:
-    k, v = k.contiguous(), v.contiguous()
     dq, dk, dv = RunningSum(queries.q), RunningSum(k), RunningSum(v)
     keys, returning = (k, v), None
     for step in range(blocks.size):
@@ -132,7 +154,7 @@ def _ring_backward(
         _add_returned(returning, dk, dv)
         return dk.value(), dv.value()
 
-    return dq.value(), of_keys
+    return dq, of_keys
 
 
 def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) -> None:
@@ -141,13 +163,12 @@ def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) ->
         return
     for grad, part in zip((dk, dv), returning.wait(), strict=True):
         if part.size(1):
-            grad.add(slice(None), part)
+            grad.add(slice(0, part.size(1)), part)
 
 
 def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
-    keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
     for call in blocks.calls_with_all_keys():
-        run_forward(call, q, *keys, options, merge)
+        run_forward(call, q, k, v, options, merge)
 
 
 def _gather_backward(
@@ -158,13 +179,28 @@ def _gather_backward(
     options: Options,
     finish_before: Callable[[], None],
 ) -> Grads:
-    finish_before()
-    keys = [gather_rows(x, blocks.k, blocks.group) for x in (k, v)]
-    dq, dk, dv = RunningSum(queries.q), *(RunningSum(x) for x in keys)
+    dq, dk, dv = RunningSum(queries.q), RunningSum(k), RunningSum(v)
     for call in blocks.calls_with_all_keys():
-        run_backward(call, queries, *keys, options, (dq, dk, dv))
-    sums = [sum_rows(x.value(), blocks.k, blocks.group) for x in (dk, dv)]
-    return dq.value(), lambda: sums
+        run_backward(call, queries, k, v, options, (dq, dk, dv))
+    finish_before()
+    # Every rank has all of these heads, and gets what all found for its rows.
+    share = Share(blocks.k, ((0, k.size(2)),) * blocks.size)
+    parts = [dk.value(), dv.value()]
+    leaving = ToRows(parts, [share, share], blocks.group)
+
+    def of_keys() -> list[Tensor]:
+        leaving.wait()
+        sums = [x.new_empty(x.size(0), share.rows(blocks.rank), *x.shape[2:]) for x in parts]
+        leaving.store(sums)
+        return sums
+
+    return dq, of_keys
+
+
+_SCHEMES = {
+    "ring": (_own_keys, _ring_forward, _ring_backward),
+    "all-gather": (_all_keys, _gather_forward, _gather_backward),
+}
 
 
 def _dropout(probability: float, rng_state: Tensor | None, heads: list[int]) -> Dropout | None:
@@ -198,16 +234,16 @@ def context_parallel_fwd(
     dropout_heads: how many heads the mask is of, and which of them is the first one here."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
     dropout = _dropout(dropout_p, rng_state, dropout_heads)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
-    forward = _ring_forward if scheme == "ring" else _gather_forward
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout)
+    keys_of, forward, _ = _SCHEMES[scheme]
     out = q.new_empty(*q.shape[:-1], v.size(-1))
     lse = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=compute_dtype(q.dtype))
-    with options.forced_backend():
-        for heads_q, heads_kv in _head_groups(blocks, q, k):
+    with forced_backend_again(backend):
+        groups = _head_groups(blocks, q, k)
+        for (heads_q, _), keys in zip(groups, keys_of(blocks, k, v, groups), strict=True):
             sink = None if learnable_sink is None else learnable_sink[heads_q]
             merge = RunningMerge(out[:, :, heads_q], sink)
-            some = q[:, :, heads_q], k[:, :, heads_kv], v[:, :, heads_kv]
-            forward(blocks, *some, options.of_heads(heads_q), merge)
+            forward(blocks, q[:, :, heads_q], *keys, options.of_heads(heads_q), merge)
             lse[:, heads_q] = merge.result()[1]
     return out, lse
 
@@ -247,9 +283,9 @@ def context_parallel_bwd(
     """dq, dk, dv, and of the sink what this rank's rows contribute (empty without a sink)."""
     blocks = _Blocks(group_name, layout, mask, cu_seqlens_q, cu_seqlens_k, varlen)
     dropout = _dropout(dropout_p, rng_state, dropout_heads)
-    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout, backend)
+    options = Options(softmax_scale, softcap, alibi_slopes, deterministic, varlen, dropout)
     queries = Queries(q, out, dout, softmax_lse, dlse)
-    backward = _ring_backward if scheme == "ring" else _gather_backward
+    keys_of, _, backward = _SCHEMES[scheme]
     # Results of an op share no memory with its arguments nor with one another.
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
 
@@ -261,35 +297,31 @@ def context_parallel_bwd(
         pass
 
     finish = nothing
-    with options.forced_backend():
-        for heads_q, heads_kv in _head_groups(blocks, q, k):
-            some = queries.of_heads(heads_q), k[:, :, heads_kv], v[:, :, heads_kv]
-            dq[:, :, heads_q], of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
+    with forced_backend_again(backend):
+        groups = _head_groups(blocks, q, k)
+        for (heads_q, heads_kv), keys in zip(groups, keys_of(blocks, k, v, groups), strict=True):
+            some = queries.of_heads(heads_q), *keys
+            sum_of_dq, of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
+            sum_of_dq.store(dq[:, :, heads_q])
             finish = partial(store, heads_kv, of_keys)
         finish()
-    dsink = q.new_empty(0) if learnable_sink is None else _sink_grad(queries, learnable_sink)
+    if learnable_sink is None:
+        return dq, dk, dv, q.new_empty(0)
+    dsink = sink_grad(dout, out, softmax_lse, dlse, learnable_sink)
     return dq, dk, dv, dsink
 
 
-def _head_groups(blocks: _Blocks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+def _head_groups(blocks: _Blocks, q: Tensor, k: Tensor) -> Groups:
     """Query heads with their key heads. Every rank makes the same groups."""
+    groups = []
     heads_kv = k.size(2)
     heads_per_kv = q.size(2) // heads_kv
-    rows = q.size(0) * max(blocks.documents.q[-1] // blocks.size, 1)
-    step = min(max(ROWS_OF_A_GROUP // (rows * heads_per_kv), 1), heads_kv)
+    rows = q.size(0) * (blocks.documents.q[-1] // blocks.size)
+    step = heads_of_a_group(rows, heads_per_kv, heads_kv)
     for first in range(0, heads_kv, step):
         last = min(first + step, heads_kv)
-        yield slice(first * heads_per_kv, last * heads_per_kv), slice(first, last)
-
-
-def _sink_grad(queries: Queries, sink: Tensor) -> Tensor:
-    """-Σᵢ exp(sink - LSEᵢ) δᵢ: the sink is a key whose value is 0 (csrc/aten/bwd.cpp)."""
-    wide = queries.lse.dtype
-    delta = (queries.dout.to(wide) * queries.out.to(wide)).sum(-1).transpose(1, 2)
-    if queries.dlse is not None:
-        delta = delta - queries.dlse
-    p_sink = torch.exp(sink.to(wide)[:, None] - queries.lse)
-    return -(p_sink * delta).sum((0, 2)).to(sink.dtype)
+        groups.append((slice(first * heads_per_kv, last * heads_per_kv), slice(first, last)))
+    return groups
 
 
 @context_parallel_bwd.register_fake

@@ -20,6 +20,11 @@ from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_
 from flash_attn.context_parallel.plan import Call, Rectangle
 
 
+def forced_backend_again(backend: str | None) -> AbstractContextManager:
+    """The use_backend block around the whole call again: the backward may run in another thread."""
+    return nullcontext() if backend is None else use_backend(backend)
+
+
 @dataclass(frozen=True)
 class Options:
     """What all calls of one attention share."""
@@ -30,11 +35,6 @@ class Options:
     deterministic: bool
     varlen: bool  # the rows are those of many sequences, which alibi_slopes may tell apart
     dropout: Dropout | None
-    backend: str | None  # of the use_backend block around the whole call
-
-    def forced_backend(self) -> AbstractContextManager:
-        """The same block again: the backward may run in another thread."""
-        return nullcontext() if self.backend is None else use_backend(self.backend)
 
     def of_heads(self, heads: slice) -> "Options":
         slopes, dropout = self.alibi_slopes, self.dropout
@@ -124,6 +124,16 @@ def run_backward(
         parts = [part[:, own] for part, own in zip(parts, owns, strict=True)]
     for grad, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
         grad.add(place, part)
+
+
+def sink_grad(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor) -> Tensor:
+    """-Σᵢ exp(sink - LSEᵢ) δᵢ: the sink is a key whose value is 0 (csrc/aten/bwd.cpp)."""
+    wide = lse.dtype
+    delta = (dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    p_sink = torch.exp(sink.to(wide)[:, None] - lse)
+    return -(p_sink * delta).sum((0, 2)).to(sink.dtype)
 
 
 def _extent(call: Call) -> tuple[slice, slice]:

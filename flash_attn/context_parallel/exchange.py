@@ -5,8 +5,10 @@ runs its transfers on a stream of its own, gloo on threads: what is asked for be
 travels during it. Errors and time-outs are those of the group.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.distributed._functional_collectives import (
 )
 
 from flash_attn.context_parallel.shards import Ranges, in_order, size_of
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,6 +38,15 @@ class Transfer:
             work.wait()
         self.works, self.sent = [], ()
         return self.received
+
+
+def one_ahead(starts: Sequence[Callable[[], T]]) -> Iterator[T]:
+    """What each of `starts` returns, when the one behind it is started, too."""
+    coming = None
+    for start in [*starts, None]:
+        here, coming = coming, start and start()
+        if here is not None:
+            yield here
 
 
 def exchange(
@@ -69,38 +82,64 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.Proc
     return wait_tensor(all_to_all_single(x, received, sent, group))
 
 
+def start_all_to_all(
+    sent: Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Starts to send the next outgoing[r] numbers to rank r and to receive incoming[r] from it."""
+    received = sent.new_empty(sum(incoming))
+    work = dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)
+    return Transfer([work], (received,), (sent,))
+
+
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What the first rank of the group has for x."""
     return wait_tensor(broadcast(x, 0, group))
 
 
-def gather_rows(x: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -> Tensor:
-    """(batch, rows of this rank, …) as (batch, rows of all ranks in the order of the tokens, …)."""
-    sizes = [size_of(ranges) for ranges in held]
-    # Equal parts, as a collective of unequal ones exists for some backends only.
-    padded = x.new_zeros(x.size(0), max(sizes), *x.shape[2:])
-    padded[:, : x.size(1)] = x
-    everything = x.new_empty(len(sizes) * padded.size(0), *padded.shape[1:])
-    dist.all_gather_into_tensor(everything, padded, group=group)
-    parts = everything.view(len(sizes), *padded.shape)
-    pieces = [parts[rank, :, row : row + count] for rank, row, count in in_order(held)]
-    return torch.cat(pieces or [parts[0]], dim=1)
+def copy(target: Tensor, source: Tensor) -> None:
+    """Of one dtype; in units of 16 bytes, where both lie so.
 
-
-def sum_rows(x: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -> Tensor:
-    """The way back: each rank's rows of x (batch, all rows, …), summed over all ranks' x.
-
-    The sum runs in the order of the ranks, so it is the same in every run.
+    What copies between strides takes one number after the other: it is faster where these are wide.
     """
-    rank = dist.get_rank(group)
-    parts = [torch.cat([x[:, a:b] for a, b in ranges] or [x[:, :0]], 1) for ranges in held]
-    mine = parts[rank].shape
-    received = x.new_empty(len(held) * parts[rank].numel())
-    dist.all_to_all_single(
-        received,
-        torch.cat([part.flatten() for part in parts]),
-        [parts[rank].numel()] * len(held),
-        [part.numel() for part in parts],
-        group=group,
-    )
-    return received.view(len(held), *mine).sum(0)
+    numbers = 16 // source.element_size()
+    places = [
+        n for x in (target, source) for n in (x.size(-1), x.storage_offset(), *x.stride()[:-1])
+    ]
+    rows = all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in (target, source))
+    if rows and target.dtype == source.dtype and all(n % numbers == 0 for n in places):
+        target, source = (x.view(torch.complex128) for x in (target, source))
+    target.copy_(source)
+
+
+class Gathering:
+    """Rows of all ranks on their way to each of them."""
+
+    def __init__(self, xs: Sequence[Tensor], held: tuple[Ranges, ...], group) -> None:
+        """xs: (batch, rows of this rank, …), of one dtype; held: what each rank holds."""
+        # Equal parts, as a collective of unequal ones exists for some backends only.
+        rows = max(map(size_of, held))
+        self._held, self._shapes = held, [(x.size(0), rows, *x.shape[2:]) for x in xs]
+        mine = xs[0].new_empty(sum(map(math.prod, self._shapes)))
+        for x, part in zip(xs, self._views(mine), strict=True):
+            copy(part[:, : x.size(1)], x)
+        everything = mine.new_empty(len(held) * mine.numel())
+        work = dist.all_gather_into_tensor(everything, mine, group=group, async_op=True)
+        self._transfer = Transfer([work], (everything,), (mine,))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def wait(self) -> list[Tensor]:
+        """(batch, rows of all ranks in the order of the tokens, …) of each."""
+        (everything,) = self._transfer.wait()
+        self._transfer = None
+        of_ranks = [self._views(flat) for flat in everything.chunk(len(self._held))]
+        rows = sum(map(size_of, self._held))
+        results = [everything.new_empty(n[0], rows, *n[2:]) for n in self._shapes]
+        position = 0
+        for rank, row, count in in_order(self._held):
+            for whole, part in zip(results, of_ranks[rank], strict=True):
+                copy(whole[:, position : position + count], part[:, row : row + count])
+            position += count
+        return results

@@ -1,14 +1,21 @@
 """All-to-all over heads (Jacobs et al. 2023, DeepSpeed-Ulysses): some tokens of all heads become
-all tokens of some heads, and back. Differentiable: the gradient is the way back."""
+all tokens of some heads, and back.
+
+`to_heads` and `to_rows` are differentiable: the gradient is the way back. `ToHeads` and `ToRows`
+are the same exchanges under way, without gradient: each tensor is copied once to be sent and once
+where it belongs.
+"""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn.context_parallel.exchange import all_to_all
+from flash_attn.context_parallel.exchange import all_to_all, copy, start_all_to_all
 from flash_attn.context_parallel.merge import compute_dtype
 from flash_attn.context_parallel.shards import Range, Ranges, even_part, in_order, size_of
 
@@ -33,6 +40,35 @@ def head_shares(heads_q: int, heads_kv: int, ranks: int) -> list[tuple[Range, Ra
     return shares
 
 
+# Rows times query heads that fill a GPU many times over: groups of heads are no smaller.
+ROWS_OF_A_GROUP = 1 << 17
+
+
+def heads_of_a_group(rows: int, heads_per_kv: int, heads_kv: int) -> int:
+    """How many of the key heads, each with its query heads, are computed at a time."""
+    return min(max(ROWS_OF_A_GROUP // (max(rows, 1) * heads_per_kv), 1), max(heads_kv, 1))
+
+
+def shares_in_groups(
+    heads_q: int, heads_kv: int, ranks: int, rows: int
+) -> list[list[tuple[Range, Range]]]:
+    """head_shares in groups, one after the other: in each some of the heads of every rank.
+
+    rows: of all ranks. Where ranks share a key head, there is one group.
+    """
+    shares = head_shares(heads_q, heads_kv, ranks)
+    if heads_kv < ranks:
+        return [shares]
+    per_kv = heads_q // heads_kv
+    most = max(last - first for _, (first, last) in shares)
+    step = heads_of_a_group(rows, per_kv, most)
+    groups = []
+    for start in range(0, most, step):
+        kv = [(min(a + start, b), min(a + start + step, b)) for _, (a, b) in shares]
+        groups.append([((a * per_kv, b * per_kv), (a, b)) for a, b in kv])
+    return groups
+
+
 @dataclass(frozen=True)
 class Share:
     """How a tensor (batch, rows, heads, d) lies on the ranks of a group, by tokens and by heads."""
@@ -42,6 +78,171 @@ class Share:
 
     def rows(self, rank: int) -> int:
         return size_of(self.held[rank])
+
+    def part(self, x: Tensor, rank: int) -> Tensor:
+        """The heads of a rank, of x (…, heads, d)."""
+        first, last = self.heads[rank]
+        return x[:, :, first:last]
+
+    def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Of each piece that a rank holds: its first row there and among all rows, and its rows."""
+        position = 0
+        for source, row, count in in_order(self.held):
+            if source == rank:
+                yield row, position, count
+            position += count
+
+
+class _Parts:
+    """Parts of some tensors for each rank, and from each rank: (batch, rows, heads, d).
+
+    Those for one rank lie behind one another in what is sent. A rank's part for itself stays.
+    """
+
+    def __init__(self, like: Tensor, sent: list[list], received: list[list], group) -> None:
+        """sent, received: for each rank the shapes of the tensors' parts. like: their dtype."""
+        own = dist.get_rank(group)
+        self._group, self._outgoing, self._incoming = (
+            group,
+            _others(sent, own),
+            _others(received, own),
+        )
+        self._flat = like.new_empty(sum(_sizes(self._outgoing)))
+        self.sent = _views(self._flat, self._outgoing)
+
+    def start(self) -> None:
+        """What was written to `sent` leaves."""
+        sizes = _sizes(self._incoming), _sizes(self._outgoing)
+        self._transfer = start_all_to_all(self._flat, *sizes, self._group)
+        self._flat = self.sent = None
+
+    def wait(self) -> None:
+        """What comes is in `received`."""
+        (flat,) = self._transfer.wait()
+        self.received = _views(flat, self._incoming)
+        self._transfer = None
+
+
+def _others(shapes: list[list], own: int) -> list[list]:
+    """No rows for the rank itself."""
+    return [
+        [(0, *shape) if rank == own else shape for shape in each]
+        for rank, each in enumerate(shapes)
+    ]
+
+
+def _sizes(shapes: list[list]) -> list[int]:
+    return [sum(map(math.prod, each)) for each in shapes]
+
+
+def _views(flat: Tensor, shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
+    parts = iter(flat.split([math.prod(shape) for each in shapes for shape in each]))
+    return [[next(parts).view(shape) for shape in each] for each in shapes]
+
+
+class ToHeads:
+    """Tensors on their way from some tokens of all heads to all tokens of some heads."""
+
+    def __init__(self, xs: Sequence[Tensor], shares: Sequence[Share], group) -> None:
+        """xs: (batch, rows of this rank, heads, d), of one dtype."""
+        self._xs, self._shares, self._rank = xs, shares, dist.get_rank(group)
+        ranks = range(dist.get_world_size(group))
+        pairs = list(zip(xs, shares, strict=True))
+        sent = [[s.part(x, to).shape for x, s in pairs] for to in ranks]
+        mine = [s.part(x, self._rank).shape for x, s in pairs]
+        received = [
+            [(n[0], s.rows(source), *n[2:]) for n, s in zip(mine, shares, strict=True)]
+            for source in ranks
+        ]
+        self._parts = _Parts(xs[0], sent, received, group)
+        for to, views in enumerate(self._parts.sent):
+            for view, (x, share) in zip(views, pairs, strict=True):
+                if to != self._rank:
+                    copy(view, share.part(x, to))
+        self._parts.start()
+
+    def wait(self) -> list[Tensor]:
+        """(batch, rows of all ranks, heads of this rank, d) of each."""
+        self._parts.wait()
+        results = []
+        for i, (x, share) in enumerate(zip(self._xs, self._shares, strict=True)):
+            own = share.part(x, self._rank)
+            rows = sum(map(size_of, share.held))
+            whole = x.new_empty(x.size(0), rows, *own.shape[2:])
+            for rank in range(len(share.held)):
+                source = own if rank == self._rank else self._parts.received[rank][i]
+                for row, position, count in share.pieces(rank):
+                    copy(whole[:, position : position + count], source[:, row : row + count])
+            results.append(whole)
+        self._xs = self._parts = None
+        return results
+
+
+class ToRows:
+    """Tensors on their way back from all tokens of some heads to some tokens of all heads."""
+
+    def __init__(self, xs: Sequence[Tensor], shares: Sequence[Share], group) -> None:
+        """xs: (batch, rows of all ranks, heads of this rank, d), of one dtype."""
+        self._xs, self._shares, self._rank = xs, shares, dist.get_rank(group)
+        ranks = range(dist.get_world_size(group))
+        pairs = list(zip(xs, shares, strict=True))
+        sent = [[(x.size(0), s.rows(to), *x.shape[2:]) for x, s in pairs] for to in ranks]
+        received = [
+            [
+                (x.size(0), s.rows(self._rank), s.heads[source][1] - s.heads[source][0], x.size(3))
+                for x, s in pairs
+            ]
+            for source in ranks
+        ]
+        self._parts = _Parts(xs[0], sent, received, group)
+        for to, views in enumerate(self._parts.sent):
+            for view, (x, share) in zip(views, pairs, strict=True):
+                if to != self._rank:
+                    self._copy_rows(view, x, share, to)
+        self._parts.start()
+
+    @staticmethod
+    def _copy_rows(target: Tensor, x: Tensor, share: Share, rank: int) -> None:
+        for row, position, count in share.pieces(rank):
+            copy(target[:, row : row + count], x[:, position : position + count])
+
+    def wait(self) -> None:
+        """It is here, and waits in parts; what was sent is given up."""
+        self._parts.wait()
+
+    def store(self, targets: Sequence[Tensor]) -> None:
+        """Writes this group's heads of each target, (batch, rows of this rank, heads, d).
+
+        Where several ranks have the same head, what they found is added in the order of the ranks,
+        in the dtype of the target.
+        """
+        for i, (target, x, share) in enumerate(zip(targets, self._xs, self._shares, strict=True)):
+            several = shared(share.heads)
+            if several:
+                target.zero_()
+            for rank in range(len(share.held)):
+                into = share.part(target, rank)
+                if several:
+                    into += self._of(rank, i, x, share)
+                elif rank == self._rank:
+                    self._copy_rows(into, x, share, rank)
+                else:
+                    copy(into, self._parts.received[rank][i])
+        self._xs = self._parts = None
+
+    def _of(self, rank: int, i: int, x: Tensor, share: Share) -> Tensor:
+        """What a rank found for this rank's rows."""
+        if rank != self._rank:
+            return self._parts.received[rank][i]
+        own = x.new_empty(x.size(0), share.rows(rank), *x.shape[2:])
+        self._copy_rows(own, x, share, rank)
+        return own
+
+
+def shared(heads: Sequence[Range]) -> bool:
+    """Whether several ranks have the same head."""
+    held = sorted(part for part in heads if part[0] < part[1])
+    return any(a[1] > b[0] for a, b in pairwise(held))
 
 
 def to_heads(xs: list[Tensor], shares: list[Share], group: dist.ProcessGroup) -> list[Tensor]:
@@ -79,8 +280,7 @@ def to_rows(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
 def _cut_heads(x: Tensor, share: Share) -> list[Tensor]:
     """What each rank gets of the heads of x. The gradient of a head that several get is summed in
     fp32."""
-    several = sum(last - first for first, last in share.heads) > x.size(2)
-    wide = x.to(compute_dtype(x.dtype)) if several else x
+    wide = x.to(compute_dtype(x.dtype)) if shared(share.heads) else x
     return [wide[:, :, first:last].to(x.dtype) for first, last in share.heads]
 
 

@@ -15,14 +15,10 @@ from flash_attn._call import (
     draw_rng_state,
     expect,
     forced_backend,
-    fwd,
-    fwd_arguments,
     is_top_left,
     window_sides,
 )
 from flash_attn.context_parallel.attention import context_parallel_fwd
-from flash_attn.context_parallel.calls import on_device
-from flash_attn.context_parallel.dropout import Dropout
 from flash_attn.context_parallel.exchange import from_first_rank
 from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows
 from flash_attn.context_parallel.merge import compute_dtype
@@ -35,6 +31,7 @@ from flash_attn.context_parallel.shards import (
     global_length,
     ranks_of,
 )
+from flash_attn.context_parallel.ulysses import ulysses_fwd
 
 Lengths = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -91,9 +88,9 @@ def flash_attn_func(
             With NCCL, init_process_group needs its device_id, so that ranks which have nothing to
             send are connected, too.
         scheme: "ring": keys and values go from rank to rank while the rank computes with those
-            before them. "all-gather": all keys and values come first. "ulysses": all tokens of some
-            heads on each rank, by all-to-all; over two dimensions it names what the outer one does
-            and may not be "ulysses". Default: `choose_scheme`.
+            before them. "all-gather": all keys and values of some heads come first. "ulysses": all
+            tokens of some heads on each rank, by all-to-all; over two dimensions it names what the
+            outer one does and may not be "ulysses". Default: `choose_scheme`.
         layout: which tokens lie where, as given to split: "zigzag" or "contiguous".
         seqlen_q, seqlen_k: tokens of the whole sequences. Default: as many on each rank as on this
             one. Has to be given where the ranks have different numbers of rows (a length that does
@@ -260,10 +257,7 @@ def _attend(
     over_keys = partial(_over_keys, call, ranks.outer, scheme, layout)
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
-            held = [tuple(s.outer_ranges(r) for r in range(ranks.outer_size)) for s in shards]
-            out, lse = _over_heads(
-                partial(_on_one_rank, call), ranks.outer, held, tensors, with_lse
-            )
+            out, lse = _whole_heads(call, ranks.outer, layout, tensors, with_lse)
         elif ranks.inner is not None:
             held = [s.inner_ranges(ranks.outer_rank) for s in shards]
             out, lse = _over_heads(over_keys, ranks.inner, held, tensors, with_lse)
@@ -279,6 +273,27 @@ def _shared_state(like: Tensor, ranks: Ranks) -> Tensor:
         if group is not None:
             state = from_first_rank(state, group)
     return state
+
+
+def _whole_heads(call: _WholeCall, group, layout: str, tensors, with_lse: bool):
+    """All tokens of some heads come to each rank of `group`."""
+    left, right = call.window
+    out, lse, _ = ulysses_fwd(
+        *tensors,
+        call.softmax_scale,
+        call.softcap,
+        call.dropout_p,
+        call.deterministic,
+        [left, 0 if call.causal else right, int(call.top_left)],
+        list(call.cu_seqlens_q),
+        list(call.cu_seqlens_k),
+        call.varlen,
+        with_lse,
+        layout,
+        group.group_name,
+        forced_backend(),
+    )
+    return out, lse
 
 
 def _over_heads(attend, group, held, tensors, with_lse: bool):
@@ -325,39 +340,6 @@ def _over_keys(call: _WholeCall, group, scheme: str, layout: str, tensors, first
         group.group_name,
         forced_backend(),
     )
-
-
-def _on_one_rank(call: _WholeCall, tensors, first_head: int):
-    """All rows and keys are here."""
-    q, k, v, slopes, sink, rng_state = tensors
-    dropout = {}
-    if rng_state is not None:
-        dropout = Dropout(call.dropout_p, rng_state, call.heads, first_head).arguments()
-    lengths = {}
-    if call.varlen:
-        q, k, v = (x.squeeze(0) for x in (q, k, v))
-        for side in ("q", "k"):
-            cu = getattr(call, f"cu_seqlens_{side}")
-            lengths[f"cu_seqlens_{side}"] = on_device(cu, torch.int32, q.device)
-            lengths[f"max_seqlen_{side}"] = max((b - a for a, b in pairwise(cu)), default=0)
-    out, lse, *_ = fwd(
-        fwd_arguments(
-            q,
-            k,
-            v,
-            **lengths,
-            **dropout,
-            alibi_slopes=slopes,
-            learnable_sink=sink,
-            softmax_scale=call.softmax_scale,
-            causal=call.causal,
-            window_size=call.window,
-            causal_alignment="top-left" if call.top_left else "bottom-right",
-            softcap=call.softcap,
-            deterministic=call.deterministic,
-        )
-    )
-    return (out.unsqueeze(0), lse.unsqueeze(0)) if call.varlen else (out, lse)
 
 
 def _without_heads(tensors) -> tuple[Tensor, Tensor]:

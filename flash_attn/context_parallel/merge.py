@@ -77,80 +77,162 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 class RunningMerge:
-    """merge_attention of results that come one after the other, in place and without gradient.
+    """merge_attention of results that come one after the other, without gradient.
 
-        m'  = max(m, LSEᵢ)
-        l   ← exp(m − m') l   + exp(LSEᵢ − m')
-        acc ← exp(m − m') acc + exp(LSEᵢ − m') Oᵢ             LSE = m + log l,  O = acc / l
+        wᵢ = 1 / (1 + exp(LSE − LSEᵢ))     O ← (1 − wᵢ) O + wᵢ Oᵢ     LSE ← log(exp LSE + exp LSEᵢ)
 
-    The state starts as that of a row without keys, or with the sink as its only key, which has no
-    value. Where the first result covers all rows, it is the state.
+    The first results of rows are the state, as they came; without any it is that of a row without
+    keys, and with a sink that of a row whose only key is the sink, which has no value. From there
+    on a result is merged when the next one comes, the last one straight into the output: the sum of
+    two results, as two ranks have, is rounded once and never lies there in fp32.
     """
 
     def __init__(self, out: Tensor, sink: Tensor | None) -> None:
         """out: (batch, rows, heads, d_v), takes the result in the end; sink: (heads) or None."""
         self._out, self._sink = out, sink
         self._wide = compute_dtype(out.dtype)
-        self._acc: Tensor | None = None
+        self._first: list[tuple[slice, Tensor, Tensor]] = []
+        self._state: tuple[Tensor, Tensor] | None = None
+        self._waiting: tuple[slice, Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Takes out (batch, n, heads, d_v) and lse (batch, heads, n) of some rows."""
-        if self._acc is None:
-            if self._sink is None and out.shape == self._out.shape:
-                self._acc = out.to(self._wide)
-                self._m, self._l = lse, lse.ne(float("-inf")).to(lse.dtype)
-                return
-            self._start()
-        m, l, acc = self._m[..., rows], self._l[..., rows], self._acc[:, rows]
-        new = torch.maximum(m, lse)
-        finite = new.masked_fill(new.isneginf(), 0)
-        kept, added = torch.exp(m - finite), torch.exp(lse - finite)
-        l.mul_(kept).add_(added)
-        acc.mul_(_by_row(kept)).addcmul_(_by_row(added), out)
-        m.copy_(new)
+        """Takes out (batch, n, heads, d_v) and lse (batch, heads, n) of some rows, for itself."""
+        first = self._state is None and self._waiting is None and self._sink is None
+        if first and _are_behind(rows, self._first):
+            self._first.append((rows, out, lse))
+            return
+        if self._waiting is not None:
+            self._merge()
+        self._waiting = rows, out, lse
 
-    def _start(self) -> None:
-        batch, rows, heads, _ = self._out.shape
-        self._acc = torch.zeros_like(self._out, dtype=self._wide)
-        self._m = self._acc.new_full((batch, heads, rows), float("-inf"))
-        self._l = torch.zeros_like(self._m)
-        if self._sink is not None:
-            self._m[:] = self._sink.to(self._wide)[:, None]
-            self._l.fill_(1)
+    def _start(self, out: Tensor) -> None:
+        """Writes the state before the result that waits to `out`, unless it lies somewhere."""
+        if self._state is not None:
+            return
+        if len(self._first) == 1 and self._first[0][1].shape == out.shape:
+            self._state = self._first[0][1:]
+        else:
+            batch, rows, heads, _ = out.shape
+            lse = out.new_empty(batch, heads, rows, dtype=self._wide)
+            missing = float("-inf") if self._sink is None else self._sink.to(self._wide)
+            _assemble([(rows, part) for rows, part, _ in self._first], out, 0)
+            _assemble([(rows, part.mT) for rows, _, part in self._first], lse.mT, missing)
+            self._state = out, lse
+        self._first = []
+
+    def _weights(self, rows: slice, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the state's rows and of the part, 1 together; the state's LSE becomes that of both."""
+        lse = self._state[1][..., rows]
+        both = torch.logaddexp(lse, part_lse)
+        # The difference alone, as exp(lse - both) has the rounding error of a large LSE.
+        more = (part_lse - lse).masked_fill_(both.isneginf(), 0)
+        lse.copy_(both)
+        return _by_row(torch.sigmoid(-more)), _by_row(torch.sigmoid(more))
+
+    def _merge(self) -> None:
+        """The result that waits becomes a part of the state."""
+        self._start(torch.empty_like(self._out, dtype=self._wide))
+        out, lse = self._state
+        self._state = out.to(self._wide), lse
+        rows, part, part_lse = self._waiting
+        kept, added = self._weights(rows, part_lse)
+        self._state[0][:, rows].mul_(kept).addcmul_(added, part)
+        self._waiting = None
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out, softmax_lse."""
-        if self._acc is None:
-            self._start()
-        lse = self._m + self._l.log()
-        total = self._l.masked_fill(self._l == 0, 1)
-        return torch.div(self._acc, _by_row(total), out=self._out), lse
+        self._start(self._out)
+        out, lse = self._state
+        if self._waiting is not None:
+            rows, part, part_lse = self._waiting
+            kept, added = self._weights(rows, part_lse)
+            torch.addcmul(out[:, rows] * kept, added, part, out=self._out[:, rows])
+            if out is not self._out:
+                _copy_others(out, self._out, rows)
+        elif out is not self._out:
+            self._out.copy_(out)
+        return self._out, lse
 
 
 class RunningSum:
     """The sum of what calls contribute to a gradient (batch, rows, heads, d), in fp32, or fp64.
 
-    A first contribution to all rows is the sum so far: it saves filling with zeros, and a reading.
+    The first contributions to rows are the sum so far, as they came. From there on one is added
+    when the next one comes, or the sum is wanted; the last one straight into where it is stored.
     """
 
     def __init__(self, gradient_of: Tensor) -> None:
         # Not the tensor itself, whose memory may be wanted before the sum's.
         self._shape, self._device = gradient_of.shape, gradient_of.device
         self._dtype = compute_dtype(gradient_of.dtype)
+        self._first: list[tuple[slice, Tensor]] = []
         self._sum: Tensor | None = None
+        self._waiting: tuple[slice, Tensor] | None = None
 
     def add(self, rows: slice, part: Tensor) -> None:
-        """part: (batch, n, heads, d) of some rows. It may become the sum's own."""
-        if self._sum is None and part.shape == self._shape:
-            self._sum = part.to(self._dtype).contiguous()
-        else:
-            self.value()[:, rows] += part
+        """Takes part: (batch, n, heads, d) of some rows, for itself."""
+        first = self._sum is None and self._waiting is None
+        if first and _are_behind(rows, self._first):
+            self._first.append((rows, part))
+            return
+        if self._waiting is not None:
+            self.value()
+        self._waiting = rows, part
+
+    def _start(self) -> Tensor:
+        """The sum before the contribution that waits."""
+        if self._sum is None:
+            if len(self._first) == 1 and self._first[0][1].shape == self._shape:
+                self._sum = self._first[0][1]
+            else:
+                empty = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                self._sum = _assemble(self._first, empty, 0)
+            self._first = []
+        return self._sum
 
     def value(self) -> Tensor:
         """The sum so far, contiguous."""
-        if self._sum is None:
-            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._sum = self._start().to(self._dtype).contiguous()
+        if self._waiting is not None:
+            rows, part = self._waiting
+            self._sum[:, rows] += part
+            self._waiting = None
         return self._sum
+
+    def store(self, target: Tensor) -> None:
+        """Writes the sum to a tensor of its shape, and is done."""
+        if self._waiting is not None:
+            rows, part = self._waiting
+            before = self._start()
+            torch.add(before[:, rows], part, out=target[:, rows])
+            _copy_others(before, target, rows)
+        elif self._sum is None:
+            _assemble(self._first, target, 0)
+        else:
+            target.copy_(self._sum)
+
+
+def _are_behind(rows: slice, parts: list) -> bool:
+    """Whether the rows lie behind those of all parts, which follow one another."""
+    return not parts or parts[-1][0].stop <= rows.start
+
+
+def _assemble(parts: list[tuple[slice, Tensor]], target: Tensor, missing: float | Tensor) -> Tensor:
+    """Writes parts that follow one another to `target` (batch, rows, …), and `missing` to rows of
+    none."""
+    end = 0
+    for rows, part in parts:
+        target[:, end : rows.start] = missing
+        target[:, rows] = part
+        end = rows.stop
+    target[:, end:] = missing
+    return target
+
+
+def _copy_others(source: Tensor, target: Tensor, rows: slice) -> None:
+    """Copies all rows but those."""
+    for others in (slice(0, rows.start), slice(rows.stop, None)):
+        target[:, others] = source[:, others]
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ def choose_scheme(
 
     1. A group of two dimensions: rules 2 and 5 for the outer one.
     2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
-    3. All ranks in one host, and heads_kv a multiple of their number: "ulysses". It moves 1 / ranks
-       of q, k, v and out, and each rank runs one call over the whole sequence. Until the backward
-       it holds q, k, v and out twice, by tokens and by heads, where the caller keeps his.
+    3. All ranks in one host, and heads_kv a multiple of their number: "ulysses". Each rank runs the
+       calls of one GPU for some of the heads, and moves 1 / ranks of q, k, v and out for it, a
+       group of heads while another is computed. It needs least memory where every rank has many key
+       heads: with one each there is one group, and all tensors lie there by tokens and by heads.
     4. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
     5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
        a step (150 µs; at 600 T/s, and 370 GB/s in a host or 45 GB/s between hosts). Shorter steps

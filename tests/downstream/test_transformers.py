@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from models import MODELS, VOCABULARY, Model
 from transformers import PreTrainedModel
 
+import flash_attn
+from flash_attn.integrations import transformers as integration
 from flash_attn.integrations.transformers import attention as attention_function
 from flash_attn.integrations.transformers import register
 
@@ -112,6 +115,38 @@ def test_beam_search() -> None:
     expected = model.build("eager", "cpu", torch.float32).generate(**inputs, **options)
     actual = model.build(EXACT, "cpu", torch.float32).generate(**inputs, **options)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_windows_are_no_tensors(
+    cached: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is padded, Mistral's mask reaches the library as a window, after a cache too;
+    only then the tiles outside of it cost nothing."""
+    calls = []
+
+    def noted(*tensors, **options):
+        calls.append(options)
+        return flash_attn.flash_attn_func(*tensors, **options)
+
+    monkeypatch.setattr(integration, "flash_attn_func", noted)
+    (mistral,) = (m for m in MODELS if m.kind == "Mistral")
+    inputs = mistral.inputs("cpu", "left" if padded else None)
+    logits = {}
+    for attention in ("eager", EXACT):
+        model, past = mistral.build(attention, "cpu", torch.float32), None
+        if cached:
+            past = transformers.DynamicCache()
+            first = {name: x[:, :11] for name, x in inputs.items()}
+            past = model(**first, past_key_values=past, use_cache=True).past_key_values
+        given = inputs | dict(input_ids=inputs["input_ids"][:, 11 * cached :])
+        logits[attention] = model(**given, past_key_values=past).logits
+    valid = inputs["attention_mask"].bool()[:, 11 * cached :]
+    torch.testing.assert_close(logits[EXACT][valid], logits["eager"][valid], rtol=0, atol=1e-4)
+    for options in calls:
+        assert (options["attn_bias"] is None) != padded
+        assert options["window_size"] == ((-1, -1) if padded else (4, 0))
 
 
 def test_packed_sequences() -> None:

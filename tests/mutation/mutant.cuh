@@ -28,7 +28,9 @@ static inline void select() {
 
 template <int kNumber>
 __host__ __device__ constexpr bool acts() {
-  if (std::is_constant_evaluated()) return false;
+  // std::is_constant_evaluated() is the host's alone: called in a kernel it has no meaning, and every
+  // mutant acted.
+  if (__builtin_is_constant_evaluated()) return false;
 #ifdef __CUDA_ARCH__
   return selected == kNumber;
 #else

@@ -2,13 +2,14 @@
 """Small faults put into the library one at a time: do the tests see each?
 
     python tests/mutation/run.py --out DIR [--count 160] [--seed 0] [--jobs 1] [--only PART]
-                                 [--thin 1]
+                                 [--thin 1 | --again]
 
 In the Python of a built checkout, on a CPU. Each mutant is one change (an operator, a constant, two
 arguments swapped, an option left out) to one line of flash_attn/*.py, csrc/aten or csrc/bindings.
 It lives in a copy of the package, so the checkout is never touched; of C++ one object is compiled
 and the library linked again. First run the tests of its file, then the others (with --thin N every
-Nth of them, with 0 none).
+Nth of them, with 0 none). --again: none is drawn, those that survived a run with --thin 0 meet the
+others.
 
 DIR/results.jsonl gets a line a mutant; run again, what stands there is not repeated. Which mutants
 are drawn depends on the seed and on the sources alone. survivors.md, beside this file, explains
@@ -95,10 +96,11 @@ CPP = {
     "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],
 }
 OTHERS = (
-    "test_api_options.py test_sdpa.py test_errors.py test_wrong_arguments.py test_score_range.py"
-    " test_upstream.py test_threads.py test_opcheck.py test_varlen.py test_layouts.py"
-    " test_dropout.py test_torch.py test_compile.py test_forward.py test_decode.py test_kvcache.py"
-    " test_backward.py test_invariants.py test_cache_forms.py test_gradcheck.py"
+    *("api_options", "sdpa", "errors", "wrong_arguments", "score_range", "upstream", "threads"),
+    *("opcheck", "varlen", "varlen_pages", "layouts", "dropout", "torch", "compile", "masks"),
+    *("kvcache", "cache_forms", "decode", "forward", "backward", "invariants", "gradcheck"),
+    *("fa3", "graphs", "max_logits", "padding", "positional", "short_way", "sizes", "torch_sdpa"),
+    *("context_parallel", "parallel", "serving", "padded", "backends", "library"),
 )
 
 COMPARISONS = {
@@ -231,6 +233,11 @@ def try_mutant(
     return {"key": mutant.key(source)} | words
 
 
+def others(thin: int) -> list[str]:
+    part = "" if thin == 1 else f" --part={thin - 1}/{thin}"
+    return [f"test_{name}.py{part}" for name in OTHERS] if thin > 0 else []
+
+
 def draw(seed: int, only: str) -> list[tuple[Mutant, str]]:
     """All mutants in the order in which they are tried: of each file in turn one."""
     piles = []
@@ -254,6 +261,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
     parser.add_argument("--thin", type=int, default=1, help="every Nth other test (1); 0: none")
     parser.add_argument("--only", default="", metavar="PART", help="files with this in their path")
+    parser.add_argument("--again", action="store_true", help="what survived meets the other tests")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "results.jsonl"
@@ -261,19 +269,26 @@ def main() -> int:
     done = {result["key"]: result for result in map(json.loads, lines)}
     queue, passing = iter(draw(args.seed, args.only)), set()
 
+    def tests_of(file: str) -> list[str]:
+        return others(1) if args.again else [*(PYTHON | CPP)[file], *others(args.thin)]
+
+    def is_to_be_tried(key: str) -> bool:
+        if not args.again:
+            return key not in done
+        survived = key in done and "mutant" in done[key] and done[key]["caught_by"] is None
+        return survived and not done[key].get("again")
+
     def work(place: Workplace) -> None:
-        while sum("mutant" in r for r in done.values()) < args.count:
+        while args.again or sum("mutant" in r for r in done.values()) < args.count:
             mutant, source = next(queue, (None, ""))
             if mutant is None:
                 return
             key = mutant.key(source)
-            if key in done:
+            if not is_to_be_tried(key):
                 continue
-            tests = [*(PYTHON | CPP)[mutant.file]]
-            if args.thin > 0:
-                tests.append(f"{OTHERS} --part={args.thin - 1}/{args.thin}")
             # One that does not compile is remembered, and not counted.
-            done[key] = try_mutant(place, mutant, source, tests, passing) or {"key": key}
+            result = try_mutant(place, mutant, source, tests_of(mutant.file), passing)
+            done[key] = (result or {"key": key}) | ({"again": True} if args.again else {})
             with log.open("a") as file:
                 file.write(json.dumps(done[key]) + "\n")
             if "mutant" in done[key]:

@@ -69,6 +69,7 @@ class Workplace:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(self.scratch), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": "",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         try:

@@ -153,8 +153,4 @@ class MaskedScores : public PlainScores {
 // Whether a kernel with this policy passes over tiles.
 template <typename ScorePolicy>
 inline constexpr bool kSkipsTiles = std::is_same_v<ScorePolicy, MaskedScores>;
-// Its parameters. Params: FwdParams or BwdParams.
-template <typename Params, typename ScorePolicy>
-using ParamsOf = std::conditional_t<kSkipsTiles<ScorePolicy>, Masked<Params>, Params>;
-
 }  // namespace flash_attn

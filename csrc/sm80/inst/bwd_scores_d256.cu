@@ -2,8 +2,8 @@
 
 namespace flash_attn::sm80 {
 
-template void launch_bwd_with_scores<DType::kFp16, 256>(const BwdParams&, Stream);
-template void launch_bwd_with_scores<DType::kBf16, 256>(const BwdParams&, Stream);
+template void launch_bwd_with_scores<DType::kFp16, 256>(const OfSequences<BwdParams>&, Stream);
+template void launch_bwd_with_scores<DType::kBf16, 256>(const OfSequences<BwdParams>&, Stream);
 template void launch_bwd_bias<DType::kFp16, 256>(const BwdParams&, Stream);
 template void launch_bwd_bias<DType::kBf16, 256>(const BwdParams&, Stream);
 

@@ -87,6 +87,11 @@ struct Wgmma {
 #define FLASH_ATTN_D15 FLASH_ATTN_D14, FLASH_ATTN_D(14)
 #define FLASH_ATTN_D16 FLASH_ATTN_D15, FLASH_ATTN_D(15)
 
+// Two chunks of 16 columns and a half.
+#define FLASH_ATTN_T2H FLASH_ATTN_T2 ",%16,%17,%18,%19"
+#define FLASH_ATTN_D2H \
+  FLASH_ATTN_D2, "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+
 #define FLASH_ATTN_WGMMA(Element, type, columns, chunks, r0, r1, r2, r3, r4, r5, r6)              \
   template <>                                                                                     \
   struct Wgmma<Element, columns> {                                                                \
@@ -120,6 +125,7 @@ struct Wgmma {
   FLASH_ATTN_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
 
 FLASH_ATTN_WGMMA_BOTH(32, 2, 16, 17, 18, 19, 20, 21, 22)
+FLASH_ATTN_WGMMA_BOTH(40, 2H, 20, 21, 22, 23, 24, 25, 26)
 FLASH_ATTN_WGMMA_BOTH(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_ATTN_WGMMA_BOTH(64, 4, 32, 33, 34, 35, 36, 37, 38)
 FLASH_ATTN_WGMMA_BOTH(80, 5, 40, 41, 42, 43, 44, 45, 46)
@@ -133,6 +139,8 @@ FLASH_ATTN_WGMMA_BOTH(256, 16, 128, 129, 130, 131, 132, 133, 134)
 #undef FLASH_ATTN_WGMMA_BOTH
 #undef FLASH_ATTN_WGMMA
 #undef FLASH_ATTN_D
+#undef FLASH_ATTN_T2H
+#undef FLASH_ATTN_D2H
 #undef FLASH_ATTN_T1
 #undef FLASH_ATTN_D1
 #undef FLASH_ATTN_T2

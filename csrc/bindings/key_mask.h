@@ -1,0 +1,38 @@
+// A varlen call with a mask of the keys alone, bool and the same for all heads and queries, as pages that
+// do not exist make it. It is there for the few sequences that lack a page, or for none; which, only the
+// device knows. So it runs twice: first as without the mask, for the sequences of which it hides nothing, and
+// then on sm80's kernels with score terms, for the others. Each leaves the other's rows as they are.
+#pragma once
+
+#include <optional>
+
+#include "../core/sequences.h"
+#include "to_params.h"
+
+namespace flash_attn {
+
+// The sequences of a call of readable() arguments, dealt out: none, if the call is not of that kind.
+class DealtSequences {
+ public:
+  // `params` and `score` become those of the first run. like: a tensor of the call's device.
+  DealtSequences(AttnParams& params, ScoreParams& score, const at::Tensor& like);
+
+  // Those of the second. Params: FwdParams or BwdParams, of the first.
+  template <typename Params>
+  OfSequences<Params> rest(Params params) const {
+    params.seqused_k = seqused_k_;
+    params.score.bias = mask_;
+    return {params, numbers_.template const_data_ptr<int32_t>()};
+  }
+
+ private:
+  BiasParams mask_;
+  const int32_t* seqused_k_;
+  at::Tensor
+      numbers_;  // of each sequence: whether it is of the rest; and then seqused_k of the first run
+};
+
+std::optional<DealtSequences> deal_out(AttnParams& params, ScoreParams& score,
+                                       const AttnArgs& args);
+
+}  // namespace flash_attn

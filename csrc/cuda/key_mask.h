@@ -1,0 +1,14 @@
+// A mask that hides keys of whole sequences, as missing pages make it.
+#pragma once
+
+#include "../core/params.h"
+#include "device.h"
+
+namespace flash_attn::cuda {
+
+// mask: bool, of the keys alone. hidden (batch): 1 for a sequence of which it hides keys. seqused (batch): the
+// keys that count of the others, and 0.
+void run_find_hidden(const AttnParams& params, const BiasParams& mask, int32_t* hidden,
+                     int32_t* seqused, Stream stream);
+
+}  // namespace flash_attn::cuda
