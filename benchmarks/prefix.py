@@ -72,7 +72,8 @@ class Inputs:
         group = torch.arange(case.batch) * case.groups // case.batch
         common = order[: case.groups * shared].view(case.groups, shared)[group]
         table = torch.cat([common, order[case.groups * shared :].view(case.batch, own)], 1)
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        on_gpu = device.type == "cuda"
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
         normal = functools.partial(torch.randn, device=device, dtype=dtype)
         shape = (pages, PAGE, case.heads_kv, HEAD_DIM)
         count = max(2, -(-5 * l2 // (2 * case.cache_bytes())))
