@@ -1,7 +1,7 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
-    pages,short,short_pages,chunk,splits,naive,features,cpu] [--backends sm80,fa2,cudnn]
+    pages,prefix,short,short_pages,chunk,splits,naive,features,cpu] [--backends sm80,fa2,cudnn]
     [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
@@ -9,10 +9,10 @@ backward), decode in TB/s of K and V read. Each contestant's output is compared 
 before it is timed. shapes and bwd_shapes: GQA, other head dims, a window, documents; deterministic:
 the backward in that mode beside our own without it. The kinds cache and splits race our decode with
 itself: over the forms that a cache can have, and cut into pieces against not. pages: pages of 16
-against dense, and against FlashInfer where it is installed. short, short_pages: decode against up
-to 4k keys, the second on pages and in 8 bits, against FlashInfer's XQA kernel where it is
-installed. chunk: many new tokens against a cache,
-dense and in pages, on the prefill kernels and on decode's.
+against dense, and against FlashInfer where it is installed. prefix: sequences that share leading
+pages, against FlashInfer's cascade there. short, short_pages: decode against up to 4k keys, the
+second on pages and in 8 bits, against FlashInfer's XQA kernel there. chunk: many new tokens against
+a cache, dense and in pages, on the prefill kernels and on decode's.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from benchmarks import backends, results, shapes
+from benchmarks import backends, prefix, results, shapes
 from benchmarks.timing import QUICK, Recipe, Timer
 from flash_attn.cli.measure import peak_memory
 
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
-    *("short", "short_pages", "chunk", "splits", "naive", "features", "cpu"),
+    *("prefix", "short", "short_pages", "chunk", "splits", "naive", "features", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -43,6 +43,7 @@ PEERS = {
     "decode": ("fa2", "cudnn"),
     "cache": (),
     "pages": ("flashinfer", "xqa"),
+    "prefix": ("cascade", "cascade_fa2"),
     "short": ("fa2", "cudnn"),
     "short_pages": backends.FLASHINFER,
     "chunk": ("fa2", "cudnn"),
@@ -59,6 +60,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "decode": ("cuda",),
         "cache": backends.CACHE_FORMS,
         "pages": ("paged16", "plain"),
+        "prefix": ("shared", "plain"),
         "short": ("cuda",),
         "short_pages": ("paged16", "plain", "paged64_e4m3", "e4m3"),
         "splits": ("automatic", "unsplit"),
@@ -71,7 +73,8 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         ours = ("sm90", *ours)
     if kind == "chunk":
         ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
-    modules = {"fa4": "flash_attn.cute"} | dict.fromkeys(backends.FLASHINFER, "flashinfer")
+    flashinfer = (*backends.FLASHINFER, *PEERS["prefix"])
+    modules = {"fa4": "flash_attn.cute"} | dict.fromkeys(flashinfer, "flashinfer")
     return *ours, *(
         name
         for name in PEERS[kind]
@@ -242,6 +245,25 @@ def forms_race(
     return records
 
 
+def prefix_race(race: Race, cases: list[prefix.PrefixCase], names: tuple[str, ...]) -> list[dict]:
+    """Time of a step of sequences that share pages."""
+    records = []
+    for case in cases:
+        inputs = prefix.Inputs.make(case, race.device, race.dtype)
+        rounds = max(1, 16 // len(inputs.caches))
+
+        def build(name: str, case=case, inputs=inputs, rounds=rounds) -> Callable:
+            return graph_of(prefix.calls(name, case, inputs) * rounds)
+
+        times = race.seconds(names, f"prefix {case.shape()}", build)
+        micros = microseconds(times, len(inputs.caches) * rounds)
+        ratio = results.ratios(micros, names[0], names[1:], "less")
+        records.append(results.record("decode.prefix", case.shape(), "us", micros, ratio))
+        progress(records[-1])
+        del inputs, build
+    return records + results.geometric_means(records, by=())
+
+
 def ragged_race(race: Race, quick: bool) -> list[dict]:
     """Lengths that differ within the batch."""
     records = []
@@ -406,6 +428,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         cases = shapes.decode(quick) if kind == "pages" else shapes.short_decode(quick)
         records = forms_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
+    if kind == "prefix":
+        return prefix_race(race, prefix.cases(quick), names)
     if kind == "chunk":
         return chunk_race(race, shapes.chunk(quick), names)
     if kind == "splits":

@@ -48,6 +48,19 @@ def test_the_races_have_the_shapes_of_the_bars():
     assert max(shapes.documents()) <= 16384 and len(shapes.documents()) == 64
 
 
+def test_shared_pages_are_those_of_the_plain_call():
+    from benchmarks import prefix
+
+    case = prefix.PrefixCase(4, 2, batch=5, groups=2, shared=32, own=20)
+    inputs = prefix.Inputs.make(case, torch.device("cpu"), torch.float32)
+    assert inputs.table.shape == (5, 4) and len(inputs.table.unique()) == 2 * 2 + 5 * 2
+    shared, plain = (prefix.calls(name, case, inputs) for name in ("shared", "plain"))
+    assert len(shared) == len(plain) == 2
+    for a, b in zip(shared, plain, strict=True):
+        torch.testing.assert_close(a(), b())
+    assert len(prefix.cases()) == len(set(prefix.cases()))
+
+
 @pytest.mark.parametrize("name", ["aten", "naive", "flash", "math"])
 def test_adapters_agree(name):
     from benchmarks import backends

@@ -31,16 +31,12 @@ void run_decode(const DecodeParams& params, Stream stream) {
 void run_decode_combine(const DecodeParams& params, Stream stream) { combine(params, {}, stream); }
 
 void run_decode_shared(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
-  // What a sequence has beyond the shared keys: all but those that lens skips. These blocks are
-  // short and come first; the others follow as they go.
   DecodeParams own = params;
-  own.leftpad_k = prefix.lens;
+  own.leftpad_k = prefix.lens;  // all that is not shared
   with_dtype(params.dtype, [&]<DType kDType> {
-    with_head_dim_class(params.head_dim,
-                        [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(own, stream); });
-    if (params.head_dim <= 64) return launch_prefix<kDType, 64>(params, prefix, stream);
-    if (params.head_dim <= 128) return launch_prefix<kDType, 128>(params, prefix, stream);
-    launch_prefix<kDType, kPrefixHeadDim>(params, prefix, stream);
+    if (params.head_dim <= 64) return launch_prefix<kDType, 64>(own, prefix, stream);
+    if (params.head_dim <= 128) return launch_prefix<kDType, 128>(own, prefix, stream);
+    launch_prefix<kDType, kPrefixHeadDim>(own, prefix, stream);
   });
   combine(params, prefix, stream);
 }

@@ -124,11 +124,13 @@ struct DecodePiece : DecodeBlock {
   int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
   int slot;                // of the workspace; -1: all keys of the sequence, straight to the output
 
-  // Pieces of a sequence that differ by one tile at most.
+  // Pieces of a sequence that differ by one tile at most. least_tiles: of a piece, even if some have
+  // none then.
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ static DecodePiece of_split(const DecodeParams& params,
                                                          const DecodeGrid& grid,
-                                                         const DecodeBlock& block) {
+                                                         const DecodeBlock& block,
+                                                         int least_tiles = 0) {
     const int batch_idx = grid.splits.divide(block.number);
     const int split = block.number - batch_idx * params.splits.count;
     DecodePiece piece(params, grid, block, batch_idx);
@@ -137,8 +139,12 @@ struct DecodePiece : DecodeBlock {
     if (params.splits.count == 1) return piece;
     const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;
     const int share = grid.splits.divide(tiles), rest = tiles - share * params.splits.count;
-    const int first_tile = split * share + min(split, rest);
-    const int end_tile = first_tile + share + (split < rest ? 1 : 0);
+    int first_tile = split * share + min(split, rest);
+    int end_tile = first_tile + share + (split < rest ? 1 : 0);
+    if (share < least_tiles) {
+      first_tile = min(split * least_tiles, tiles);
+      end_tile = min(first_tile + least_tiles, tiles);
+    }
     piece.end_key = min(piece.first_key + end_tile * kKeys, piece.end_key);
     piece.first_key += first_tile * kKeys;
     return piece;

@@ -188,12 +188,15 @@ int prefix_pieces(const CallShape& call) {
       places / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
 }
 
-// What a sequence has beyond the shared keys: nobody knows how long it is, but that it is shorter.
+// What a sequence has beyond the shared keys. Nobody knows how long it is: thread blocks without keys
+// end at once.
 Splits own_splits(const CallShape& call) {
-  constexpr int kMostPieces = 8;
+  constexpr int64_t kMostPieces = 4;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
   if (const char* e = std::getenv("EXP_SPLITS")) return Splits::alike(std::atoi(e));
-  return Splits::alike(std::min(best_num_splits(call), kMostPieces));
+  const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  return Splits::alike(
+      static_cast<int>(std::clamp<int64_t>(places / (2 * all_row_tiles(call)), 1, kMostPieces)));
 }
 
 bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }

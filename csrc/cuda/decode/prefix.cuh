@@ -1,10 +1,12 @@
-// The keys that sequences share, read once for all of them; what each has beyond: decode.cuh.
+// Decode of sequences that share leading pages: the shared keys are read once for all of them.
 //
 //   S = softmax_scale · Q Kᵀ → mask → softmax → O = P V, over one piece of the keys → (o, lse)
 //
-// The rows of all sequences that share a prefix are rows of one matrix: a thread block takes one kv
-// head, all rows of some sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Its
-// warps bring tiles of 64 keys into a ring that they share, a quarter of each:
+// Thread blocks of two kinds take turns, so that each multiprocessor has both: some read what a
+// sequence has beyond its shared keys, as decode.cuh does, and want memory; the others want tensor
+// cores. Their rows are those of all sequences that share a prefix: one kv head, all rows of some
+// sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Their warps bring tiles
+// of 64 keys into a ring that they share, a quarter of each:
 //
 //   wait K, V(j)   barrier   copy K, V(j + stages - 1)   S = Q K(j)ᵀ   mask, softmax   O += P V(j)
 //
@@ -12,35 +14,23 @@
 // the copies take. A warp without rows only copies.
 //
 // Which sequences share, only the device knows: each block finds its rows first (find_members). Every
-// row sees as much of the prefix as its own sequence has, so the result is right whatever stands in
-// SharedPrefix. The pieces' results lie in the workspace behind those of decode.cuh; one merge takes all.
-//
-// Launched behind decode.cuh, whose blocks have waited for what came before: so no read of a length or
-// a query waits here.
+// row sees as much of the prefix as its own sequence has, and skips that much in its own part, so the
+// result is right whatever stands in SharedPrefix. One merge takes all pieces.
 #pragma once
 
 #include <climits>
 
-#include "../attn/mask.cuh"
-#include "../attn/online_softmax.cuh"
-#include "../cache/absent_keys.cuh"
-#include "../cache/loader.cuh"
-#include "../cache/sequence_keys.cuh"
-#include "../divisor.h"
-#include "../launch.h"
-#include "../ptx/cp_async.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "../ptx/opaque.cuh"
-#include "../tile/gemm.cuh"
+#include "decode.cuh"
 #include "prefix_config.h"
-#include "workspace.h"
 
 namespace flash_attn::cuda {
 
 // kRowBlocks: blocks of 16 rows a warp. Two read each tile of keys half as often from shared memory, one
 // leaves no warp idle where few sequences share.
-template <DType kDType, int kHeadDimOfTile, int kRowBlocksOfWarp>
+template <DType kDTypeOfCache, int kHeadDimOfTile, int kRowBlocksOfWarp>
 struct PrefixTraits {
+  static constexpr DType kDType = kDTypeOfCache;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimOfTile;
   static constexpr int kRowBlocks = kRowBlocksOfWarp;
@@ -75,6 +65,20 @@ struct PrefixStorage {
   int num_members, source;                        // source -1: there is no such tile
   int first_of_row[Traits::kRows], end_of_row[Traits::kRows];  // the keys that a row sees
   int first_key[kPrefixWarps], end_key[kPrefixWarps];  // and those that any of a warp's does
+};
+
+// Of shared keys: which kv head and piece, and the first tile of rows.
+struct PrefixBlock {
+  int tile, kv_head, piece;
+
+  // Neighbouring blocks read the same keys, then neighbouring memory.
+  __device__ __forceinline__ PrefixBlock(const PrefixGrid& grid, const DecodeParams& params,
+                                         int number) {
+    const int head = grid.tiles.divide(number);
+    tile = number - head * grid.num_tiles;
+    piece = grid.heads_kv.divide(head);
+    kv_head = head - piece * params.heads_kv;
+  }
 };
 
 // The sequences of tile `number` into smem.members: tiles are counted as the sequences that begin them
@@ -149,20 +153,22 @@ template <typename Traits>
 __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
                                                   const DecodeParams& params,
                                                   const SharedPrefix& prefix,
-                                                  const PrefixGrid& grid) {
+                                                  const PrefixGrid& grid,
+                                                  const PrefixBlock& block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   SequenceKeys any;
   any.first = INT_MAX;
   any.end = 0;
   if (lane < Traits::kWarpRows) {
     const int row = warp * Traits::kWarpRows + lane;
-    const PrefixRow at(smem, params, grid, blockIdx.y, row);
+    const PrefixRow at(smem, params, grid, block.kv_head, row);
     int first = 0, end = INT_MAX;
     if (at.exists) {
-      const SequenceKeys seen(params, at.batch_idx, kvcache_len_k(params, at.batch_idx), at.token,
-                              at.token);
-      end = min(seen.end, prefix.lens[at.batch_idx]);
-      first = min(seen.first, end);
+      const int len_k = kvcache_len_k(params, at.batch_idx);
+      const int diagonal = len_k - params.seqlen_q + at.token;
+      const SequenceKeys seen(params, at.batch_idx, len_k, at.token, at.token);
+      end = min(seen.end, prefix.lens[at.batch_idx]);  // its first key is one beyond lens
+      first = min(params.window_left < 0 ? 0 : max(diagonal - params.window_left, 0), end);
       if (first < end) {
         any.first = first;
         any.end = end;
@@ -178,14 +184,14 @@ __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
 
 // This warp's rows of Q into shared memory; rows that do not exist and columns beyond are 0.
 template <typename Traits>
-__device__ __forceinline__ void load_queries(PrefixStorage<Traits>& smem,
-                                             const DecodeParams& params, const PrefixGrid& grid) {
+__device__ __forceinline__ void load_rows(PrefixStorage<Traits>& smem, const DecodeParams& params,
+                                          const PrefixGrid& grid, const PrefixBlock& block) {
   constexpr int kChunks = Traits::kHeadDim / kChunk;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int i = lane; i < Traits::kWarpRows * kChunks; i += 32) {
     const int row = warp * Traits::kWarpRows + i / kChunks, col = i % kChunks * kChunk;
-    const PrefixRow at(smem, params, grid, blockIdx.y, row);
+    const PrefixRow at(smem, params, grid, block.kv_head, row);
     const Strides& strides = params.q_strides;
     const auto* source = static_cast<const typename Traits::Element*>(params.q) +
                          at.batch_idx * strides.batch + at.token * strides.row +
@@ -199,18 +205,19 @@ __device__ __forceinline__ void load_queries(PrefixStorage<Traits>& smem,
 // O = P V of this warp's rows over the keys [first_key, end_key) of `source`, and the softmax behind it.
 // computes: the warp has rows.
 template <typename Traits>
-__device__ __forceinline__ void attend(typename Traits::Output& O,
-                                       typename Traits::Softmax& softmax,
-                                       PrefixStorage<Traits>& smem, const DecodeParams& params,
-                                       const PrefixGrid& grid, int first_key, int end_key,
-                                       int source, bool computes) {
+__device__ __forceinline__ void attend_shared(typename Traits::Output& O,
+                                              typename Traits::Softmax& softmax,
+                                              PrefixStorage<Traits>& smem,
+                                              const DecodeParams& params, const PrefixGrid& grid,
+                                              const PrefixBlock& block, int first_key, int end_key,
+                                              int source, bool computes) {
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
   constexpr int kStages = Traits::kStages, kBlockKeys = Traits::kBlockKeys;
   constexpr int kRows = 2 * Traits::kRowBlocks;
   const int warp = threadIdx.x / 32, thread_lane = threadIdx.x % 32;
   const int tiles = (end_key - first_key + kBlockKeys - 1) / kBlockKeys;
-  CacheLoader<Traits> cache(params, source, blockIdx.y, first_key, end_key,
+  CacheLoader<Traits> cache(params, source, block.kv_head, first_key, end_key,
                             first_key + warp * Traits::kKeys, thread_lane, warp * Traits::kKeys);
   // Appended tokens are the source's last.
   if (params.seqlen_new > 0 && end_key > kvcache_len_k(params, source) - params.seqlen_new) {
@@ -227,7 +234,7 @@ __device__ __forceinline__ void attend(typename Traits::Output& O,
   };
 #pragma unroll 1
   for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
-  load_queries<Traits>(smem, params, grid);
+  load_rows<Traits>(smem, params, grid, block);
   const SmemOperandA<Traits::kRowBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
       smem.q, warp * Traits::kWarpRows, thread_lane);
   // A row of the warp for each lane: a tile that all of them see whole needs no mask.
@@ -281,11 +288,12 @@ __device__ __forceinline__ void attend(typename Traits::Output& O,
 template <typename Traits>
 __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
                                               const DecodeParams& params,
-                                              const SharedPrefix& prefix, const PrefixGrid& grid) {
+                                              const SharedPrefix& prefix, const PrefixGrid& grid,
+                                              const PrefixBlock& block) {
   constexpr int kBlockKeys = Traits::kBlockKeys, kRows = 2 * Traits::kRowBlocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int piece = blockIdx.z;
-  const SequenceKeys of_warp = find_keys<Traits>(smem, params, prefix, grid);
+  const int piece = block.piece;
+  const SequenceKeys of_warp = find_keys<Traits>(smem, params, prefix, grid, block);
   if (lane == 0) {
     smem.first_key[warp] = of_warp.first;
     smem.end_key[warp] = of_warp.end;
@@ -310,13 +318,13 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
   typename Traits::Softmax softmax(params.softmax_scale);
   const bool computes =
       warp * Traits::kWarpRows < smem.num_members * params.seqlen_q * params.group;
-  attend<Traits>(O, softmax, smem, params, grid, begin * kBlockKeys, min(end * kBlockKeys, end_key),
-                 source, computes);
+  attend_shared<Traits>(O, softmax, smem, params, grid, block, begin * kBlockKeys,
+                        min(end * kBlockKeys, end_key), source, computes);
 
   ptx::wait_for_prerequisites();  // whoever still reads the workspace
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const PrefixRow row(smem, params, grid, blockIdx.y,
+    const PrefixRow row(smem, params, grid, block.kv_head,
                         warp * Traits::kWarpRows + i / 2 * 16 + fragment_row(i, lane));
     if (!row.exists) continue;
     const int64_t slot = int64_t{params.splits.count + piece} * params.batch + row.batch_idx;
@@ -339,35 +347,59 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
   }
 }
 
-// Grid (tiles, kv heads, pieces): blocks that read the same keys are neighbours.
+// kHeadDim of decode.cuh's tiles is that of these: pages.
+template <typename Traits>
+using OwnTraits = DecodeTraits<Traits::kDType, Traits::kHeadDim, /*kPagedCache=*/true>;
+
+template <typename Traits>
+union PrefixBlockStorage {
+  PrefixStorage<Traits> shared;
+  DecodeStorage<OwnTraits<Traits>> own;
+};
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     prefix_kernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ SharedPrefix prefix,
-                  const __grid_constant__ PrefixGrid grid) {
+                  const __grid_constant__ PrefixGrid grid,
+                  const __grid_constant__ DecodeGrid own_grid) {
   extern __shared__ __align__(128) char smem_bytes[];
-  PrefixStorage<Traits>& smem = *reinterpret_cast<PrefixStorage<Traits>*>(smem_bytes);
+  auto& smem = *reinterpret_cast<PrefixBlockStorage<Traits>*>(smem_bytes);
+  // As in decode.cuh.
+  if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
+  const int pairs = min(grid.shared_blocks, grid.own_blocks), index = blockIdx.x;
+  const bool alternates = index < 2 * pairs;
+  const int number = alternates ? index / 2 : index - pairs;
+  if (alternates ? index % 2 != 0 : grid.shared_blocks == pairs) {
+    using Own = OwnTraits<Traits>;
+    const DecodeBlock block(params, own_grid, number);
+    decode_piece<Own>(
+        smem.own, params,
+        DecodePiece::of_split<Own::kKeys, Own::kPaged>(params, own_grid, block, kOwnTiles));
+    return;
+  }
+  PrefixBlock block(grid, params, number);
 #pragma unroll 1
-  for (int tile = blockIdx.x;; tile += gridDim.x) {
-    find_members(smem, params, prefix, grid, tile);
-    if (smem.source < 0) break;
-    attend_prefix<Traits>(smem, params, prefix, grid);
+  for (;; block.tile += grid.num_tiles) {
+    find_members(smem.shared, params, prefix, grid, block.tile);
+    if (smem.shared.source < 0) return;
+    attend_prefix<Traits>(smem.shared, params, prefix, grid, block);
     __syncthreads();  // the ring's place is searched again
   }
-  ptx::wait_for_prerequisites();  // the merge waits for this kernel alone
 }
 
 template <DType kDType, int kHeadDim>
 void launch_prefix(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
+  const DecodeGrid own_grid(params);
   const auto run = [&]<int kRowBlocks> {
     using Traits = PrefixTraits<kDType, kHeadDim, kRowBlocks>;
-    constexpr int kSmemBytes = sizeof(PrefixStorage<Traits>);
+    constexpr int kSmemBytes = sizeof(PrefixBlockStorage<Traits>);
     static_assert(kSmemBytes <= 99 * 1024);
-    const PrefixGrid grid(params, prefix, Traits::kRows);
-    launch_overlapping<prefix_kernel<Traits>>(dim3(grid.num_tiles, params.heads_kv, prefix.pieces),
-                                              Traits::kThreads, kSmemBytes,
-                                              /*overlap=*/true, stream, params, prefix, grid);
+    const PrefixGrid grid(params, prefix, Traits::kRows, own_grid);
+    launch_overlapping<prefix_kernel<Traits>>(
+        dim3(static_cast<unsigned>(grid.shared_blocks + grid.own_blocks)), Traits::kThreads,
+        kSmemBytes, /*overlap=*/true, stream, params, prefix, grid, own_grid);
   };
   if constexpr (kHeadDim <= 128) {
     if (prefix.row_blocks == 2) return run.template operator()<2>();

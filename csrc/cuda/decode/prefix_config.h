@@ -1,29 +1,48 @@
 // The grid of prefix.cuh, and its instances: one a dtype and head-dim class, in inst/prefix_d*.cu.
 #pragma once
 
-#include "../divisor.h"
+#include "config.h"
 #include "prefix.h"
 
 namespace flash_attn::cuda {
 
 inline constexpr int kPrefixWarps = 4;
 
-// From rows of a tile to rows of the call.
+// Keys that a sequence does not share: a piece has so many of decode.cuh's tiles at least.
+inline constexpr int kOwnTiles = 4 * kDecodeWarps;
+
+// From the index of a thread block to a tile of rows, and from these to rows of the call.
 struct PrefixGrid {
-  Divisor members, sequence_rows, group, pieces;
+  Divisor tiles, heads_kv, members, sequence_rows, group, pieces;
   int tile_members;  // sequences of a tile
   int num_tiles;     // that have thread blocks of their own, if all sequences share one prefix
+  int shared_blocks, own_blocks;
 
   // rows: of a tile.
-  PrefixGrid(const DecodeParams& params, const SharedPrefix& prefix, int rows)
-      : members(rows / (params.seqlen_q * params.group)),
+  PrefixGrid(const DecodeParams& params, const SharedPrefix& prefix, int rows,
+             const DecodeGrid& own)
+      : tiles(tiles_of(params, rows)),
+        heads_kv(params.heads_kv),
+        members(members_of(params, rows)),
         sequence_rows(params.seqlen_q * params.group),
         group(params.group),
         pieces(prefix.pieces),
-        tile_members(rows / (params.seqlen_q * params.group)),
-        num_tiles((params.batch + tile_members - 1) / tile_members) {}
+        tile_members(members_of(params, rows)),
+        num_tiles(tiles_of(params, rows)),
+        shared_blocks(num_tiles * params.heads_kv * prefix.pieces),
+        own_blocks(static_cast<int>(own.blocks(params))) {}
+
+ private:
+  static int members_of(const DecodeParams& params, int rows) {
+    return rows / (params.seqlen_q * params.group);
+  }
+  static int tiles_of(const DecodeParams& params, int rows) {
+    const int members = members_of(params, rows);
+    return (params.batch + members - 1) / members;
+  }
 };
 
+// params: leftpad_k is prefix.lens.
 template <DType kDType, int kHeadDim>
 void launch_prefix(const DecodeParams& params, const SharedPrefix& prefix, Stream stream);
 
