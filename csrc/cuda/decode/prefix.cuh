@@ -37,6 +37,7 @@ struct PrefixTraits {
   static constexpr int kBlockKeys = kHeadDim <= 128 ? 64 : 32;  // of a tile
   static constexpr int kKeys = kBlockKeys / kPrefixWarps;       // of it that a warp copies
   static constexpr int kStages = kHeadDim == 128 ? 2 : 3;       // tiles of K, and as many of V
+  static constexpr int kElementBytes = 2;
   static constexpr int kTilesAhead = 2;
   static constexpr int kThreads = 32 * kPrefixWarps;
   static constexpr int kBlocksPerSm = 2;
@@ -220,6 +221,7 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
   int place = 0;  // of the next copy in the ring, and the oldest one's, once all are taken
   const auto load = [&](int tile) {
     if (tile < tiles) {
+      cache.locate();
       cache.keys(smem.ring.k[place], smem.valid[place][warp]);
       cache.values(smem.ring.v[place]);
     }
