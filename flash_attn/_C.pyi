@@ -183,6 +183,12 @@ def rows_first(
 def rng_state(like: Tensor, /) -> Tensor:
     """int64 (2): a fresh seed and offset from torch's generator of like's device."""
 
+def clear_pages(k: Tensor, v: Tensor, missing: Tensor, /) -> None:
+    """Zeros in the pages that are missing of k and v (batch, max_pages, …), contiguous, of a GPU.
+
+    missing: bool (batch, max_pages).
+    """
+
 # The backend, every other one with its reasons why not, and of each that can, how.
 Explanation = tuple[str, dict[str, list[str]], dict[str, str]]
 

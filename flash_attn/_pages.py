@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from flash_attn import _functorch
 from flash_attn._errors import shown
+from flash_attn._library import C
 
 
 def _check(k: Tensor, v: Tensor, block_table: Tensor, **indices: Tensor | None) -> None:
@@ -43,6 +45,22 @@ def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
     if cache.size(0) == 0:
         cache = torch.cat([cache, cache.new_zeros(1, *cache.shape[1:])])
     return cache[block_table.clamp(0, cache.size(0) - 1)].flatten(1, 2)
+
+
+def _clear(k, v, missing):
+    """The gathered k and v with zeros in the pages, bool (batch, max_pages), that are missing.
+
+    Whatever a page of another's holds, even NaN, must not reach a product with a weight of 0. The
+    CPU sees to that itself.
+    """
+    if k.is_cpu or missing.numel() == 0:
+        return k, v
+    is_plain = all(type(x) is Tensor and x.is_cuda and x.is_contiguous() for x in (k, v, missing))
+    if is_plain and not (torch.compiler.is_compiling() or _functorch.is_active()):
+        C.clear_pages(k.detach(), v.detach(), missing)
+        return k, v
+    lost = missing.repeat_interleave(k.size(1) // missing.size(1), 1)[..., None, None]
+    return k.masked_fill(lost, 0), v.masked_fill(lost, 0)
 
 
 def _keys_that_exist(missing, page_size, width, leftpad_k):
@@ -101,7 +119,7 @@ def unpage(
         lengths = torch.zeros_like(lengths)
     first = torch.arange(columns, device=k.device) * page_size
     missing = ((block_table < 0) | (block_table >= pages)) & (first < lengths[:, None])
-    k, v = gather_pages(k, block_table), gather_pages(v, block_table)
+    k, v = _clear(gather_pages(k, block_table), gather_pages(v, block_table), missing)
     on_host = k.is_cpu
     attn_bias, max_seqlen_k = _mask_missing(
         missing,

@@ -5,11 +5,11 @@
                          [--out FILE.json]
 
 A thread draws a call (attention with gradients, dense or varlen, any score term; a cache with or
-without an append, pages, garbage in its indices; on a GPU a CUDA graph, replayed on new data), runs
-it on the thread's stream among poisoned allocations, and holds it against float64, or a replay
-against the same bits in eager. Memory has to stay flat. What failed is printed with its seed; the
-exit code is then 1. FILE.json is written anew after each epoch, so that a soak that is stopped
-leaves what it has seen: calls, failures, bytes held then.
+without an append, pages, garbage in its indices; every other function beside flash_attn_func; on a
+GPU a CUDA graph, replayed on new data), runs it on the thread's stream among poisoned allocations,
+and holds it against float64, or a replay against the same bits in eager. Memory has to stay flat.
+What failed is printed with its seed; the exit code is then 1. FILE.json is written anew after each
+epoch, so that a soak that is stopped leaves what it has seen: calls, failures, bytes held then.
 """
 
 from __future__ import annotations
@@ -177,9 +177,43 @@ def graph(draw: random.Random, device: str, seed: int) -> int:
     return ROUNDS
 
 
+def forms(draw: random.Random, device: str, seed: int) -> int:
+    """Each other function, of the same q, k and v: what flash_attn_func gives."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype, d = draw.choice([torch.float16, torch.bfloat16]), draw.choice([32, 64, 128])
+    shape = (2, 60, 3, 2, d)
+    qkv = torch.randn(shape, device=device, dtype=dtype, generator=generator)
+    (q, k, v), causal = qkv.unbind(2), draw.random() < 0.5
+    cu = torch.tensor([0, 60, 120], device=device, dtype=torch.int32)
+    table = torch.arange(6, device=device, dtype=torch.int32).view(2, 3)
+    packed, rows = qkv.flatten(0, 1), [x.flatten(0, 1) for x in (q, k, v)]
+    pages = [x.unflatten(0, (6, 20)) for x in rows[1:]]
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    mask = flash_attn.masks.causal() if causal else None
+    fa, given = flash_attn, dict(causal=causal)
+    expected = fa.flash_attn_func(q, k, v, **given)
+    results = {
+        "qkvpacked": fa.flash_attn_qkvpacked_func(qkv, **given),
+        "kvpacked": fa.flash_attn_kvpacked_func(q, qkv[:, :, 1:], **given),
+        "varlen_qkvpacked": fa.flash_attn_varlen_qkvpacked_func(packed, cu, 60, **given),
+        "varlen_kvpacked": fa.flash_attn_varlen_kvpacked_func(
+            rows[0], packed[:, 1:], cu, cu, 60, 60, **given
+        ),
+        "pages": fa.flash_attn_varlen_func(
+            rows[0], *pages, cu, cu, 60, 60, block_table=table, **given
+        ),
+        "sdpa": fa.scaled_dot_product_attention(*turned, is_causal=causal).transpose(1, 2),
+        "mask": fa.flash_attn_func(q, k, v, attn_bias=mask),
+    }
+    for name, found in results.items():
+        close = torch.allclose(found.reshape(expected.shape), expected, rtol=0.02, atol=0.02)
+        assert close, name
+    return len(results)
+
+
 KINDS: dict[str, list[Callable[[random.Random, str, int], int]]] = {
-    "cpu": [attention, cache],
-    "cuda": [attention, cache, graph],
+    "cpu": [attention, cache, forms],
+    "cuda": [attention, cache, forms, graph],
 }
 
 

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from flash_attn.context_parallel.exchange import copy
 from flash_attn.context_parallel.heads import head_shares, shares_in_groups
 from flash_attn.context_parallel.plan import Documents, Mask, calls
 from flash_attn.context_parallel.shards import Shards, in_order, size_of
@@ -192,3 +193,28 @@ def test_shares_in_groups(heads_q: int, heads_kv: int, ranks: int, rows: int) ->
             assert [h for part in parts for h in range(*part)] == list(range(*whole))
     for group in groups[:-1]:
         assert max(rows * (last - first) for (first, last), _ in group) >= 1 << 17
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_copy_between_strides(dtype: torch.dtype, device: str) -> None:
+    """Of heads, of heads whose size or place is no multiple of 16 bytes, of turned ones, and of
+    another dtype: each number where it belongs, and none elsewhere."""
+    source = torch.randn(2, 5, 6, 24).to(device, dtype)
+    for part in (
+        source[:, :, 1:3],
+        source[..., 1:17],
+        source[..., 8:21],
+        source.mT,
+        source[:, 1:4, ::2],
+        source[:, :, 2:2],
+        source.bfloat16(),
+    ):
+        around = torch.zeros(*(n + 2 for n in part.shape), device=device, dtype=dtype)
+        for margins in ((1, 1, 1, 1), (1, 1, 0, 0)):
+            inside = tuple(slice(m, m + n) for m, n in zip(margins, part.shape, strict=True))
+            expected = around.clone()
+            expected[inside] = part.to(dtype)
+            actual = around.clone()
+            copy(actual[inside], part)
+            assert torch.equal(actual, expected)

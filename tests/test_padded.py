@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-FILE = "csrc/aten/host_reads.cpp"
 # pytest's arguments; of the long files every 80th test. Not those of the same bits, which padding
 # changes.
 RUNS = [
@@ -25,17 +24,15 @@ RUNS = [
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory):
     sys.path.insert(0, str(Path(__file__).parent / "mutation"))
-    from workplace import ROOT, Workplace, find_ninja
+    from workplace import HOST_READS, ROOT, Workplace, find_ninja, padded_host_reads
 
     commands = ROOT / "build" / "compile_commands.json"
-    if not commands.is_file() or str(ROOT / FILE) not in commands.read_text():
+    if not commands.is_file() or str(ROOT / HOST_READS) not in commands.read_text():
         pytest.skip("no build tree of this checkout")
     if shutil.which("c++") is None or find_ninja() is None:
         pytest.skip("no compiler, or no ninja")
     place = Workplace(tmp_path_factory.mktemp("padded") / "copy")
-    text = (ROOT / FILE).read_text()
-    other = text.replace("const at::Tensor& x", "const at::Tensor&").replace("x.is_cpu()", "false")
-    assert other.count("false") == 1 and place.install(FILE, other)
+    assert place.install(padded_host_reads())
     return place
 
 

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import flash_attn
 from flash_attn.bert_padding import (
@@ -169,6 +170,33 @@ def test_rotary_is_differentiable() -> None:
     assert torch.autograd.gradcheck(
         lambda x: apply_rotary_emb(x, angles.cos(), angles.sin(), True), x
     )
+
+
+ANGLES = torch.linspace(0, 3, 36, dtype=torch.float64).view(9, 4)
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+ROWS = torch.tensor([0, 2, 5])
+RIGHT_TANGENTS = {
+    "rotary": (lambda x: apply_rotary_emb(x, COS, SIN), (2, 4, 4, 8)),
+    "cos": (lambda cos: apply_rotary_emb(torch.ones(2, 9, 4, 8).double(), cos, SIN), (9, 4)),
+    "qkv": (lambda x: apply_rotary_emb_qkv_(x.clone(), COS, SIN), (2, 4, 3, 4, 8)),
+    "kv": (lambda x: apply_rotary_emb_kv_(x.clone(), COS, SIN), (2, 4, 2, 4, 8)),
+    "first": (lambda x: index_first_axis(x, ROWS), (9, 4)),
+    "put": (lambda x: index_put_first_axis(x, ROWS, 9), (3, 4)),
+    "unpad": (lambda x: unpad_input(x, torch.tensor([[1, 1, 1], [1, 0, 0]]))[0], (2, 3, 4)),
+    "pad": (lambda x: pad_input(x, ROWS, 2, 4), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_TANGENTS)
+def test_forward_mode_gives_the_tangent(name: str) -> None:
+    """These are linear: the tangent is the function of the tangent, less that of zeros."""
+    function, shape = RIGHT_TANGENTS[name]
+    x, tangent = torch.randn(2, *shape, dtype=torch.float64)
+    expected = function(tangent) - function(torch.zeros_like(x))
+    torch.testing.assert_close(torch.func.jvp(function, (x,), (tangent,))[1], expected)
+    with forward_ad.dual_level():
+        dual = function(forward_ad.make_dual(x, tangent))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, expected)
 
 
 def test_rotary_in_place_forms() -> None:

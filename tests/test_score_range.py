@@ -93,14 +93,16 @@ def test_a_mask_of_the_lowest_number_is_a_bool_mask(
 
 
 @TARGETS
-def test_a_nan_behind_such_a_mask_stays_there(target: Target) -> None:
+@pytest.mark.parametrize("seen", [0, -(2**26)])  # the least that hides nothing
+def test_a_nan_behind_such_a_mask_stays_there(seen: int, target: Target) -> None:
     q, k, v = (x.detach() for x in inputs(target, torch.float32))
-    bias = torch.zeros(ROWS, KEYS, device=target.device)
+    bias = torch.full((ROWS, KEYS), float(seen), device=target.device)
     bias[:, 2] = torch.finfo(torch.float32).min
     with use(target):
         expected = run([x.clone().requires_grad_() for x in (q, k, v)], attn_bias=bias)
         k[:, 2], v[:, 2] = math.nan, math.inf
         found = run([x.clone().requires_grad_() for x in (q, k, v)], attn_bias=bias)
+    assert expected[0].any()
     for a, e in zip(found, expected, strict=True):
         torch.testing.assert_close(a, e)
 

@@ -230,6 +230,7 @@ CALLS: dict[Callable, list[Callable[[], dict]]] = {
 }
 DTYPES = (
     torch.float16,
+    torch.bfloat16,
     torch.float32,
     torch.float64,
     torch.complex64,
@@ -240,7 +241,7 @@ DTYPES = (
     torch.float8_e4m3fn,
 )
 
-FLOATS = {"float16", "float32", "float64", "float8_e4m3fn"}
+FLOATS = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn"}
 INTEGERS = {"bool", "int8", "int32", "int64"}
 NUMBERS = {"integer", "2^63"}
 ANYTHING = {"string", "list", "array", "nested", *NUMBERS, *FLOATS, *INTEGERS, "complex64"}
@@ -273,7 +274,9 @@ TABLES = {"cos": FLOATS, "sin": FLOATS}
 TAKEN_BY: dict[Callable, dict[str, set[str]]] = {
     flash_attn.flash_attn_qkvpacked_func: {"qkv": FLOATS - {"float8_e4m3fn"}},
     flash_attn.flash_attn_varlen_qkvpacked_func: {"qkv": FLOATS - {"float8_e4m3fn"}},
-    flash_attn.flash_decode_func: {"q": {"float16", "float64"}},  # with caches of 8 bits
+    flash_attn.flash_decode_func: {
+        "q": {"float16", "bfloat16", "float64"}
+    },  # with caches of 8 bits
     flash_attn.flash_attn_with_kvcache: {"cache_seqlens": {"integer"}},
     bert_padding.index_first_axis: {"input": ROWS},
     bert_padding.index_first_axis_residual: {"input": ROWS},

@@ -185,6 +185,11 @@ FLASH_ATTN_API Explanation explain_bwd(const FwdArgs& args);  // of the backward
 FLASH_ATTN_API Explanation explain_decode(const DecodeArgs& args);
 FLASH_ATTN_API std::vector<std::string> backend_names();
 
+// On a GPU, of contiguous tensors (batch, max_pages, …): zeros in the pages of k and v that bool
+// (batch, max_pages) says are missing. No op: of copies that nobody else has.
+FLASH_ATTN_API void clear_pages(const at::Tensor& k, const at::Tensor& v,
+                                const at::Tensor& missing);
+
 // The ops' bodies, below autograd: check → device guard → allocate → fill params → launch on the
 // current stream.
 FwdResult fwd(const FwdArgs& args);

@@ -1,6 +1,7 @@
 #include "key_mask.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "../cuda/key_mask.h"
 
@@ -21,6 +22,16 @@ std::optional<DealtSequences> deal_out(AttnParams& params, ScoreParams& score,
                                        const AttnArgs& args) {
   if (!deals_out_sequences(args)) return std::nullopt;
   return DealtSequences(params, score, args.q);
+}
+
+void clear_pages(const at::Tensor& k, const at::Tensor& v, const at::Tensor& missing) {
+  const c10::DeviceGuard guard(k.device());
+  const int64_t pages = missing.numel();
+  const auto page_bytes = [&](const at::Tensor& x) {
+    return pages == 0 ? 0 : static_cast<int64_t>(x.nbytes()) / pages;
+  };
+  cuda::run_clear_pages(k.data_ptr(), page_bytes(k), v.data_ptr(), page_bytes(v),
+                        missing.const_data_ptr<bool>(), pages, stream_of(k));
 }
 
 }  // namespace flash_attn

@@ -28,7 +28,33 @@ __global__ void __launch_bounds__(kThreads)
   seqused[batch_idx] = hides ? 0 : leftpad + seqlen.len_k;
 }
 
+__device__ __forceinline__ void clear(char* page, int64_t bytes) {
+  const bool in_chunks = (reinterpret_cast<uintptr_t>(page) | bytes) % sizeof(uint4) == 0;
+  const int64_t chunks = in_chunks ? bytes / static_cast<int64_t>(sizeof(uint4)) : 0;
+  for (int64_t i = threadIdx.x; i < chunks; i += kThreads) reinterpret_cast<uint4*>(page)[i] = {};
+  if (in_chunks) return;
+  for (int64_t i = threadIdx.x; i < bytes; i += kThreads) page[i] = 0;
+}
+
+// A thread block looks at a page.
+__global__ void __launch_bounds__(kThreads)
+    clear_pages_kernel(char* k, int64_t k_page_bytes, char* v, int64_t v_page_bytes,
+                       const bool* missing) {
+  const int64_t page = blockIdx.x;
+  if (!missing[page]) return;
+  clear(k + page * k_page_bytes, k_page_bytes);
+  clear(v + page * v_page_bytes, v_page_bytes);
+}
+
 }  // namespace
+
+void run_clear_pages(void* k, int64_t k_page_bytes, void* v, int64_t v_page_bytes,
+                     const bool* missing, int64_t pages, Stream stream) {
+  if (pages == 0) return;
+  launch<clear_pages_kernel>(static_cast<unsigned>(pages), kThreads, 0, stream,
+                             static_cast<char*>(k), k_page_bytes, static_cast<char*>(v),
+                             v_page_bytes, missing);
+}
 
 void run_find_hidden(const AttnParams& params, const BiasParams& mask, int32_t* hidden,
                      int32_t* seqused, Stream stream) {

@@ -83,7 +83,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const typename Traits::Params&
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
     if constexpr (Traits::kStashesWeights || Traits::kWeighted) {
-      const float dv_scale = Traits::kStashesWeights ? scale / kExactScale : scale;
+      const float dv_scale = scale / Traits::kScaleOfP;
       scale_rows(dV, {dv_scale, dv_scale});
     }
     store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);

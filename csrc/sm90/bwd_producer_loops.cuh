@@ -21,7 +21,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     BwdSharedStorage<Traits>& smem) {
   using ScorePolicy = typename Traits::ScorePolicy;
   constexpr bool kDrops = Traits::kStashesWeights || Traits::kWeighted;
-  constexpr float kScale = Traits::kStashesWeights ? kExactScale : 1.f;
+  constexpr float kScale = Traits::kScaleOfP;
   const RowScales scales = {.p = kScale, .delta = (kDrops ? params.dropout.keep : 1.f) / kScale};
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);

@@ -60,8 +60,8 @@ class QueryWalk {
     if constexpr (kFirst) self.await_start();
     self.q_ring.wait_full();
     self.start_scores(S);  // Sᵀ = K Qᵀ
-    uint32_t key_word = 0;
-    if constexpr (Traits::kWeighted) key_word = draw_key_word();
+    [[maybe_unused]] uint2 of_key;
+    if constexpr (Traits::kWeighted) of_key = draw_key_word();
     LaneValues<Traits::kBlockM> lse;
     if constexpr (kReadsAhead) lse.read(row_values.lse_log2, self.lane);
     uint32_t seen[Traits::kBlockM / kMaskTile];
@@ -91,7 +91,7 @@ class QueryWalk {
         lse.read(row_values.lse_log2, self.opaque_lane());
         exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
                      block.m * Traits::kBlockM, self.opaque_lane());
-        negate_dropped(S, key_word);
+        negate_dropped(S, of_key);
         round_kept<Element>(P, self.smem.late_p, self.thread(), S);
       } else {
         const auto& score = self.smem.score(work, block.head);
@@ -103,11 +103,12 @@ class QueryWalk {
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_kept<Element, kEarly, Traits::kBlockM>(dS, S, dP, row_values.delta,
-                                                           self.opaque_lane());
+      differentiate_kept<Element, kEarly, Traits::kBlockM, Traits::kHalvesP>(
+          dS, S, dP, row_values.delta, self.opaque_lane());
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate_kept<Element, 0, kEarly>(dS, S, dP, row_values.delta, self.opaque_lane());
+      differentiate_kept<Element, 0, kEarly, Traits::kHalvesP>(dS, S, dP, row_values.delta,
+                                                               self.opaque_lane());
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) lse.read(row_values.lse_log2, self.lane);
@@ -193,20 +194,23 @@ class QueryWalk {
     self.term_ring.advance();
   }
 
-  // Dropout's, of the lane's keys, beside the product that is under way.
-  __device__ __forceinline__ uint32_t draw_key_word() const {
-    if (!drops()) return 0;
+  // Dropout's, of the lane's keys, beside the product that is under way: registers are too short to keep it.
+  __device__ __forceinline__ uint2 draw_key_word() const {
+    if (!drops()) return {};
     self.words_ring().wait_full();
-    return flash_attn::ptx::opaque(self.smem.score(work, block.head)
-                                       .draw_key_word(self.params.dropout, place().key, self.lane));
+    uint2& of_key = self.smem.dropout.of_keys[self.thread()];
+    if (block.starts_head()) {
+      const auto& score = self.smem.score(work, block.head);
+      of_key = {score.draw_key_word(self.params.dropout, place().key, self.lane),
+                score.last_dropout_word()};
+    }
+    return {flash_attn::ptx::opaque(of_key.x), flash_attn::ptx::opaque(of_key.y)};
   }
   __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
   // What is dropped of P.
-  __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P,
-                                                 uint32_t key_word) const {
-    self.smem.score(work, block.head)
-        .negate_dropped(P, self.params.dropout, place().key, key_word,
-                        self.smem.dropout.query_words[self.q_ring.stage()], self.opaque_lane());
+  __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P, uint2 of_key) const {
+    sm90::negate_dropped(P, self.params.dropout, place().key, of_key,
+                         self.smem.dropout.query_words[self.q_ring.stage()], self.opaque_lane());
     self.words_ring().arrive_empty();
   }
 

@@ -48,10 +48,6 @@ __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float s
   }
 }
 
-// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but for
-// rounding: it keeps 11 bits down to 2^-27, and some to 2^-37.
-inline constexpr float kExactScale = 0x1p13f;
-
 // P as dV wants it, of the queries from kFirst to kEnd of the block.
 template <typename Element, int kFirst, int kEnd, int kBlockM>
 __device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
@@ -186,8 +182,22 @@ __device__ __forceinline__ void round_kept(OperandA<1, kBlockM>& P,
     put_early_or_late(P, late_p, thread, k, rounded);
   }
 }
-// dS / ρ = P ∘ (m ∘ dP - delta / ρ), of the queries from kFirst to kEnd.
-template <typename Element, int kFirst, int kEnd, int kBlockM>
+// Queries as columns: what is dropped of P changes its sign. of_key: BwdDropoutStorage::of_keys.
+template <int kN>
+__device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
+                                               int first_key, uint2 of_key,
+                                               const uint32_t* query_words, int lane) {
+  const DropoutMask<true> mask(params, of_key.y, first_key % 32 != 0);
+#pragma unroll
+  for (int n = 0; n < kN / 8; n += 2) {
+    const uint2 pair = *reinterpret_cast<const uint2*>(query_words + n * 4 + lane % 4 * 2);
+    mask.negate_dropped(P.data[0][n], P.data[0][n + 1], of_key.x, {pair.x, pair.y});
+  }
+}
+
+// dS / ρ = P ∘ (m ∘ dP - delta / ρ), of the queries from kFirst to kEnd. kHalved: from half of P and twice delta,
+// without a comparison: where the other way costs a maximum, p + |p| is twice p or 0.
+template <typename Element, int kFirst, int kEnd, bool kHalved, int kBlockM>
 __device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
                                                    const Accumulator<1, kBlockM>& P,
                                                    const Accumulator<1, kBlockM>& dP,
@@ -196,8 +206,10 @@ __device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
   for (int n = kFirst / 8; n < kEnd / 8; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
     const auto of = [&](int i) {
-      const float p = P.data[0][n][i], of_delta = i % 2 == 0 ? pair.x : pair.y;
-      return fmaf(-fabsf(p), of_delta, fmaxf(p, 0.f) * dP.data[0][n][i]);
+      const float p = P.data[0][n][i], dp = dP.data[0][n][i];
+      const float of_delta = i % 2 == 0 ? pair.x : pair.y;
+      if constexpr (kHalved) return fmaf(p + fabsf(p), dp, -(fabsf(p) * of_delta));
+      return fmaf(-fabsf(p), of_delta, fmaxf(p, 0.f) * dp);
     };
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

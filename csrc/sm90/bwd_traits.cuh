@@ -47,6 +47,12 @@ struct BwdTraits {
   // dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign that
   // tells what is dropped. Dropout's words of queries are shared.
   static constexpr bool kWeighted = kForm == BwdForm::kWeighted;
+  // And P is half of it there (differentiate_kept). In fp16 it would lose a bit of its smallest numbers.
+  static constexpr bool kHalvesP = kWeighted && kDType == DType::kBf16;
+  static constexpr float kScaleOfP =
+      kStashesWeights ? kExactScale
+      : kHalvesP      ? 0.5f
+                      : 1.f;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -175,6 +181,9 @@ struct BwdDropoutStorage {};
 template <typename Traits>
 struct BwdDropoutStorage<Traits, true> {
   alignas(8) uint32_t query_words[Traits::kTermStages][Traits::kBlockM / 2];
+  // Of each consumer thread what it draws once a head: the word of its keys, and what all words of the head
+  // are mixed with.
+  alignas(8) uint2 of_keys[Traits::kConsumerThreads];
 };
 
 template <typename Traits>

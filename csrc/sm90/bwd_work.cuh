@@ -75,6 +75,7 @@ class QueryBlocks : public QueryBlock {
   __device__ __forceinline__ bool more() const { return head < end_head_; }
   __device__ __forceinline__ bool is_first() const { return head == first_head_ && m == begin_; }
   __device__ __forceinline__ bool is_last() const { return head == end_head_ - 1 && m == end_ - 1; }
+  __device__ __forceinline__ bool starts_head() const { return m == begin_; }
   // Whether the head is a new one.
   __device__ __forceinline__ bool advance() {
     if (++m < end_) return false;
@@ -86,6 +87,10 @@ class QueryBlocks : public QueryBlock {
  private:
   int begin_, end_, first_head_, end_head_;
 };
+
+// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but for
+// rounding: it keeps 11 bits down to 2^-27, and some to 2^-37.
+inline constexpr float kExactScale = 0x1p13f;
 
 // LSE and delta of a block of queries: P = exp2(scale_log2 · S - lse_log2), and delta is multiplied by
 // dropout's keep probability.

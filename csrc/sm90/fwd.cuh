@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
   if (threadIdx.x == 0) smem.init_barriers();
   smem.zero_absent_slabs(params);
+  if constexpr (Traits::kAlibi) smem.alibi.term.init(threadIdx.x, Traits::kThreads);
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
@@ -154,6 +155,7 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   const bool alike = !Traits::kMasked && sequences_are_alike(params);
   // Head after head, as no length has to come first: the blocks walk over the same K and V together.
   if (alike) scheduler.section_heads = 1;
+  if constexpr (Traits::kStagedBias) scheduler.share(params.score.bias);
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
   if (num_tiles == 0) return;
 

@@ -14,6 +14,8 @@ class KeyWalk {
   using Element = typename Traits::Element;
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
+  static constexpr bool kLooksAhead = Traits::ScorePolicy::kGeneral && Traits::kTile.blocks == 1;
+  static constexpr bool kTriesFirst = Traits::kConsumers < 3;  // registers of three are too few
   static constexpr float kShare = 0.125f;
   static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
 
@@ -29,7 +31,13 @@ class KeyWalk {
         O(O),
         softmax(softmax),
         range(work.range),
-        n(work.range.end - 1) {}
+        n(work.range.end - 1) {
+    if constexpr (Traits::kSoftcap) {
+      first_serves = score.first.fits();
+      second_serves = score.second.fits();
+      mixed_serves = score.mixed.fits();
+    }
+  }
 
   __device__ __forceinline__ void run() {
     if constexpr (Traits::kTile.blocks > 1) {
@@ -59,6 +67,7 @@ class KeyWalk {
 
   __device__ __forceinline__ void first(Probabilities& P) {
     bring_bias(P);
+    look_ahead();
     BlockMask::RowPair rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
     self.release(self.k_ring);
@@ -76,14 +85,17 @@ class KeyWalk {
   }
 
   __device__ __forceinline__ void next(Probabilities& P, Probabilities& P_next) {
+    if constexpr (Traits::kAlibi) follow_slope();
     self.k_ring.wait_full();
     self.wait_turn();
     self.scores(S);
+    if constexpr (Traits::kAlibi) self.smem.alibi.term.start(S, self.warpgroup);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
     bring_bias(P_next);
+    look_ahead();
     BlockMask::RowPair rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
     ptx::wgmma_wait<1>();
@@ -167,15 +179,13 @@ class KeyWalk {
     };
     if constexpr (Traits::kStagedBias) {
       if (is_full() && !softmax.negates()) {
-        BiasStep step(score.inverse_scale());
+        BiasStep step(bias_factor);
         return with(step);
       }
     }
     if constexpr (Traits::kAlibi) {
-      const int to_diagonal = score.to_diagonal(place());
-      if (is_full() && !softmax.negates() && alibi_is_linear<Traits::kBlockN>(to_diagonal)) {
-        const auto finish = [&](auto& S) { score.finish(S, place(), self.lane); };
-        AlibiStep step(score.alibi(), softmax.scale_log2(), to_diagonal, self.lane, finish);
+      if (slope != 0.f) {
+        AlibiStep step(of_row, slope);
         return with(step);
       }
     }
@@ -188,30 +198,83 @@ class KeyWalk {
       }
     }
     if constexpr (Traits::kSoftcap) {
-      using First = SoftcapStep<typename Traits::ScorePolicy, 1>;
-      using Second = SoftcapStep<typename Traits::ScorePolicy, 2>;
+      using Policy = typename Traits::ScorePolicy;
       if (is_full() && !softmax.negates()) {
         // A score that came too near the cap is not the last of its tile.
-        const auto try_step = [&](auto& step, bool& serves) {
+        const auto try_step = [&](auto&& step, bool& serves) {
           const bool moved = with(step);
           if (moved) serves = !__any_sync(~0u, step.failed());
           return moved;
         };
-        if constexpr (Traits::kConsumers < 3) {  // registers of three are too few for both
-          if (first_serves && First::fits(score)) {
-            First step(score, softmax.scale_log2());
-            return try_step(step, first_serves);
+        if constexpr (kTriesFirst) {
+          if (first_serves) {
+            return try_step(SoftcapStep<Policy, 1>(score, first_polynomial), first_serves);
           }
         }
-        if (second_serves && Second::fits(score)) {
-          Second step(score, softmax.scale_log2());
-          return try_step(step, second_serves);
+        if (second_serves) {
+          return try_step(SoftcapStep<Policy, 2>(score, second_polynomial), second_serves);
+        }
+        if (mixed_serves) {
+          return try_step(SoftcapMixedStep<Policy>(score, softmax.scale_log2()), mixed_serves);
         }
       }
     }
     finish_scores(P_next);
     NoStep step;
     return with(step);
+  }
+
+  // What the block at hand needs beside its scores, while the products run: shared memory answers slowly
+  // beside them, and the exponentials would wait for it.
+  __device__ __forceinline__ void look_ahead() {
+    if constexpr (kLooksAhead) {
+      const BlockRange& blocks = work.range;
+      const int block = this->block();
+      const bool is_full = block >= blocks.full_begin && block < blocks.full_end;
+      facts = (is_full ? kFull : 0) | (block <= blocks.begin ? kFirst : 0);
+      ptx::pin(facts);
+    }
+    if constexpr (Traits::kStagedBias) {
+      bias_factor = score.inverse_scale();
+      ptx::pin(bias_factor);
+    }
+    if constexpr (Traits::kAlibi) {
+      const int to_diagonal = score.to_diagonal(place()) + fragment_row(0, self.lane);
+      of_row = -slope * static_cast<float>(to_diagonal);
+      ptx::pin(of_row);
+      next_slope = slope_of(block_in_place(work, score.turned(), max(n - 1, range.begin)));
+      ptx::pin(next_slope);
+    }
+    if constexpr (Traits::kSoftcap) {
+      if constexpr (kTriesFirst) {
+        first_polynomial = score.first;
+        first_polynomial.pin();
+      }
+      second_polynomial = score.second;
+      second_polynomial.pin();
+    }
+  }
+
+  // ALiBi: what scores gain from a column of the block to the next, if all its keys lie before the diagonals
+  // of this consumer's queries or all behind them; 0: the general form serves.
+  __device__ __forceinline__ float slope_of(int block) const {
+    using Term = LinearTerm<Element, Traits::kBlockN, Traits::kConsumers>;
+    const BlockRange& blocks = work.range;
+    const int to_diagonal = score.to_diagonal(
+        {work.first_row + self.warpgroup * 64, work.first_key + block * Traits::kBlockN});
+    const bool before = to_diagonal >= Traits::kBlockN - 1, behind = to_diagonal <= -63;
+    const bool is_full = block >= blocks.full_begin && block < blocks.full_end;
+    const float slope = score.alibi();
+    const bool serves = (before || behind) && is_full && !softmax.negates() &&
+                        fabsf(slope) <= Term::kLargestSlope;
+    return serves ? before ? slope : -slope : 0.f;
+  }
+  // It seldom changes in a tile.
+  __device__ __forceinline__ void follow_slope() {
+    if (next_slope == slope) return;
+    slope = next_slope;
+    self.smem.alibi.term.set_slope(slope, self.warpgroup);
+    ptx::barrier_sync<128>(kCleared + self.warpgroup);
   }
 
   // Of a staged bias, while the products run: what the queries of this warp add to the next S, in the
@@ -264,6 +327,7 @@ class KeyWalk {
     return n;
   }
   __device__ __forceinline__ bool is_full() const {
+    if constexpr (kLooksAhead) return (facts & kFull) != 0;
     return block() >= blocks().full_begin && block() < blocks().full_end;
   }
   // With score terms registers are too short to keep them.
@@ -319,7 +383,11 @@ class KeyWalk {
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();
     if constexpr (Traits::ScorePolicy::kGeneral || Traits::kMasked) {
-      if (block() > blocks().begin) return;
+      if constexpr (kLooksAhead) {
+        if ((facts & kFirst) == 0) return;
+      } else {
+        if (block() > blocks().begin) return;
+      }
       const int unseen = work.window.first_key(work.first_row) - block() * Traits::kBlockN;
       if (unseen > 0) self.clear_values(unseen);
     }
@@ -335,7 +403,14 @@ class KeyWalk {
   int n;            // counts blocks of keys
   FoundKeys found;  // in place of n, with a mask
   float correction[2];
-  bool first_serves = true, second_serves = true;  // of softcap's polynomials, so far
+  enum : uint32_t { kFull = 1, kFirst = 2 };
+  uint32_t facts;                     // of the block at hand: whether it is full, or the first
+  float bias_factor;                  // of a staged bias
+  float slope = NAN, next_slope = 0;  // ALiBi: of the block at hand and the next one; NaN: none yet
+  float of_row;                       // ALiBi: what is linear in the row, of the lane's first one
+  SoftcapPolynomial<1> first_polynomial;
+  SoftcapPolynomial<2> second_polynomial;
+  bool first_serves, second_serves, mixed_serves;  // of softcap's steps, so far
   uint32_t query_word;                             // dropout's, of the lane's rows
 };
 

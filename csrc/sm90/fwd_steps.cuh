@@ -5,121 +5,174 @@
 
 #include "../cuda/attn/online_softmax.cuh"
 #include "../cuda/attn/score_policy.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace flash_attn::sm90 {
 
-// ALiBi where the block lies wholly on one side of its rows' diagonals: from a column to the next all
-// scores change by the same. It joins the exponents' addends, which do not wait for S, and leaves S as it
-// is: S with it, for the rare block that is completed, would take registers in all. finish(S): the
-// general form of it.
-template <typename Finish>
+template <typename Step, typename Scores>
+__device__ __forceinline__ void complete_by(const Step& step, Scores& S) {
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) = step.score(row, S.at(row, i));
+  }
+}
+
+// ALiBi where the block lies wholly on one side of its rows' diagonals: linear in the column, and S has
+// what the columns add (LinearTerm). The rest, a number for each row, joins the exponents' addend.
 class AlibiStep : public NoStep {
  public:
-  // alibi: what a score loses a key away from the diagonal, in the unit of S. to_diagonal: from the
-  // block's first key to its first query's diagonal.
-  __device__ __forceinline__ AlibiStep(float alibi, float scale_log2, int to_diagonal, int lane,
-                                       const Finish& finish)
-      : per_column_((to_diagonal > 0 ? alibi : -alibi) * scale_log2),
-        from_diagonal_(fragment_col(0, lane) - fragment_row(0, lane) - to_diagonal),
-        finish_(finish) {}
+  // of_row: of the lane's first row, in the unit of S. slope: what a score gains from a column to the
+  // next.
+  __device__ __forceinline__ AlibiStep(float of_row, float slope)
+      : of_row_(of_row), slope_(slope) {}
 
-  __device__ __forceinline__ float addend(int row, float /*scale_log2*/, float row_max) const {
-    return fmaf(per_column_, static_cast<float>(from_diagonal_ - fragment_row(row, 0)), -row_max);
+  __device__ __forceinline__ float addend(int row, float scale_log2, float row_max) const {
+    return fmaf(scale_log2, of_row(row), -row_max);
   }
-  template <typename Element>
-  __device__ __forceinline__ float2 exponents(float& first, float& second, int element,
-                                              float scale_log2, float addend, uint32_t /*packed*/) {
-    return {fmaf(first, scale_log2, of_column(element, addend)),
-            fmaf(second, scale_log2, of_column(element + 1, addend))};
-  }
+  __device__ __forceinline__ float score(int row, float x) const { return x + of_row(row); }
   template <typename Scores>
   __device__ __forceinline__ void complete(Scores& S) const {
-    finish_(S);
+    complete_by(*this, S);
   }
 
  private:
-  __device__ __forceinline__ float of_column(int element, float addend) const {
-    return fmaf(per_column_, static_cast<float>(fragment_col(element, 0)), addend);
+  __device__ __forceinline__ float of_row(int row) const {
+    return fmaf(-slope_, static_cast<float>(fragment_row(row, 0)), of_row_);
   }
 
-  float per_column_;   // what a score gains from a column to the next, in units of log 2
-  int from_diagonal_;  // of the lane's first row and column
-  const Finish& finish_;
+  float of_row_, slope_;
 };
-template <int kN>
-__device__ __forceinline__ bool alibi_is_linear(int to_diagonal) {
-  return to_diagonal >= kN - 1 || to_diagonal <= -15;
-}
 
-// Softcap where no score comes near the cap: tanh(x) = x · p(x²), p minimax up to kLimit, relative error
-// 2e-6, of scores up to kLargestScore, and 8e-7. That the scores were as small as that is found out beside
-// the exponentials, each instruction of which a busy tensor core makes felt: so the lowest degree that
-// serves.
+// tanh(x) = x · p(x²), p minimax up to kLimit, relative error 2e-6, of scores up to kLargestScore, 8e-7 and
+// 6e-7. Times the cap, in units of log 2, as a polynomial of X = x · cap.
 template <int kDegree>
-struct SoftcapPolynomial {
-  static_assert(kDegree == 1 || kDegree == 2);
-  static constexpr float kLimit = kDegree == 1 ? 0.1f : 0.28f;
+class SoftcapPolynomial {
+  static_assert(kDegree == 1 || kDegree == 2 || kDegree == 6);
+  static constexpr float kLimit = kDegree == 1 ? 0.1f : kDegree == 2 ? 0.28f : 1.25f;
   static constexpr float kLargestScore = kDegree == 1 ? 15.f : INFINITY;
+  // Caps of whose powers, up to twice the degree, fp32 has the inverse.
+  static constexpr float kLeastCap = kDegree == 6 ? 1e-2f : 1e-4f;
+  static constexpr float kLargestCap = kDegree == 6 ? 640.f : INFINITY;
   __device__ static constexpr float coefficient(int power) {
     constexpr float kFirst[] = {0.999998331f, -0.332004815f};
     constexpr float kSecond[] = {0.999999225f, -0.333155245f, 0.127209172f};
-    return kDegree == 1 ? kFirst[power] : kSecond[power];
+    constexpr float kSixth[] = {0.999999376f,   -0.333293388f,   0.132906435f,  -0.0522053324f,
+                                0.0182289988f, -0.00462683831f, 0.000584480123f};
+    return kDegree == 1 ? kFirst[power] : kDegree == 2 ? kSecond[power] : kSixth[power];
   }
-};
-
-template <typename Policy, int kDegree>
-class SoftcapStep : public NoStep {
-  using Polynomial = SoftcapPolynomial<kDegree>;
 
  public:
-  __device__ __forceinline__ static bool fits(const Policy& score) {
-    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    const float largest_score = Polynomial::kLargestScore * fabsf(score.inverse_scale());
-    return score.cap() >= kLeastCap && Polynomial::kLimit * score.cap() <= largest_score;
-  }
-  __device__ __forceinline__ SoftcapStep(const Policy& score, float scale_log2) : score_(score) {
-    const float square = score.cap() * score.cap();
-    float factor = scale_log2;  // coefficients of X² instead of x²
+  SoftcapPolynomial() = default;
+  __device__ __forceinline__ SoftcapPolynomial(float cap, float inverse_scale,
+                                               float softmax_scale) {
+    const float square = cap * cap;
+    float factor = fabsf(softmax_scale) * kLog2E;
 #pragma unroll
     for (int power = 0; power <= kDegree; ++power) {
-      c_[power] = Polynomial::coefficient(power) * factor;
+      c_[power] = coefficient(power) * factor;
       factor = __fdividef(factor, square);
     }
+    const bool fits = cap >= kLeastCap && cap <= kLargestCap &&
+                      kLimit * cap <= kLargestScore * fabsf(inverse_scale);
+    limit_ = fits ? kLimit * kLimit * square : -1.f;
   }
+
+  // Whether it may be tried.
+  __device__ __forceinline__ bool fits() const { return limit_ >= 0.f; }
+  // largest: the bits of the largest X². Numbers that are not negative compare as their bits do, NaN above
+  // all.
+  __device__ __forceinline__ bool serves(uint32_t largest) const {
+    return largest <= __float_as_uint(limit_);
+  }
+  __device__ __forceinline__ float exponent(float x, float square, float addend) const {
+    float value = c_[kDegree];
+#pragma unroll
+    for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
+    return fmaf(x, value, addend);
+  }
+  // They are in registers from here on.
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (float& of_power : c_) ptx::pin(of_power);
+    ptx::pin(limit_);
+  }
+
+ private:
+  float c_[kDegree + 1], limit_;
+};
+
+// Softcap where no score comes near the cap. That the scores were as small as that is found out beside
+// the exponentials, each instruction of which a busy tensor core makes felt: so the lowest degree that
+// serves.
+template <typename Policy, int kDegree>
+class SoftcapStep : public NoStep {
+ public:
+  __device__ __forceinline__ SoftcapStep(const Policy& score,
+                                         const SoftcapPolynomial<kDegree>& polynomial)
+      : score_(score), polynomial_(polynomial) {}
 
   template <typename Element>
   __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
                                               float /*scale_log2*/, float addend,
                                               uint32_t /*packed*/) {
     const float first2 = first * first, second2 = second * second;
-    // Numbers that are not negative compare as their bits do, NaN above all.
     largest_ = __vimax3_u32(largest_, __float_as_uint(first2), __float_as_uint(second2));
-    return {fmaf(first, polynomial(first2), addend), fmaf(second, polynomial(second2), addend)};
+    return {polynomial_.exponent(first, first2, addend),
+            polynomial_.exponent(second, second2, addend)};
   }
-  __device__ __forceinline__ bool failed() const {
-    const float limit = Polynomial::kLimit * score_.cap();
-    return largest_ > __float_as_uint(limit * limit);
-  }
+  __device__ __forceinline__ bool failed() const { return !polynomial_.serves(largest_); }
+  __device__ __forceinline__ float score(int /*row*/, float x) const { return score_.capped(x); }
   template <typename Scores>
   __device__ __forceinline__ void complete(Scores& S) const {
-#pragma unroll
-    for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) S.at(row, i) = score_.capped(S.at(row, i));
-    }
+    complete_by(*this, S);
   }
 
  private:
-  __device__ __forceinline__ float polynomial(float square) const {
-    float value = c_[kDegree];
-#pragma unroll
-    for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
-    return value;
+  const Policy& score_;
+  const SoftcapPolynomial<kDegree>& polynomial_;
+  uint32_t largest_ = 0;
+};
+
+// Softcap of larger scores: those of even columns by a polynomial, the others by the special-function
+// unit, so that both have work.
+template <typename Policy>
+class SoftcapMixedStep : public NoStep {
+ public:
+  __device__ __forceinline__ SoftcapMixedStep(const Policy& score, float scale_log2)
+      : score_(score),
+        polynomial_(score.mixed),
+        twice_log2_(__fdividef(2.f * kLog2E, score.cap())),
+        cap_log2_(score.cap() * scale_log2) {}
+
+  template <typename Element>
+  __device__ __forceinline__ float2 exponents(float& first, float& second, int element,
+                                              float /*scale_log2*/, float addend,
+                                              uint32_t /*packed*/) {
+    const float first2 = first * first;
+    if (element % 4 == 0) {
+      before_ = __float_as_uint(first2);
+    } else {
+      largest_ = __vimax3_u32(largest_, before_, __float_as_uint(first2));
+    }
+    // tanh(x) = 1 - 2 / (exp(2x) + 1)
+    const float inverse =
+        flash_attn::ptx::reciprocal(flash_attn::ptx::exp2(second * twice_log2_) + 1.f);
+    return {polynomial_.exponent(first, first2, addend),
+            fmaf(-2.f * cap_log2_, inverse, addend + cap_log2_)};
+  }
+  __device__ __forceinline__ bool failed() const { return !polynomial_.serves(largest_); }
+  __device__ __forceinline__ float score(int /*row*/, float x) const { return score_.capped(x); }
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores& S) const {
+    complete_by(*this, S);
   }
 
+ private:
   const Policy& score_;
-  float c_[kDegree + 1];
-  uint32_t largest_ = 0;
+  const SoftcapPolynomial<6> polynomial_;
+  float twice_log2_, cap_log2_;
+  uint32_t largest_ = 0, before_ = 0;
 };
 
 // A bias, of which each pair lies where its P will.

@@ -6,11 +6,10 @@
 
 #include "../cuda/attn/block_range.cuh"
 #include "../cuda/attn/online_softmax.cuh"
-#include "../cuda/attn/score_policy.cuh"
 #include "../cuda/attn/seqlen.cuh"
-#include "../cuda/attn/tile_scheduler.cuh"
 #include "config.h"
-#include "masked_scores.cuh"
+#include "fwd_forms.cuh"
+#include "linear_term.cuh"
 #include "tile/copy.cuh"
 #include "tile/ring.cuh"
 
@@ -18,61 +17,6 @@ namespace flash_attn::sm90 {
 
 // Columns of a tile in shared memory whose first `cols` take part in products: whole slabs.
 constexpr int whole_slabs(int cols) { return (cols + 31) / 32 * 32; }
-
-// The loop's instances. kScores: with score terms, each decided by a branch that all threads take
-// alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
-// result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
-// read, through shared memory), kKeyBias (one that broadcasts the queries), kDropout. kMaxLogits: no term,
-// and the largest score of each head is kept. kMasked: no term, and a mask whose hidden tiles are
-// passed over.
-enum class FwdForm {
-  kPlain,
-  kScores,
-  kPieces,
-  kSoftcap,
-  kAlibi,
-  kStagedBias,
-  kKeyBias,
-  kDropout,
-  kMaxLogits,
-  kMasked
-};
-
-constexpr ScoreTerms terms_of(FwdForm form) {
-  if (form == FwdForm::kSoftcap) return {.softcap = true};
-  if (form == FwdForm::kAlibi) return {.alibi = true};
-  if (form == FwdForm::kStagedBias) return {.bias = true};
-  if (form == FwdForm::kDropout) return {.dropout = true};
-  if (form == FwdForm::kKeyBias) return {};  // added from shared memory
-  return kAllTerms;
-}
-
-// PlainScores beside a record of the largest score (LogitRecord): what is known of the head when a tile
-// begins, in units of log 2.
-class RecordedScores : public PlainScores {
- public:
-  template <typename Params>
-  __device__ __forceinline__ RecordedScores(const Params& params, int /*batch_idx*/, int head,
-                                            int64_t /*diagonal*/)
-      : known_(*static_cast<volatile const float*>(params.max_logits + head) * kLog2E) {}
-
-  __device__ __forceinline__ float known() const { return known_; }
-
- private:
-  float known_;
-};
-
-// The terms of kAlibi beside turned_blocks().
-class TurnedScores : public TermScores<terms_of(FwdForm::kAlibi)> {
- public:
-  using TermScores::TermScores;
-
-  __device__ __forceinline__ void turn(int blocks) { turned_ = blocks; }
-  __device__ __forceinline__ int turned() const { return turned_; }
-
- private:
-  int turned_;
-};
 
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, FwdTile kTileSizes,
           FwdForm kForm>
@@ -82,17 +26,10 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
   static constexpr FwdTile kTile = kTileSizes;
   static constexpr bool kPieces = kForm == FwdForm::kPieces;
-  static constexpr bool kPlainScores =
-      kForm == FwdForm::kPlain || kForm == FwdForm::kMaxLogits || kPieces;
+  static constexpr bool kPlainScores = has_plain_scores(kForm);
   static constexpr bool kMaxLogits = kForm == FwdForm::kMaxLogits;
   static constexpr bool kMasked = kForm == FwdForm::kMasked;
-  using ScorePolicy = std::conditional_t<
-      kMaxLogits, RecordedScores,
-      std::conditional_t<
-          kMasked, BlockMask,
-          std::conditional_t<kPlainScores, PlainScores,
-                             std::conditional_t<kForm == FwdForm::kAlibi, TurnedScores,
-                                                TermScores<terms_of(kForm)>>>>>;
+  using ScorePolicy = FwdScorePolicy<kForm>;
   using Params = std::conditional_t<kMasked, Masked<FwdParams>, FwdParams>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
@@ -122,7 +59,8 @@ struct FwdTraits {
   static constexpr int kSlackLog2 = 8;
   using Softmax =
       OnlineSoftmax<2, kSlackLog2, std::conditional_t<kMaxLogits, LogitRecord<2>, NoRecord>>;
-  using Scheduler = TileScheduler<kBlockM>;
+  using Scheduler = std::conditional_t<kStagedBias, SharedBiasScheduler<TileScheduler<kBlockM>>,
+                                       TileScheduler<kBlockM>>;
 };
 
 enum NamedBarrier : int {  // 0 is __syncthreads
@@ -290,6 +228,14 @@ struct FwdMaskStorage<Traits, true> {
   RingBarriers<kFound> ring;
 };
 
+// ALiBi, where it is linear in the key.
+template <typename Traits, bool kAlibi = Traits::kAlibi>
+struct FwdAlibiStorage {};
+template <typename Traits>
+struct FwdAlibiStorage<Traits, true> {
+  LinearTerm<typename Traits::Element, Traits::kBlockN, Traits::kConsumers> term;
+};
+
 template <typename Traits>
 struct FwdSharedStorage : FwdBiasStorage<Traits> {
   static constexpr int kWorkSlots = 3;
@@ -302,6 +248,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
+  [[no_unique_address]] FwdAlibiStorage<Traits> alibi;
   FwdWorkSlot work[kWorkSlots];
   alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<kWorkSlots> work_ring;

@@ -101,12 +101,8 @@ class _Parts:
 
     def __init__(self, like: Tensor, sent: list[list], received: list[list], group) -> None:
         """sent, received: for each rank the shapes of the tensors' parts. like: their dtype."""
-        own = dist.get_rank(group)
-        self._group, self._outgoing, self._incoming = (
-            group,
-            _others(sent, own),
-            _others(received, own),
-        )
+        own, self._group = dist.get_rank(group), group
+        self._outgoing, self._incoming = _others(sent, own), _others(received, own)
         self._flat = like.new_empty(sum(_sizes(self._outgoing)))
         self.sent = _views(self._flat, self._outgoing)
 
@@ -207,7 +203,7 @@ class ToRows:
             copy(target[:, row : row + count], x[:, position : position + count])
 
     def wait(self) -> None:
-        """It is here, and waits in parts; what was sent is given up."""
+        """Everything has come, and what was sent is given up."""
         self._parts.wait()
 
     def store(self, targets: Sequence[Tensor]) -> None:
@@ -223,15 +219,15 @@ class ToRows:
             for rank in range(len(share.held)):
                 into = share.part(target, rank)
                 if several:
-                    into += self._of(rank, i, x, share)
+                    into += self._found_by(rank, i, x, share)
                 elif rank == self._rank:
                     self._copy_rows(into, x, share, rank)
                 else:
                     copy(into, self._parts.received[rank][i])
         self._xs = self._parts = None
 
-    def _of(self, rank: int, i: int, x: Tensor, share: Share) -> Tensor:
-        """What a rank found for this rank's rows."""
+    def _found_by(self, rank: int, i: int, x: Tensor, share: Share) -> Tensor:
+        """Of a rank, for this rank's rows."""
         if rank != self._rank:
             return self._parts.received[rank][i]
         own = x.new_empty(x.size(0), share.rows(rank), *x.shape[2:])

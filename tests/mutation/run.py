@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from workplace import ROOT, Workplace
+from workplace import HOST_READS, ROOT, Workplace, padded_host_reads
 
 # The tests of a file: pytest's arguments, one run after the other until one fails.
 PYTHON = {
@@ -49,9 +49,13 @@ PYTHON = {
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
     "flash_attn/backends.py": ["test_backends.py", "test_wrong_arguments.py -k can_use"],
     "flash_attn/bert_padding.py": ["test_padding.py", "test_wrong_arguments.py -k pad"],
-    "flash_attn/attention.py": ["test_api_options.py", "test_wrong_arguments.py"],
-    "flash_attn/packed.py": ["test_api_options.py", "test_wrong_arguments.py -k packed"],
+    "flash_attn/attention.py": ["test_api.py test_api_options.py", "test_wrong_arguments.py"],
+    "flash_attn/packed.py": [
+        "test_api.py test_api_options.py",
+        "test_wrong_arguments.py -k packed",
+    ],
     "flash_attn/kvcache.py": [
+        "test_api.py",
         "test_kvcache.py --part=0/4",
         "test_errors.py test_kvcache.py -k test_errors",
         "test_cache_forms.py --part=0/4",
@@ -96,11 +100,27 @@ CPP = {
     "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],
 }
 OTHERS = (
-    *("api_options", "sdpa", "errors", "wrong_arguments", "score_range", "upstream", "threads"),
+    *(
+        "api",
+        "api_options",
+        "sdpa",
+        "errors",
+        "wrong_arguments",
+        "score_range",
+        "upstream",
+        "threads",
+    ),
     *("opcheck", "varlen", "varlen_pages", "layouts", "dropout", "torch", "compile", "masks"),
     *("kvcache", "cache_forms", "decode", "forward", "backward", "invariants", "gradcheck"),
     *("fa3", "graphs", "max_logits", "padding", "positional", "short_way", "sizes", "torch_sdpa"),
-    *("context_parallel", "parallel", "serving", "padded", "backends", "library"),
+    *("context_parallel", "parallel", "serving", "backends", "library"),
+)
+
+# What of the others runs on a library whose host reads no lengths: of csrc/aten alone.
+PADDED = (
+    "padded test_score_range.py --part=0/8",
+    "padded test_varlen.py test_forward.py test_backward.py -k not(hint) --part=3/80",
+    "padded test_decode.py test_kvcache.py test_cache_forms.py --part=5/80",
 )
 
 COMPARISONS = {
@@ -195,10 +215,27 @@ def python_mutants(file: str, source: str) -> Iterator[Mutant]:
     yield from visit(ast.parse(source))
 
 
+def without_messages(source: str) -> str:
+    """What TORCH_CHECK only says becomes ~: from its first string to its end."""
+    for check in re.finditer(r"\bTORCH_CHECK\w*\(", source):
+        depth, begin, in_string = 1, None, False
+        for i in range(check.end(), len(source)):
+            if source[i] == '"' and source[i - 1] != "\\":
+                in_string, begin = not in_string, i if begin is None else begin
+            elif not in_string:
+                depth += {"(": 1, ")": -1}.get(source[i], 0)
+            if depth == 0:
+                break
+        if begin is not None:
+            said = re.sub(r"[^\n]", "~", source[begin:i])
+            source = source[:begin] + said + source[i:]
+    return source
+
+
 def cpp_mutants(file: str, source: str) -> Iterator[Mutant]:
     # Comments, strings and directives keep their length and lose their text.
     quiet = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^#[^\n]*|template <[^\n]*', re.MULTILINE)
-    code = quiet.sub(lambda m: "~" * len(m[0]), source)
+    code = quiet.sub(lambda m: "~" * len(m[0]), without_messages(source))
     for old, new in CPP_SWAPS.items():
         word = re.escape(old) if not old.isalpha() else rf"\b{old}\b"
         if old == "!":
@@ -215,17 +252,25 @@ def try_mutant(
     """passing: pytest's arguments that pass where nothing is changed; grows."""
     started = time.monotonic()
     caught_by = None
+    texts = {mutant.file: mutant.applied_to(source)}
+
+    def fails(arguments: str, texts: dict[str, str]) -> bool:
+        padded = arguments.startswith("padded ")
+        if padded:
+            place.install(padded_host_reads() | texts)
+        failed = place.failure(arguments.removeprefix("padded ")) is not None
+        if padded:
+            place.restore(HOST_READS)
+        return failed
+
     try:
-        if not place.install(mutant.file, mutant.applied_to(source)):
+        if not place.install(texts):
             return None
-        for arguments in tests:
-            if place.failure(arguments):
-                caught_by = arguments
-                break
+        caught_by = next((arguments for arguments in tests if fails(arguments, texts)), None)
     finally:
         place.restore(mutant.file)
     if caught_by is not None and caught_by not in passing:
-        if place.failure(caught_by):
+        if fails(caught_by, {}):
             sys.exit(f"without any mutant, too, these fail: {caught_by}")
         passing.add(caught_by)
     seconds = round(time.monotonic() - started)
@@ -233,9 +278,12 @@ def try_mutant(
     return {"key": mutant.key(source)} | words
 
 
-def others(thin: int) -> list[str]:
+def others(file: str, thin: int) -> list[str]:
+    if thin == 0:
+        return []
     part = "" if thin == 1 else f" --part={thin - 1}/{thin}"
-    return [f"test_{name}.py{part}" for name in OTHERS] if thin > 0 else []
+    tests = [f"test_{name}.py{part}" for name in OTHERS]
+    return [*tests, *PADDED] if file.startswith("csrc/aten/") else tests
 
 
 def draw(seed: int, only: str) -> list[tuple[Mutant, str]]:
@@ -270,7 +318,7 @@ def main() -> int:
     queue, passing = iter(draw(args.seed, args.only)), set()
 
     def tests_of(file: str) -> list[str]:
-        return others(1) if args.again else [*(PYTHON | CPP)[file], *others(args.thin)]
+        return others(file, 1) if args.again else [*(PYTHON | CPP)[file], *others(file, args.thin)]
 
     def is_to_be_tried(key: str) -> bool:
         if not args.again:

@@ -1,4 +1,4 @@
-"""A copy of the built package in which one file is another: Python, or an object of the library."""
+"""A copy of the built package in which files are others: Python, or objects of the library."""
 
 import json
 import os
@@ -16,8 +16,19 @@ def find_ninja() -> str | None:
     return shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
+# Which of a tensor's numbers the host reads, and the same where it reads none, as on a GPU.
+HOST_READS = "csrc/aten/host_reads.cpp"
+
+
+def padded_host_reads() -> dict[str, str]:
+    text = (ROOT / HOST_READS).read_text()
+    other = text.replace("const at::Tensor& x", "const at::Tensor&").replace("x.is_cpu()", "false")
+    assert other.count("false") == 1
+    return {HOST_READS: other}
+
+
 class Workplace:
-    """A copy of the package, and what compiles and links one object of the library into it."""
+    """A copy of the package, and what compiles and links objects of the library into it."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -36,31 +47,43 @@ class Workplace:
         else:
             shutil.copy(ROOT / file, self.scratch / file)
 
-    def install(self, file: str, text: str) -> bool:
-        """Puts `text` in the place of a file of the checkout. False: it does not compile."""
-        if file.endswith(".cpp"):
-            return self._compile(file, text)
-        (self.scratch / file).write_text(text)
+    def install(self, texts: dict[str, str]) -> bool:
+        """Puts these texts in the place of files of the checkout. False: one does not compile."""
+        objects = {}
+        for number, (file, text) in enumerate(texts.items()):
+            if not file.endswith(".cpp"):
+                (self.scratch / file).write_text(text)
+                continue
+            compiled = self._compile(file, text, self.scratch / f"mutated{number}.o")
+            if compiled is None:
+                return False
+            objects |= compiled
+        if objects:
+            self._link(objects)
         return True
 
-    def _compile(self, file: str, text: str) -> bool:
+    def _compile(self, file: str, text: str, to: Path) -> dict[str, str] | None:
+        """The object of the build, and what stands for it; None: it does not compile."""
         commands = json.loads((self.build / "compile_commands.json").read_text())
         [entry] = [c for c in commands if c["file"] == str(ROOT / file)]
-        mutated = self.scratch / "mutated.cpp"
+        mutated = to.with_suffix(".cpp")
         mutated.write_text(text)
         words = shlex.split(entry["command"])
-        was, now = words[words.index("-o") + 1], str(self.scratch / "mutated.o")
-        words[words.index("-o") + 1] = now
+        was = words[words.index("-o") + 1]
+        words[words.index("-o") + 1] = str(to)
         words[words.index(str(ROOT / file))] = str(mutated)
         words += ["-iquote", str((ROOT / file).parent), "-w"]
-        if subprocess.run(words, cwd=self.build, capture_output=True, check=False).returncode:
-            return False
+        done = subprocess.run(words, cwd=self.build, capture_output=True, check=False)
+        return None if done.returncode else {was: str(to)}
+
+    def _link(self, objects: dict[str, str]) -> None:
         listing = [find_ninja(), "-t", "commands", "libflash_attn.so"]
         links = subprocess.run(listing, cwd=self.build, capture_output=True, text=True, check=True)
-        link = links.stdout.splitlines()[-1].replace(f" {was} ", f" {now} ")
+        link = links.stdout.splitlines()[-1]
+        for was, now in objects.items():
+            link = link.replace(f" {was} ", f" {now} ")
         link = link.replace("-o libflash_attn.so", f"-o {self.library}")
         subprocess.run(link, cwd=self.build, shell=True, capture_output=True, check=True)
-        return True
 
     def failure(self, arguments: str) -> str | None:
         """How these tests of pytest end with this package; None where they pass."""

@@ -55,7 +55,9 @@ struct NoStep {
   }
   // Whether the exponents are wrong, and S must be completed and exponentiated again.
   __device__ __forceinline__ bool failed() const { return false; }
-  // S becomes the scores, where exponents() has left something out.
+  // The score that x of S is, where exponents() leaves something out; it grows with x.
+  __device__ __forceinline__ float score(int /*row*/, float x) const { return x; }
+  // S becomes the scores.
   template <typename Scores>
   __device__ __forceinline__ void complete(Scores&) const {}
 };
@@ -133,11 +135,11 @@ class OnlineSoftmax : Record {
       overflows |= fmaxf(largest.x, largest.y) > kLargest;
     }
     if (!__any_sync(~0u, exceeds)) return false;
-    step.complete(S);
     if (!__any_sync(~0u, overflows)) {
-      spare_largest<Element>(S, correction);
+      spare_largest<Element>(S, correction, step);
       return true;
     }
+    step.complete(S);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) row_sum_[row] = sum_before[row];
     raise_max<0>(S, correction);
@@ -148,15 +150,15 @@ class OnlineSoftmax : Record {
   // After P has been rounded: moves the row_max of rows whose largest P is above 1, by less than 2⁻⁸,
   // to where that P is what it was rounded to. The block's other P are not computed again: they are
   // off by the same factor, no more than by their own rounding.
-  template <typename Element, int kMBlocks, int kN>
+  template <typename Element, typename Step, int kMBlocks, int kN>
   __device__ __forceinline__ void spare_largest(const Accumulator<kMBlocks, kN>& S,
-                                                float (&correction)[kRows]) {
+                                                float (&correction)[kRows], const Step& step) {
     float maximum[kRows];
     row_maxima(S, maximum);
     Record::note(maximum, scale_log2_);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const float largest = exponentiate(row, maximum[row]);
+      const float largest = exponentiate(row, step.score(row, maximum[row]));
       const float rounded = ptx::unpack<Element>(ptx::pack<Element>(largest, 0.f)).x;
       correction[row] = largest > 1.f ? __fdividef(rounded, largest) : 1.f;
       row_max_[row] -= ptx::log2(correction[row]);

@@ -267,19 +267,6 @@ class TermScores {
         .drop_and_mark(P, marked, of_key, of_queries);
   }
 
-  // Queries as columns: what is dropped of P changes its sign. of_key, query_words: as drawn for these.
-  template <int kN>
-  __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
-                                                 int first_key, uint32_t of_key,
-                                                 const uint32_t* query_words, int lane) const {
-    const DropoutMask<true> mask(params, dropout_.last, first_key % 32 != 0);
-#pragma unroll
-    for (int n = 0; n < kN / 8; n += 2) {
-      const uint2 pair = *reinterpret_cast<const uint2*>(query_words + n * 4 + lane % 4 * 2);
-      mask.negate_dropped(P.data[0][n], P.data[0][n + 1], of_key, {pair.x, pair.y});
-    }
-  }
-
   // What the mask of a lane's elements begins with: of its row, where queries are rows or keys are. The
   // warp's rows begin there.
   __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams& params, int first_query,
@@ -292,6 +279,9 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
     return dropout_.key_word(dropout_four(params, first_key, lane / 4));
   }
+
+  // What all words of the head are mixed with.
+  __device__ __forceinline__ uint32_t last_dropout_word() const { return dropout_.last; }
 
   // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
   template <bool kTransposed = false, int kMBlocks, int kN>

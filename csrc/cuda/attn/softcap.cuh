@@ -47,11 +47,11 @@ class SoftcapTanh {
   }
 
  private:
-  // tanh(x) = x · p(x²) up to |x| = kLimit: p minimax, relative error 1.2e-6.
-  static constexpr int kDegree = 3;
-  static constexpr float kLimit = 0.55f;
+  // tanh(x) = x · p(x²) up to |x| = kLimit: p minimax, relative error 3.4e-6.
+  static constexpr int kDegree = 2;
+  static constexpr float kLimit = 0.36f;
   __device__ static constexpr float coefficient(int power) {
-    constexpr float kP[] = {0.99999888f, -0.333213873f, 0.131312314f, -0.042696f};
+    constexpr float kP[] = {0.999996616f, -0.332860899f, 0.123437237f};
     return kP[power];
   }
 
