@@ -95,8 +95,7 @@ DecodeResult launch(const Plan& plan, const CacheCall& call) {
     cuda::run_decode_shared(params,
                             {.source = call.args.prefix_source->const_data_ptr<int32_t>(),
                              .lens = call.args.prefix_lens->const_data_ptr<int32_t>(),
-                             .pieces = plan.prefix_pieces,
-                             .row_blocks = plan.prefix_row_blocks},
+                             .pieces = plan.prefix_pieces},
                             stream_of(call.args.q));
   } else if (plan.kernel == Kernel::kDecode) {
     cuda::run_decode(params, stream_of(call.args.q));

@@ -26,9 +26,7 @@ struct Plan {
   KvcacheGrid grid;                  // of kvcache
   bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
   const DeviceInfo* device = nullptr;  // null: not on CUDA
-  // > 0: leading pages that sequences share are read once, in so many pieces, by warps of so many
-  // blocks of 16 rows.
-  int prefix_pieces = 0, prefix_row_blocks = 1;
+  int prefix_pieces = 0;  // > 0: leading pages that sequences share are read once, in so many
 };
 
 }  // namespace flash_attn

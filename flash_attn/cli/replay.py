@@ -61,9 +61,9 @@ def rebuilt(call: dict, device: torch.device, backend: str | None) -> list[objec
     from flash_attn._log import argument_names
 
     # An older log lacks the arguments that came since.
-    logged = [call["arguments"].get(name) for name in argument_names(call["op"])]
-    arguments = [random_like(x, device) if isinstance(x, dict) else x for x in logged]
-    return [*arguments[:-1], backend]
+    given = call["arguments"] | {"backend": backend}
+    logged = [given.get(name) for name in argument_names(call["op"])]
+    return [random_like(x, device) if isinstance(x, dict) else x for x in logged]
 
 
 def run(args: argparse.Namespace) -> int:

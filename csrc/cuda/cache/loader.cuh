@@ -75,7 +75,7 @@ template <typename Traits>
 class CacheLoader {
   using KvTile = typename Traits::KvTile;
   using KeyBits = typename Traits::KeyBits;
-  static constexpr int kElementBytes = 2;
+  static constexpr int kElementBytes = Traits::kElementBytes;
   static constexpr int kPlaces = (Traits::kKeys + 31) / 32;
   static constexpr int kPlaceRows = Traits::kKeys / kPlaces;
   static constexpr int kTilesAhead = Traits::kTilesAhead;
@@ -98,22 +98,16 @@ class CacheLoader {
     for (int tile = 0; tile < kTilesAhead; ++tile) look_up(tile);
   }
 
-  // Starts the copies of the next tile of K. Rows that do not exist become 0 unread, and their bits
-  // of `valid` 0.
-  __device__ __forceinline__ void keys(const KvTile& tile, KeyBits& valid) {
-    const char* k_row[kPlaces];
+  // Where the rows of the next tile lie, whose page numbers were asked for before.
+  __device__ __forceinline__ void locate() {
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) {
       const CachePlace place = sequence_.place(params_, key_of(0, i), page_[0][i]);
       const bool exists = place.page >= 0;
       const int64_t page = exists ? place.page : 0, row = exists ? place.row : 0;
-      k_row[i] = address(params_.k_cache, params_.k_strides, page, row);
+      k_row_[i] = address(params_.k_cache, params_.k_strides, page, row);
       v_row_[i] = address(params_.v_cache, params_.v_strides, page, row);
       valid_[i] = __ballot_sync(~0u, exists) & ~0u >> (32 - kPlaceRows);
-    }
-    if (lane_ == 0) {
-      valid = valid_[0];
-      if constexpr (kPlaces > 1) valid |= KeyBits{valid_[1]} << 32;
     }
     next_key_ += Traits::kBlockKeys;
 #pragma unroll
@@ -122,7 +116,15 @@ class CacheLoader {
       for (int i = 0; i < kPlaces; ++i) page_[ahead - 1][i] = page_[ahead][i];
     }
     look_up(kTilesAhead - 1);
-    load(tile, k_row, params_.head_dim);
+  }
+  // Starts the copies of the located tile of K. Rows that do not exist become 0 unread, and their bits
+  // of `valid` 0.
+  __device__ __forceinline__ void keys(const KvTile& tile, KeyBits& valid) const {
+    if (lane_ == 0) {
+      valid = valid_[0];
+      if constexpr (kPlaces > 1) valid |= KeyBits{valid_[1]} << 32;
+    }
+    load(tile, k_row_, params_.head_dim);
   }
   // The tile of V that goes with it.
   __device__ __forceinline__ void values(const KvTile& tile) const {
@@ -166,7 +168,7 @@ class CacheLoader {
   int lane_, first_row_, kv_head_, first_key_, end_key_, next_key_;
   CacheSequence sequence_;
   int page_[kTilesAhead][kPlaces];  // of the lane's rows in the next tiles
-  const char* v_row_[kPlaces];
+  const char *k_row_[kPlaces], *v_row_[kPlaces];
   uint32_t valid_[kPlaces];
 };
 

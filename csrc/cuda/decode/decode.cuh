@@ -47,6 +47,7 @@ struct DecodeTraits {
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
   static constexpr bool kAppends = kHeadDim <= kDecodeFormsHeadDim;
+  static constexpr int kElementBytes = 2;
   static constexpr int kTilesAhead = kHeadDim <= 128 ? 4 : 2;  // whose pages a warp looks up
   static constexpr int kThreads = 32 * kDecodeWarps;
   static constexpr int kBlocksPerSm = 2;
@@ -99,6 +100,7 @@ struct PagedLoader {
   __device__ __forceinline__ void load(const typename Traits::KvTile& tile, int i,
                                        typename Traits::KeyBits& valid) {
     if (i % 2 == 0) {
+      cache.locate();
       cache.keys(tile, valid);
     } else {
       cache.values(tile);

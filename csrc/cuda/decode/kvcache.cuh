@@ -21,12 +21,12 @@
 // O's. Descales enter the softmax scale and O.
 #pragma once
 
+#include "../cache/loader.cuh"
 #include "../launch.h"
 #include "../ptx/barrier.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/opaque.cuh"
 #include "kvcache_gemm.cuh"
-#include "kvcache_loader.cuh"
 #include "kvcache_queries.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_softmax.cuh"
@@ -83,28 +83,39 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
   }
 }
 
-// The producers' warps.
+// The warps that load: each brings a quarter of every tile's rows, wherever they lie.
 template <typename Traits>
-__device__ __forceinline__ void produce(KvcacheLoader<Traits>& load, const DecodeParams& params,
+__device__ __forceinline__ void produce(const DecodeParams& params,
                                         const KvcacheTiles<Traits>& ring,
                                         KvcacheSchedule<Traits::kKeys>& schedule) {
+  using Share = KvcacheShare<Traits>;
+  KvcacheStorage<Traits>& smem = ring.smem;
+  const int warp = threadIdx.x / 32 - kKvcacheWarps, lane = threadIdx.x % 32;
   KvcachePiece piece;
   RingVisit at;
+  const auto wait_empty = [&] { ptx::mbarrier_wait(smem.empty[at.stage], at.phase ^ 1); };
+  const auto arrive_full = [&] {
+    ptx::mbarrier_arrive_after_copies(smem.full[at.stage]);
+    if (lane == 0) ptx::mbarrier_arrive(smem.full[at.stage]);  // valid is written
+    at.advance(ring.stages);
+  };
   while (schedule.next(piece)) {
-    load.start(piece);
+    const int first_row = warp * Share::kKeys;
+    CacheLoader<Share> cache(params, piece.batch_idx, blockIdx.y, piece.keys.first, piece.keys.end,
+                             piece.first_tile * Traits::kKeys + first_row, lane, first_row);
     for (int tile = piece.first_tile; tile < piece.end_tile; ++tile) {
       // The appended tokens are the cache's last; what comes before is there.
       if (params.seqlen_new > 0 &&
           (tile + 1) * Traits::kKeys > piece.keys.end - params.seqlen_new) {
         ptx::wait_for_prerequisites();
       }
-      load.locate(tile);
-      ptx::mbarrier_wait(ring.smem.empty[at.stage], at.phase ^ 1);
-      load.keys(at.stage);
-      at.advance(ring.stages);
-      ptx::mbarrier_wait(ring.smem.empty[at.stage], at.phase ^ 1);
-      load.values(at.stage);
-      at.advance(ring.stages);
+      cache.locate();
+      wait_empty();
+      cache.keys(ring.tiles[at.stage], smem.valid[at.stage][warp]);
+      arrive_full();
+      wait_empty();
+      cache.values(ring.tiles[at.stage]);
+      arrive_full();
     }
   }
 }
@@ -160,8 +171,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
 }
 
 template <typename Traits, int kBlocksPerSm>
-__global__ void __launch_bounds__(Traits::kThreads + 32 * KvcacheLoader<Traits>::kWarps,
-                                  kBlocksPerSm)
+__global__ void __launch_bounds__(Traits::kAllThreads, kBlocksPerSm)
     kvcache_kernel(const __grid_constant__ DecodeParams params,
                    const __grid_constant__ unsigned stages) {
   extern __shared__ __align__(1024) char smem_bytes[];
@@ -170,14 +180,13 @@ __global__ void __launch_bounds__(Traits::kThreads + 32 * KvcacheLoader<Traits>:
   if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
   const KvcacheTiles<Traits> ring(smem_bytes, stages);
-  ring.init(KvcacheLoader<Traits>::kArrivals, params.head_dim, params.head_dim_v);
+  ring.init(kKvcacheArrivals, params.head_dim, params.head_dim_v);
   KvcacheSchedule<Traits::kKeys> schedule(params);
   __syncthreads();
   if (threadIdx.x < Traits::kThreads) {
     consume<Traits>(params, ring, schedule);
   } else {
-    KvcacheLoader<Traits> load(params, ring, threadIdx.x - Traits::kThreads);
-    produce<Traits>(load, params, ring, schedule);
+    produce<Traits>(params, ring, schedule);
   }
 }
 
@@ -194,9 +203,8 @@ void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream 
     constexpr auto kKernel = kvcache_kernel<Traits, kBlocksPerSm>;
     allow_smem<kKernel>(grid.smem_optin_bytes);  // whatever later calls ask for
     launch_overlapping<kKernel>(dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
-                                Traits::kThreads + 32 * KvcacheLoader<Traits>::kWarps,
-                                smem_bytes(stages), /*overlap=*/true, stream, params,
-                                static_cast<unsigned>(stages));
+                                Traits::kAllThreads, smem_bytes(stages), /*overlap=*/true, stream,
+                                params, static_cast<unsigned>(stages));
   };
   if (grid.blocks_per_sm >= Traits::kMostBlocks) {
     run.template operator()<Traits::kMostBlocks>();

@@ -11,6 +11,10 @@ namespace flash_attn::cuda {
 // Of the warps that compute; 0 is __syncthreads.
 inline constexpr int kComputeBarrier = 1;
 
+inline constexpr int kKvcacheProducers = 4;
+// Each lane of theirs when its copies are done, and of each warp one for `valid`.
+inline constexpr int kKvcacheArrivals = kKvcacheProducers * (32 + 1);
+
 template <DType kCacheDTypeOfTile, int kHeadDimOfTile>
 struct KvcacheTraits {
   static constexpr DType kCacheDType = kCacheDTypeOfTile;
@@ -20,6 +24,7 @@ struct KvcacheTraits {
   static constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);
   static constexpr int kWarpKeys = kKeys / kKvcacheWarps;
   static constexpr int kThreads = 32 * kKvcacheWarps;  // that compute
+  static constexpr int kAllThreads = kThreads + 32 * kKvcacheProducers;
   // Of a warp: blocks of 16 columns of O, kKvcacheWarps · 16 apart.
   static constexpr int kColumnBlocks = kHeadDim / (16 * kKvcacheWarps);
   static constexpr int kUnits = k8Bit ? kHeadDim / 2 : kHeadDim;  // 16-bit words a row
@@ -33,6 +38,18 @@ struct KvcacheTraits {
   using PTile = SmemTile<Element, kDecodeRows, kKeys>;
   using Scores = Accumulator<1, kWarpKeys>;
   using Output = Accumulator<1, 16 * kColumnBlocks>;
+};
+
+// Of each tile what one producer warp brings (cache/loader.cuh).
+template <typename Traits>
+struct KvcacheShare {
+  using KvTile = typename Traits::KvTile;
+  using KeyBits = uint32_t;
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr int kElementBytes = Traits::k8Bit ? 1 : 2;
+  static constexpr int kBlockKeys = Traits::kKeys;
+  static constexpr int kKeys = kBlockKeys / kKvcacheProducers;
+  static constexpr int kTilesAhead = 1;
 };
 
 // Behind the ring of tiles, which begins the shared memory.

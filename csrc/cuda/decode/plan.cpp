@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "../dispatch.h"
 #include "config.h"
@@ -171,17 +170,10 @@ bool reads_prefix_once(const CallShape& call) {
          sequence_rows(call) <= kPrefixRows;
 }
 
-// Tiles of 128 rows where all sequences together have as many, of 64 else and above head_dim 128.
-int prefix_row_blocks(const CallShape& call) {
-  if (const char* e = std::getenv("EXP_BLOCKS")) return std::atoi(e);
-  return call.head_dim <= 128 && call.batch * sequence_rows(call) >= 2 * kPrefixRows ? 2 : 1;
-}
-
 // Of a shared prefix, as many as fill the device if all sequences share one.
 int prefix_pieces(const CallShape& call) {
   constexpr int64_t kMostPieces = 32, kLeastKeys = 256;
-  if (const char* e = std::getenv("EXP_PIECES")) return std::atoi(e);
-  const int64_t members = kPrefixRows * prefix_row_blocks(call) / sequence_rows(call);
+  const int64_t members = prefix_tile_rows(static_cast<int>(call.head_dim)) / sequence_rows(call);
   const int64_t blocks = ceil_div(call.batch, members) * call.heads_kv;
   const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
   return static_cast<int>(std::clamp<int64_t>(
@@ -193,7 +185,6 @@ int prefix_pieces(const CallShape& call) {
 Splits own_splits(const CallShape& call) {
   constexpr int64_t kMostPieces = 4;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
-  if (const char* e = std::getenv("EXP_SPLITS")) return Splits::alike(std::atoi(e));
   const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
   return Splits::alike(
       static_cast<int>(std::clamp<int64_t>(places / (2 * all_row_tiles(call)), 1, kMostPieces)));
@@ -212,7 +203,6 @@ Plan plan_decode(const CallShape& call) {
     plan.kernel = Kernel::kDecode;
     plan.splits = own_splits(call);
     plan.prefix_pieces = prefix_pieces(call);
-    plan.prefix_row_blocks = prefix_row_blocks(call);
     plan.workspace_rows = batch * (plan.splits.count + plan.prefix_pieces) * rows_of_sequence;
     return plan;
   }

@@ -26,27 +26,36 @@
 
 namespace flash_attn::cuda {
 
-// kRowBlocks: blocks of 16 rows a warp. Two read each tile of keys half as often from shared memory, one
-// leaves no warp idle where few sequences share.
-template <DType kDTypeOfCache, int kHeadDimOfTile, int kRowBlocksOfWarp>
+template <DType kDTypeOfCache, int kHeadDimOfTile>
 struct PrefixTraits {
   static constexpr DType kDType = kDTypeOfCache;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimOfTile;
-  static constexpr int kRowBlocks = kRowBlocksOfWarp;
-  static constexpr int kWarpRows = 16 * kRowBlocks;
-  static constexpr int kRows = kPrefixWarps * kWarpRows;
+  // Blocks of 16 rows a warp, at most. Two read each tile of keys half as often from shared memory.
+  static constexpr int kRows = prefix_tile_rows(kHeadDim);
+  static constexpr int kMostRowBlocks = kRows / (16 * kPrefixWarps);
   static constexpr int kBlockKeys = kHeadDim <= 128 ? 64 : 32;  // of a tile
   static constexpr int kKeys = kBlockKeys / kPrefixWarps;       // of it that a warp copies
   static constexpr int kStages = kHeadDim == 128 ? 2 : 3;       // tiles of K, and as many of V
+  static constexpr int kElementBytes = 2;
   static constexpr int kTilesAhead = 2;
   static constexpr int kThreads = 32 * kPrefixWarps;
   static constexpr int kBlocksPerSm = 2;
   using QTile = SmemTile<Element, kRows, kHeadDim>;
   using KvTile = SmemTile<Element, kBlockKeys, kHeadDim>;
   using KeyBits = uint64_t;
-  using Output = Accumulator<kRowBlocks, kHeadDim>;
-  using Softmax = OnlineSoftmax<2 * kRowBlocks>;
+};
+
+// Of shared keys: which kv head and piece, and the tile of rows.
+struct PrefixBlock {
+  int tile, kv_head, piece;
+
+  // Neighbouring blocks read the same keys, then neighbouring memory.
+  __device__ __forceinline__ static PrefixBlock of(const PrefixGrid& grid,
+                                                   const DecodeParams& params, int number) {
+    const int head = grid.tiles.divide(number), piece = grid.heads_kv.divide(head);
+    return {number - head * grid.num_tiles, head - piece * params.heads_kv, piece};
+  }
 };
 
 template <typename Traits>
@@ -63,30 +72,16 @@ struct PrefixStorage {
   uint64_t valid[Traits::kStages][kPrefixWarps];  // one bit a key of the warp's share of a K tile
   int members[Traits::kRows];                     // sequences of the tile
   int num_members, source;                        // source -1: there is no such tile
+  PrefixBlock block;                              // here, as registers are short
   int first_of_row[Traits::kRows], end_of_row[Traits::kRows];  // the keys that a row sees
   int first_key[kPrefixWarps], end_key[kPrefixWarps];  // and those that any of a warp's does
 };
 
-// Of shared keys: which kv head and piece, and the first tile of rows.
-struct PrefixBlock {
-  int tile, kv_head, piece;
-
-  // Neighbouring blocks read the same keys, then neighbouring memory.
-  __device__ __forceinline__ PrefixBlock(const PrefixGrid& grid, const DecodeParams& params,
-                                         int number) {
-    const int head = grid.tiles.divide(number);
-    tile = number - head * grid.num_tiles;
-    piece = grid.heads_kv.divide(head);
-    kv_head = head - piece * params.heads_kv;
-  }
-};
-
-// The sequences of tile `number` into smem.members: tiles are counted as the sequences that begin them
+// The sequences of tile smem.block.tile into smem.members: tiles are counted as the sequences that begin them
 // come, `tile_members` of one source each but the last. The whole block.
 template <typename Storage>
 __device__ __forceinline__ void find_members(Storage& smem, const DecodeParams& params,
-                                             const SharedPrefix& prefix, const PrefixGrid& grid,
-                                             int number) {
+                                             const SharedPrefix& prefix, const PrefixGrid& grid) {
   const int batch = params.batch, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < batch; i += blockDim.x) {
     smem.search.source[i] = prefix.source_of(i, batch);
@@ -109,7 +104,7 @@ __device__ __forceinline__ void find_members(Storage& smem, const DecodeParams& 
         const bool begins = own >= 0 && rank == tile_of_source * grid.tile_members;
         const unsigned beginnings = __ballot_sync(~0u, begins);
         const int place = tiles + __popc(beginnings & ((1u << lane) - 1));
-        const unsigned hit = __ballot_sync(~0u, begins && place == number);
+        const unsigned hit = __ballot_sync(~0u, begins && place == smem.block.tile);
         tiles += __popc(beginnings);
         if (hit != 0) {
           source = __shfl_sync(~0u, own, __ffs(hit) - 1);
@@ -149,7 +144,7 @@ struct PrefixRow {
 
 // The keys of the prefix that each row of this warp sees, into shared memory, and those that any does,
 // as {least, end}. A row that does not exist needs no mask.
-template <typename Traits>
+template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
                                                   const DecodeParams& params,
                                                   const SharedPrefix& prefix,
@@ -159,8 +154,8 @@ __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
   SequenceKeys any;
   any.first = INT_MAX;
   any.end = 0;
-  if (lane < Traits::kWarpRows) {
-    const int row = warp * Traits::kWarpRows + lane;
+  if (lane < 16 * kRowBlocks) {
+    const int row = warp * 16 * kRowBlocks + lane;
     const PrefixRow at(smem, params, grid, block.kv_head, row);
     int first = 0, end = INT_MAX;
     if (at.exists) {
@@ -183,14 +178,14 @@ __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
 }
 
 // This warp's rows of Q into shared memory; rows that do not exist and columns beyond are 0.
-template <typename Traits>
+template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ void load_rows(PrefixStorage<Traits>& smem, const DecodeParams& params,
                                           const PrefixGrid& grid, const PrefixBlock& block) {
   constexpr int kChunks = Traits::kHeadDim / kChunk;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = lane; i < Traits::kWarpRows * kChunks; i += 32) {
-    const int row = warp * Traits::kWarpRows + i / kChunks, col = i % kChunks * kChunk;
+  for (int i = lane; i < 16 * kRowBlocks * kChunks; i += 32) {
+    const int row = warp * 16 * kRowBlocks + i / kChunks, col = i % kChunks * kChunk;
     const PrefixRow at(smem, params, grid, block.kv_head, row);
     const Strides& strides = params.q_strides;
     const auto* source = static_cast<const typename Traits::Element*>(params.q) +
@@ -204,9 +199,9 @@ __device__ __forceinline__ void load_rows(PrefixStorage<Traits>& smem, const Dec
 
 // O = P V of this warp's rows over the keys [first_key, end_key) of `source`, and the softmax behind it.
 // computes: the warp has rows.
-template <typename Traits>
-__device__ __forceinline__ void attend_shared(typename Traits::Output& O,
-                                              typename Traits::Softmax& softmax,
+template <typename Traits, int kRowBlocks>
+__device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kHeadDim>& O,
+                                              OnlineSoftmax<2 * kRowBlocks>& softmax,
                                               PrefixStorage<Traits>& smem,
                                               const DecodeParams& params, const PrefixGrid& grid,
                                               const PrefixBlock& block, int first_key, int end_key,
@@ -214,7 +209,7 @@ __device__ __forceinline__ void attend_shared(typename Traits::Output& O,
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
   constexpr int kStages = Traits::kStages, kBlockKeys = Traits::kBlockKeys;
-  constexpr int kRows = 2 * Traits::kRowBlocks;
+  constexpr int kRows = 2 * kRowBlocks;
   const int warp = threadIdx.x / 32, thread_lane = threadIdx.x % 32;
   const int tiles = (end_key - first_key + kBlockKeys - 1) / kBlockKeys;
   CacheLoader<Traits> cache(params, source, block.kv_head, first_key, end_key,
@@ -223,9 +218,10 @@ __device__ __forceinline__ void attend_shared(typename Traits::Output& O,
   if (params.seqlen_new > 0 && end_key > kvcache_len_k(params, source) - params.seqlen_new) {
     ptx::wait_for_prerequisites();
   }
-  int place = 0;  // of the next copy in the ring
+  int place = 0;  // of the next copy in the ring, and the oldest one's, once all are taken
   const auto load = [&](int tile) {
     if (tile < tiles) {
+      cache.locate();
       cache.keys(smem.ring.k[place], smem.valid[place][warp]);
       cache.values(smem.ring.v[place]);
     }
@@ -234,15 +230,14 @@ __device__ __forceinline__ void attend_shared(typename Traits::Output& O,
   };
 #pragma unroll 1
   for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
-  load_rows<Traits>(smem, params, grid, block);
-  const SmemOperandA<Traits::kRowBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
-      smem.q, warp * Traits::kWarpRows, thread_lane);
+  load_rows<Traits, kRowBlocks>(smem, params, grid, block);
+  const SmemOperandA<kRowBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
+      smem.q, warp * 16 * kRowBlocks, thread_lane);
   // A row of the warp for each lane: a tile that all of them see whole needs no mask.
-  const int row = warp * Traits::kWarpRows + thread_lane % Traits::kWarpRows;
+  const int row = warp * 16 * kRowBlocks + thread_lane % 16 * kRowBlocks;
   const int first_whole = __reduce_max_sync(~0u, smem.first_of_row[row]);
   const int end_whole = __reduce_min_sync(~0u, smem.end_of_row[row]);
 
-  int stage = 0;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     ptx::cp_async_wait<kStages - 2>();
@@ -254,8 +249,8 @@ __device__ __forceinline__ void attend_shared(typename Traits::Output& O,
 #else
       const int lane = thread_lane;
 #endif
-      const KvTile &K = smem.ring.k[stage], &V = smem.ring.v[stage];
-      Accumulator<Traits::kRowBlocks, kBlockKeys> S;
+      const KvTile &K = smem.ring.k[place], &V = smem.ring.v[place];
+      Accumulator<kRowBlocks, kBlockKeys> S;
       gemm_smem<Element, Traits::kHeadDim, Into::kZero>(
           S, Q, SmemOperandB<KvTile, Layout::kKInner>(K, 0, lane));
       const int key = first_key + tile * kBlockKeys;
@@ -263,7 +258,7 @@ __device__ __forceinline__ void attend_shared(typename Traits::Output& O,
         int first[kRows], end[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const int row = warp * Traits::kWarpRows + i / 2 * 16 + fragment_row(i, lane);
+          const int row = warp * 16 * kRowBlocks + i / 2 * 16 + fragment_row(i, lane);
           first[i] = smem.first_of_row[row] - key;
           end[i] = smem.end_of_row[row] - key;
         }
@@ -271,29 +266,28 @@ __device__ __forceinline__ void attend_shared(typename Traits::Output& O,
       }
       uint64_t valid = 0;
 #pragma unroll
-      for (int w = 0; w < kPrefixWarps; ++w) valid |= smem.valid[stage][w] << w * Traits::kKeys;
+      for (int w = 0; w < kPrefixWarps; ++w) valid |= smem.valid[place][w] << w * Traits::kKeys;
       mask_absent(S, valid, lane);
       float correction[kRows];
       if (softmax.step(S, correction)) scale_rows(O, correction);
       gemm_register<Element>(O, to_operand_a<Element>(S),
                              SmemOperandB<KvTile, Layout::kKOuter>(V, 0, lane));
     }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   ptx::cp_async_wait<0>();
   softmax.finish();
 }
 
 // One tile of rows, by the whole block.
-template <typename Traits>
+template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
                                               const DecodeParams& params,
                                               const SharedPrefix& prefix, const PrefixGrid& grid,
                                               const PrefixBlock& block) {
-  constexpr int kBlockKeys = Traits::kBlockKeys, kRows = 2 * Traits::kRowBlocks;
+  constexpr int kBlockKeys = Traits::kBlockKeys, kRows = 2 * kRowBlocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int piece = block.piece;
-  const SequenceKeys of_warp = find_keys<Traits>(smem, params, prefix, grid, block);
+  const SequenceKeys of_warp = find_keys<Traits, kRowBlocks>(smem, params, prefix, grid, block);
   if (lane == 0) {
     smem.first_key[warp] = of_warp.first;
     smem.end_key[warp] = of_warp.end;
@@ -313,19 +307,18 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
   const int begin = first_tile + piece * share + min(piece, rest);
   const int end = begin + share + (piece < rest ? 1 : 0);
 
-  typename Traits::Output O;
+  Accumulator<kRowBlocks, Traits::kHeadDim> O;
   O.fill(0.f);
-  typename Traits::Softmax softmax(params.softmax_scale);
-  const bool computes =
-      warp * Traits::kWarpRows < smem.num_members * params.seqlen_q * params.group;
-  attend_shared<Traits>(O, softmax, smem, params, grid, block, begin * kBlockKeys,
-                        min(end * kBlockKeys, end_key), source, computes);
+  OnlineSoftmax<2 * kRowBlocks> softmax(params.softmax_scale);
+  const bool computes = warp * 16 * kRowBlocks < smem.num_members * params.seqlen_q * params.group;
+  attend_shared<Traits, kRowBlocks>(O, softmax, smem, params, grid, block, begin * kBlockKeys,
+                                    min(end * kBlockKeys, end_key), source, computes);
 
   ptx::wait_for_prerequisites();  // whoever still reads the workspace
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const PrefixRow row(smem, params, grid, block.kv_head,
-                        warp * Traits::kWarpRows + i / 2 * 16 + fragment_row(i, lane));
+                        warp * 16 * kRowBlocks + i / 2 * 16 + fragment_row(i, lane));
     if (!row.exists) continue;
     const int64_t slot = int64_t{params.splits.count + piece} * params.batch + row.batch_idx;
     const int64_t partial_row = workspace_row(params, slot, row.head, row.token);
@@ -379,32 +372,33 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
         DecodePiece::of_split<Own::kKeys, Own::kPaged>(params, own_grid, block, kOwnTiles));
     return;
   }
-  PrefixBlock block(grid, params, number);
+  PrefixBlock& block = smem.shared.block;
+  if (threadIdx.x == 0) block = PrefixBlock::of(grid, params, number);
 #pragma unroll 1
-  for (;; block.tile += grid.num_tiles) {
-    find_members(smem.shared, params, prefix, grid, block.tile);
+  for (;;) {
+    find_members(smem.shared, params, prefix, grid);
     if (smem.shared.source < 0) return;
-    attend_prefix<Traits>(smem.shared, params, prefix, grid, block);
+    const int rows = smem.shared.num_members * params.seqlen_q * params.group;
+    if (rows > 16 * kPrefixWarps) {  // more than a block of rows for each warp
+      attend_prefix<Traits, Traits::kMostRowBlocks>(smem.shared, params, prefix, grid, block);
+    } else {
+      attend_prefix<Traits, 1>(smem.shared, params, prefix, grid, block);
+    }
     __syncthreads();  // the ring's place is searched again
+    if (threadIdx.x == 0) block.tile += grid.num_tiles;
   }
 }
 
 template <DType kDType, int kHeadDim>
 void launch_prefix(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
   const DecodeGrid own_grid(params);
-  const auto run = [&]<int kRowBlocks> {
-    using Traits = PrefixTraits<kDType, kHeadDim, kRowBlocks>;
-    constexpr int kSmemBytes = sizeof(PrefixBlockStorage<Traits>);
-    static_assert(kSmemBytes <= 99 * 1024);
-    const PrefixGrid grid(params, prefix, Traits::kRows, own_grid);
-    launch_overlapping<prefix_kernel<Traits>>(
-        dim3(static_cast<unsigned>(grid.shared_blocks + grid.own_blocks)), Traits::kThreads,
-        kSmemBytes, /*overlap=*/true, stream, params, prefix, grid, own_grid);
-  };
-  if constexpr (kHeadDim <= 128) {
-    if (prefix.row_blocks == 2) return run.template operator()<2>();
-  }
-  run.template operator()<1>();
+  using Traits = PrefixTraits<kDType, kHeadDim>;
+  constexpr int kSmemBytes = sizeof(PrefixBlockStorage<Traits>);
+  static_assert(kSmemBytes <= 99 * 1024);
+  const PrefixGrid grid(params, prefix, Traits::kRows, own_grid);
+  launch_overlapping<prefix_kernel<Traits>>(
+      dim3(static_cast<unsigned>(grid.shared_blocks + grid.own_blocks)), Traits::kThreads,
+      kSmemBytes, /*overlap=*/true, stream, params, prefix, grid, own_grid);
 }
 
 }  // namespace flash_attn::cuda

@@ -8,6 +8,8 @@ namespace flash_attn::cuda {
 
 // Rows of a sequence for each kv head, at most: thread blocks take all those of some sequences.
 inline constexpr int kPrefixRows = 64;
+// Rows that a thread block takes: two blocks of 16 a warp, where registers hold them.
+constexpr int prefix_tile_rows(int head_dim) { return head_dim <= 128 ? 128 : 64; }
 // A wider class would leave one thread block a multiprocessor.
 inline constexpr int kPrefixHeadDim = 192;
 // Of a call: what a thread block counts in the shared memory of its tiles.
@@ -17,8 +19,7 @@ inline constexpr int kPrefixMostSequences = 4096;
 // sequence has none. Anything may stand in either.
 struct SharedPrefix {
   const int32_t *source = nullptr, *lens = nullptr;  // (batch)
-  int pieces = 0;      // that they are cut into; their slots come behind those of Splits
-  int row_blocks = 1;  // of 16 rows, a warp of a thread block: 2, up to head_dim 128, if many share
+  int pieces = 0;  // that they are cut into; their slots come behind those of Splits
 
   // The sequence whose keys sequence batch_idx shares; -1: none.
   FLASH_ATTN_HOST_DEVICE int source_of(int batch_idx, int batch) const {
