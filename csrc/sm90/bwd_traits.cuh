@@ -49,10 +49,7 @@ struct BwdTraits {
   static constexpr bool kWeighted = kForm == BwdForm::kWeighted;
   // And P is half of it there (differentiate_kept). In fp16 it would lose a bit of its smallest numbers.
   static constexpr bool kHalvesP = kWeighted && kDType == DType::kBf16;
-  static constexpr float kScaleOfP =
-      kStashesWeights ? kExactScale
-      : kHalvesP      ? 0.5f
-                      : 1.f;
+  static constexpr float kScaleOfP = kStashesWeights ? kExactScale : kHalvesP ? 0.5f : 1.f;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;

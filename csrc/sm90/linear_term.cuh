@@ -5,8 +5,8 @@
 #include <cuda/ptx>
 
 #include "../cuda/ptx/math.cuh"
-#include "ptx/wgmma.cuh"
 #include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
 #include "tile/gemm.cuh"
 
 namespace flash_attn::sm90 {
