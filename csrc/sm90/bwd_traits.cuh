@@ -111,7 +111,11 @@ template <typename Traits, BwdForm kForm = Traits::kForm>
 struct BwdTermStorage {};
 template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kAdditive> {
-  alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
+  union {
+    alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
+    // Of one that broadcasts the queries, what it adds to the scores of each consumer thread's two keys.
+    float2 key_bias[Traits::kConsumerThreads];
+  };
 };
 template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kScores> {
