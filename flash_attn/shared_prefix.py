@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn._call import as_int, expect
+from flash_attn._errors import explain
 
 
 class SharedPrefix(NamedTuple):
@@ -39,23 +40,33 @@ def find_shared_prefix(
     Raises:
         RuntimeError: a shape, dtype or value does not fit; the message names it.
     """
+    try:
+        return _find(block_table, cache_seqlens, page_size, least_pages)
+    except Exception as error:
+        explain(error, find_shared_prefix, locals())
+        raise
+
+
+def _find(block_table: Tensor, cache_seqlens: Tensor, page_size: int, least: int) -> SharedPrefix:
     expect(block_table.dim() == 2, "block_table", "2 dimensions", block_table.dim())
     batch, columns = block_table.shape
     shape = tuple(cache_seqlens.shape)
     expect(shape == (batch,), "cache_seqlens", f"shape ({batch},), a length a row", shape)
     for name, x in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         expect(x.dtype == torch.int32, name, "dtype int32", x.dtype)
-    page_size = as_int(page_size, "page_size")
+    device, other = block_table.device, cache_seqlens.device
+    expect(device == other, "block_table, cache_seqlens", "one device", f"{device} and {other}")
+    page_size, least = as_int(page_size, "page_size"), as_int(least, "least_pages")
     expect(page_size > 0, "page_size", "at least 1", page_size)
-    expect(least_pages > 0, "least_pages", "at least 1", least_pages)
-    number = torch.arange(batch, dtype=torch.int32, device=block_table.device)
-    if least_pages > columns or batch == 0:
+    expect(least > 0, "least_pages", "at least 1", least)
+    number = torch.arange(batch, dtype=torch.int32, device=device)
+    if least > columns or batch == 0:
         return SharedPrefix(number, torch.zeros_like(number))
     full = torch.div(cache_seqlens, page_size, rounding_mode="floor").clamp(0, columns)
-    column = torch.arange(columns, device=block_table.device)
+    column = torch.arange(columns, device=device)
     pages = block_table.masked_fill(column >= full[:, None], -1)
-    alike = (pages[:, None, :least_pages] == pages[None, :, :least_pages]).all(-1)
-    alike &= (full >= least_pages)[:, None]
+    alike = (pages[:, None, :least] == pages[None, :, :least]).all(-1)
+    alike &= (full >= least)[:, None]
     source = torch.where(alike, number, batch).amin(1)
     has_source = source < batch
     place = source.clamp(max=batch - 1).long()

@@ -111,6 +111,11 @@ def can_use_decode() -> dict:
     return dict(op="decode", k=given.pop("k_cache"), v=given.pop("v_cache")) | given
 
 
+def pages_in_common() -> dict:
+    table = numbers(0, 1, 2, 0, 1, 3).view(2, 3)
+    return dict(block_table=table, cache_seqlens=numbers(6, 6), page_size=2)
+
+
 def dense_can_use() -> dict:
     return dense()
 
@@ -224,6 +229,7 @@ CALLS: dict[Callable, list[Callable[[], dict]]] = {
     bert_padding.unpad_input: [padded],
     bert_padding.unpad_input_for_concatenated_sequences: [concatenated],
     bert_padding.pad_input: [unpadded],
+    flash_attn.find_shared_prefix: [pages_in_common],
     rotary.apply_rotary_emb: [rotated, rotated_varlen],
     rotary.apply_rotary_emb_qkv_: [packed_5d, packed_4d],
     rotary.apply_rotary_emb_kv_: [packed_kv],
@@ -259,6 +265,8 @@ TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(["softcap", "softmax_scale", "scale"], NUMBERS),
     **dict.fromkeys(["num_splits", "max_seqlen", "max_seqlen_q", "max_seqlen_k"], {"integer"}),
     **dict.fromkeys(["window_size_left", "window_size_right"], {"integer", "None"}),
+    "page_size": {"integer"},
+    "least_pages": NUMBERS,
     "zero_tensors": ANYTHING,  # nothing here needs it
     "rng_state": ANYTHING,  # without dropout nothing looks at it
     **dict.fromkeys(["batch", "seqlen", "first_axis_dim"], {"integer"}),
@@ -290,6 +298,7 @@ TAKEN_BY: dict[Callable, dict[str, set[str]]] = {
 }
 # What a call does not look at: options of another op, or of a shape that it does not have.
 OF_DECODE = ["cache_batch_idx", "cache_leftpad", "cache_seqlens", "batch_invariant", "num_splits"]
+OF_DECODE += ["shared_prefix"]
 OF_FORWARD = ["attn_bias", "causal_alignment", "deterministic", "dropout_p", "return_attn_probs"]
 OF_FORWARD += ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "leftpad_k"]
 UNUSED: dict[Callable[[], dict], list[str]] = {
@@ -335,7 +344,8 @@ ARGUMENTS = [
 
 def test_every_public_function_is_here() -> None:
     public = {getattr(flash_attn, name) for name in flash_attn.__all__}
-    functions = {x for x in public if callable(x) and x is not flash_attn.Support}
+    results = {flash_attn.Support, flash_attn.SharedPrefix}
+    functions = {x for x in public if callable(x)} - results
     assert functions <= set(CALLS)
 
 
