@@ -210,14 +210,14 @@ class Contest:
         return (self.logits(attention, self.dtype) - exact).square().mean().sqrt().item()
 
 
-def measure(contest: Contest, names: list[str], bar: tqdm) -> list[dict]:
+def measure(contest: Contest, names: list[str], kinds: list[str], bar: tqdm) -> list[dict]:
     """The records of a model."""
     size, records = contest.size, []
     shapes = {
         "train": dict(batch=size.batch, seqlen=size.seqlen),
         "generate": dict(batch=size.batch, prompt=size.prompt, new=size.new),
     }
-    for kind in ["train", "generate"] if contest.model.generates else ["train"]:
+    for kind in kinds:
         times: dict[str, float | None] = dict.fromkeys(names)
         peaks: dict[str, float | None] = dict.fromkeys(names)
         for _ in range(ROUNDS if kind == "train" else 1):
@@ -248,6 +248,7 @@ def measure(contest: Contest, names: list[str], bar: tqdm) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="some of these, by commas")
+    parser.add_argument("--kinds", default="train,generate", help="one of them, or both")
     parser.add_argument("--out", metavar="FILE.json")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -261,10 +262,14 @@ def main() -> int:
         f" generation: the median of {GENERATIONS}, in turns"
     )
     records = [results.run_record(device, method, transformers=transformers.__version__)]
-    rounds = sum(ROUNDS + MODELS[name].generates for name in models)
+    kinds = {
+        name: [x for x in arguments.kinds.split(",") if x == "train" or MODELS[name].generates]
+        for name in models
+    }
+    rounds = sum(ROUNDS if kind == "train" else 1 for of in kinds.values() for kind in of)
     with tqdm(total=rounds, unit="round") as bar:
         for name in models:
-            records += measure(Contest(name, size, device, dtype), names, bar)
+            records += measure(Contest(name, size, device, dtype), names, kinds[name], bar)
             results.write(arguments.out, records)
     print(results.show(records))
     return 0

@@ -31,8 +31,9 @@ if(FLASH_ATTN_NVCC MATCHES "^${pip_cuda}")
 endif()
 if(CMAKE_CROSSCOMPILING)
   # nvcc looks for a toolkit of the other machine. The headers are the same in this machine's, the libraries lie beside torch.
-  get_filename_component(nvcc_bin ${FLASH_ATTN_NVCC} REALPATH)
-  get_filename_component(nvcc_headers ${nvcc_bin}/../../include ABSOLUTE)
+  execute_process(COMMAND ${FLASH_ATTN_NVCC} --dryrun -x cu -c /dev/null OUTPUT_QUIET ERROR_VARIABLE nvcc_says)
+  string(REGEX MATCH "TOP=([^\r\n]+)" _ "${nvcc_says}")
+  get_filename_component(nvcc_headers "${CMAKE_MATCH_1}/include" ABSOLUTE)
   set(ENV{CUDAFLAGS} "-isystem=${nvcc_headers} -isystem=${nvcc_headers}/cccl -L${pip_cuda}/lib $ENV{CUDAFLAGS}")
 endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # linked below by its full path: pip's toolkit has no unversioned libcudart.so

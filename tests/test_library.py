@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,38 @@ def test_the_build_takes_its_tools_from_its_python(tmp_path: Path, monkeypatch) 
         program.unlink()
     with pytest.raises(SystemExit, match="a-tool is not installed. .* pip install a-tool"):
         tool("a-tool", "BIN")
+
+
+@pytest.mark.skipif(not SOURCES.exists(), reason="no source tree beside the tests")
+@pytest.mark.parametrize("cuda", ["13.0", ""])
+def test_another_machines_torch_is_read_and_not_run(cuda: str, tmp_path: Path) -> None:
+    """For a build that cannot run its Python: version.py of the unpacked package is enough."""
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if cmake is None:
+        pytest.skip("no cmake")
+    package = tmp_path / "torch"
+    package.mkdir()
+    said = f"cuda: Optional[str] = {cuda!r}" if cuda else "cuda: Optional[str] = None"
+    (package / "version.py").write_text(f"__version__ = '2.11.0+cu130'\ndebug = False\n{said}\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.28)\nproject(x LANGUAGES NONE)\n"
+        f"include({SOURCES.parent}/cmake/TorchByPath.cmake)\n"
+        'message(NOTICE "${TORCH_DIR} ${TORCH_VERSION} <${TORCH_CUDA_VERSION}>")\n'
+    )
+    options = (f"-DFLASH_ATTN_TORCH_DIR={package}", "-DPython_EXECUTABLE=/none")
+    command = [cmake, "-S", str(tmp_path), "-B", str(tmp_path / "build"), *options]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert f"{package} 2.11.0+cu130 <{cuda}>" in result.stderr, result.stdout + result.stderr
+
+
+def test_a_wheel_for_arm_names_the_compiler_that_it_needs(monkeypatch) -> None:
+    dev = PACKAGE.parent / "dev.py"
+    if not dev.exists():
+        pytest.skip("no source tree beside the tests")
+    functions = runpy.run_path(str(dev))
+    monkeypatch.setenv("PATH", "/none")
+    with pytest.raises(SystemExit, match="apt-get install g[+][+]-aarch64-linux-gnu"):
+        functions["prepare_aarch64"]()
 
 
 def test_reference_comes_with_the_package() -> None:

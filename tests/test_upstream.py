@@ -163,10 +163,14 @@ def test_upstream_finds_the_probabilities(causal: bool, device: str) -> None:
     torch.testing.assert_close(found, scores.softmax(-1))
 
 
+# The package may be found by where tests run, which is not where these programs are.
+WITH_OURS = {**os.environ, "PYTHONPATH": str(Path(flash_attn.__file__).parent.parent)}
+
+
 def run_files(*arguments: object) -> subprocess.CompletedProcess:
     script = Path(__file__).with_name("upstream_tests.py")
     command = [sys.executable, str(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env=WITH_OURS)
 
 
 THEIRS = """
@@ -203,7 +207,8 @@ def failures(run: subprocess.CompletedProcess) -> list[str]:
 def test_whole_test_file(theirs: Path) -> None:
     """Every case has the name that pytest gives it, and each failure its reason."""
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(theirs)]
-    listed = subprocess.run([*command, "-p", "no:cacheprovider"], capture_output=True, text=True)
+    command += ["-p", "no:cacheprovider"]
+    listed = subprocess.run(command, capture_output=True, text=True, env=WITH_OURS)
     named = sorted(x.partition("::")[2] for x in listed.stdout.splitlines() if "FAILED" in x)
     whole = run_files(theirs)
     assert whole.returncode == 1

@@ -107,7 +107,8 @@ def attend_and_grad(*inputs: torch.Tensor, **options: object) -> list[torch.Tens
             inputs.append(options[name])
     out, lse, _ = flash_attn.flash_attn_varlen_func(*inputs[:3], **options, return_attn_probs=True)
     # A weight that differs from row to row: the sum of a row's dP would be 0 otherwise.
-    weight = torch.linspace(0.5, 2, out.numel(), device=out.device, dtype=out.dtype)
+    # Computed on the CPU: in fp16, CUDA counts its steps in fp16, which ends at 65504.
+    weight = torch.linspace(0.5, 2, out.numel(), dtype=torch.float64).half().to(out)
     return [out, lse, *torch.autograd.grad((out * weight.view_as(out)).sum(), inputs)]
 
 

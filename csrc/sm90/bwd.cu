@@ -11,14 +11,15 @@
 namespace flash_attn::sm90 {
 namespace {
 
-// Terms that kernels of their own serve: ALiBi, a bias that TMA can read, or both; softcap; dropout.
+// Terms that kernels of their own serve: ALiBi, a bias that broadcasts the queries or that TMA can read, or
+// ALiBi and such a bias; softcap; dropout.
 bool has_some_terms(const BwdParams& params) {
   const ScoreParams& score = params.score;
   const bool has_bias = score.bias.data != nullptr;
   const bool has_dropout = params.dropout.rng_state != nullptr;
   const bool additive = score.alibi_slopes != nullptr || has_bias;
   return additive + (score.softcap != 0) + has_dropout == 1 &&
-         (!has_bias || can_stage_bias(params));
+         (!has_bias || broadcasts_queries(score.bias) || can_stage_bias(params));
 }
 
 // Whether it runs in the narrower class of kernels for some terms.

@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
   const bool drops = Traits::kWeighted && params.dropout.rng_state != nullptr;
-  const bool loads_bias = Traits::kAdditive && params.score.bias.data != nullptr;
+  const BiasParams& bias = params.score.bias;
+  const bool loads_bias = Traits::kAdditive && bias.data != nullptr && bias.row_stride != 0;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
     smem.init_barriers(64 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias +

@@ -22,7 +22,7 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
   BwdTermMaps<Traits::kAdditive> maps = {
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::QTile::kSlabCols)};
   if constexpr (Traits::kAdditive) {
-    if (params.score.bias.data != nullptr) {
+    if (params.score.bias.data != nullptr && !broadcasts_queries(params.score.bias)) {
       maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
     }
     if (can_stage_bias_gradient(params)) {

@@ -62,6 +62,7 @@ class QueryWalk {
     self.start_scores(S);  // Sᵀ = K Qᵀ
     [[maybe_unused]] uint2 of_key;
     if constexpr (Traits::kWeighted) of_key = draw_key_word();
+    if constexpr (Traits::kAdditive) bring_key_bias();
     LaneValues<Traits::kBlockM> lse;
     if constexpr (kReadsAhead) lse.read(row_values.lse_log2, self.lane);
     uint32_t seen[Traits::kBlockM / kMaskTile];
@@ -184,6 +185,15 @@ class QueryWalk {
     const auto& score = self.smem.score(work, block.head);
     score.template finish<true>(S, place(), self.lane);
     if (self.params.score.bias.data == nullptr) return;
+    if (has_key_bias()) {
+      const float2 of_keys = self.smem.key_bias[self.thread()];
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; ++i) {
+        S.at(0, i) += of_keys.x;
+        S.at(1, i) += of_keys.y;
+      }
+      return;
+    }
     self.term_ring.wait_full();
     add_bias(S, self.smem.bias[self.term_ring.stage()], score.inverse_scale(), self.warp_row,
              self.opaque_lane());
@@ -192,6 +202,20 @@ class QueryWalk {
     __syncwarp();
     self.release(self.term_ring);
     self.term_ring.advance();
+  }
+
+  __device__ __forceinline__ bool has_key_bias() const {
+    const BiasParams& bias = self.params.score.bias;
+    return bias.data != nullptr && bias.row_stride == 0;
+  }
+  // A bias that broadcasts the queries, once a head: the keys of a thread stay the same in a tile.
+  __device__ __forceinline__ void bring_key_bias() const {
+    if (!has_key_bias() || !block.starts_head()) return;
+    const BiasParams& bias = self.params.score.bias;
+    const auto& score = self.smem.score(work, block.head);
+    const int key = place().key + fragment_row(0, self.opaque_lane());
+    self.smem.key_bias[self.thread()] = {score.template bias_of_key<Element>(bias, key),
+                                         score.template bias_of_key<Element>(bias, key + 8)};
   }
 
   // Dropout's, of the lane's keys, beside the product that is under way: registers are too short to keep it.

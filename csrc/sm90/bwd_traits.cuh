@@ -49,10 +49,7 @@ struct BwdTraits {
   static constexpr bool kWeighted = kForm == BwdForm::kWeighted;
   // And P is half of it there (differentiate_kept). In fp16 it would lose a bit of its smallest numbers.
   static constexpr bool kHalvesP = kWeighted && kDType == DType::kBf16;
-  static constexpr float kScaleOfP =
-      kStashesWeights ? kExactScale
-      : kHalvesP      ? 0.5f
-                      : 1.f;
+  static constexpr float kScaleOfP = kStashesWeights ? kExactScale : kHalvesP ? 0.5f : 1.f;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
@@ -114,7 +111,11 @@ template <typename Traits, BwdForm kForm = Traits::kForm>
 struct BwdTermStorage {};
 template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kAdditive> {
-  alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
+  union {
+    alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
+    // Of one that broadcasts the queries, what it adds to the scores of each consumer thread's two keys.
+    float2 key_bias[Traits::kConsumerThreads];
+  };
 };
 template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kScores> {

@@ -86,9 +86,9 @@ double cost(const CallShape& call) {
   constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   // A bias costs narrow heads more here than the products cost sm80, if it is read number by number, as
-  // it is unless can_stage_bias().
-  const bool in_tiles = call.dense_bias && !call.softcap && !call.dropout;
-  if (call.op == Op::kBackward && call.bias && !in_tiles && widest <= 64) return kNarrowTileCost;
+  // it is unless can_stage_bias() or broadcasts_queries().
+  const bool is_cheap = (call.dense_bias || call.bias_of_keys) && !call.softcap && !call.dropout;
+  if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kNarrowTileCost;
   if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
   const int splits = decode_splits(call);
   const bool narrow = widest <= 64 && (widest > 48 || splits > 1);

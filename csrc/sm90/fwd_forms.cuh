@@ -124,9 +124,7 @@ struct SharedBiasScheduler : Scheduler {
   void share(const BiasParams& bias) {
     constexpr int kMostTogether = 4;  // whose K and V have room in the L2 cache beside each other
     sequences_inside = bias.batch_stride == 0 && this->batch > 1;
-    const int sharing = sequences_inside         ? this->batch
-                        : bias.head_stride == 0 ? this->heads
-                                                : 1;
+    const int sharing = sequences_inside ? this->batch : bias.head_stride == 0 ? this->heads : 1;
     int together = std::min(sharing, kMostTogether);
     while (sharing % together != 0) --together;
     this->section_heads = std::max(this->section_heads / together, 1) * together;

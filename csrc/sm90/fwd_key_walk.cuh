@@ -265,8 +265,8 @@ class KeyWalk {
     const bool before = to_diagonal >= Traits::kBlockN - 1, behind = to_diagonal <= -63;
     const bool is_full = block >= blocks.full_begin && block < blocks.full_end;
     const float slope = score.alibi();
-    const bool serves = (before || behind) && is_full && !softmax.negates() &&
-                        fabsf(slope) <= Term::kLargestSlope;
+    const bool serves =
+        (before || behind) && is_full && !softmax.negates() && fabsf(slope) <= Term::kLargestSlope;
     return serves ? before ? slope : -slope : 0.f;
   }
   // It seldom changes in a tile.

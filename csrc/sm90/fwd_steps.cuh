@@ -57,7 +57,7 @@ class SoftcapPolynomial {
   __device__ static constexpr float coefficient(int power) {
     constexpr float kFirst[] = {0.999998331f, -0.332004815f};
     constexpr float kSecond[] = {0.999999225f, -0.333155245f, 0.127209172f};
-    constexpr float kSixth[] = {0.999999376f,   -0.333293388f,   0.132906435f,  -0.0522053324f,
+    constexpr float kSixth[] = {0.999999376f,  -0.333293388f,   0.132906435f,   -0.0522053324f,
                                 0.0182289988f, -0.00462683831f, 0.000584480123f};
     return kDegree == 1 ? kFirst[power] : kDegree == 2 ? kSecond[power] : kSixth[power];
   }

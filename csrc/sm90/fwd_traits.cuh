@@ -9,8 +9,8 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "config.h"
 #include "fwd_forms.cuh"
-#include "linear_term.cuh"
 #include "tile/copy.cuh"
+#include "tile/linear_term.cuh"
 #include "tile/ring.cuh"
 
 namespace flash_attn::sm90 {

@@ -1,7 +1,8 @@
-// sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths.
+// sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths. linear_term.cuh.
 #include <cuda/ptx>
 
 #include "../sm90/tile/gemm.cuh"
+#include "../sm90/tile/linear_term.cuh"
 #include "device_array.cuh"
 
 namespace flash_attn::tests {
@@ -80,6 +81,22 @@ __global__ void __launch_bounds__(kThreads)
   Accumulator<1, kN> C;
   load(C, c);
   sm90::gemm_rs<Element>(C, A, WgmmaOperand<Layout::kKOuter, TileB>(smem, first_n));
+  finish(C, sum);
+}
+
+// As the last of two consumers.
+template <typename Element, int kN>
+__global__ void __launch_bounds__(kThreads)
+    linear_term_kernel(const float* c, float slope, float* sum) {
+  __shared__ sm90::LinearTerm<Element, kN, 2> term;
+  term.init(threadIdx.x, kThreads);
+  term.set_slope(slope, 1);
+  __syncthreads();
+  Accumulator<1, kN> C;
+  load(C, c);
+  sm90::pin(C);
+  sm90::ptx::wgmma_fence();
+  term.start(C, 1);
   finish(C, sum);
 }
 
@@ -232,6 +249,24 @@ void test_gemm_rs(Random& random, const Shape& shape, GemmRs<Element> kernel, in
   }
 }
 
+// Slopes of as few bits as leave the sums exact: two parts of the three.
+template <typename Element, int kN>
+void test_linear_term(Random& random) {
+  for (const float slope : {64.f, -3.f, 0.f, 0x3ABDp-12f, -0x2AABp-13f}) {
+    const auto c = whole_numbers(random, kRows * kN);
+    DeviceArray<float> device_c(c), sum(c.size());
+    run(linear_term_kernel<Element, kN>, 0, device_c.data(), slope, sum.data());
+    std::vector<float> expected = c;
+    for (int i = 0; i < kN / 2; ++i) {
+      for (int thread = 0; thread < kThreads; ++thread) {
+        const int col = accumulator_place(i, thread).col;
+        expected[i * kThreads + thread] += slope * static_cast<float>(col);
+      }
+    }
+    expect_equal("C += slope · column", sum.read(), expected);
+  }
+}
+
 // The test functions are few, as host code costs more time to compile than kernels.
 template <typename Element, typename Kernel>
 void add(Tests& tests, void (*test)(Random&, const Shape&, Kernel, int), const char* what,
@@ -283,6 +318,12 @@ void add_shape(Tests& tests) {
   add_rs<Half, kN, 32, 48>(tests);
 }
 
+template <typename Element, int kN>
+void add_linear_term(Tests& tests) {
+  tests.push_back({test_name({"sm90/linear_term", std::to_string(kN), kNameOf<Element>}),
+                   test_linear_term<Element, kN>});
+}
+
 template <int... kNs>
 void add_shapes(Tests& tests) {
   (add_shape<kNs>(tests), ...);
@@ -296,6 +337,10 @@ void add_sm90_gemm_tests(Tests& tests) {
   add_ss_outer<__nv_bfloat16, 96, 32, 48>(tests);
   add_ss_outer<__nv_bfloat16, 40, 32, 128>(tests);
   add_ss_outer<__half, 128, 64, 80>(tests);
+  add_linear_term<__nv_bfloat16, 128>(tests);
+  add_linear_term<__half, 128>(tests);
+  add_linear_term<__nv_bfloat16, 96>(tests);
+  add_linear_term<__half, 96>(tests);
 }
 
 }  // namespace flash_attn::tests

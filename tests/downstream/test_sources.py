@@ -52,7 +52,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     # Their setup.py ask for nvcc and for a version unless they are told.
     told = dict(TORCH_CUDA_ARCH_LIST="9.0", VLLM_TARGET_DEVICE="empty")
-    told |= {f"{s.split('==')[0].upper()}_VERSION_OVERRIDE": s.split("==")[1] for s in WITHOUT_WHEEL}
+    told |= {
+        f"{s.split('==')[0].upper()}_VERSION_OVERRIDE": s.split("==")[1] for s in WITHOUT_WHEEL
+    }
     archives = (*pip, "--no-build-isolation", "--no-binary", ":all:", *WITHOUT_WHEEL)
     subprocess.run(archives, check=True, env={**os.environ, **told})
     for archive_file in folder.glob("*.tar.gz"):

@@ -182,6 +182,17 @@ class TermScores {
     });
   }
 
+  // Of a bias that broadcasts the queries, what it adds to the scores of a key.
+  template <typename Element>
+  __device__ __forceinline__ float bias_of_key(const BiasParams& params, int key) const {
+    float number = -INFINITY;
+    with_bias_type<Element>(params.dtype, [&]<typename Number>(const Number*) {
+      const auto* const bias = static_cast<const Number*>(bias_);
+      if (key < params.keys) number = load_bias(bias + key * params.key_stride);
+    });
+    return number * inverse_scale_;
+  }
+
   // The same of a bias that lies in registers as an operand does.
   template <typename Element, int kMBlocks, int kN>
   __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S,
@@ -279,7 +290,6 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
     return dropout_.key_word(dropout_four(params, first_key, lane / 4));
   }
-
   // What all words of the head are mixed with.
   __device__ __forceinline__ uint32_t last_dropout_word() const { return dropout_.last; }
 

@@ -4,10 +4,9 @@
 
 #include <cuda/ptx>
 
-#include "../cuda/ptx/math.cuh"
-#include "ptx/wgmma.cuh"
-#include "ptx/warpgroup.cuh"
-#include "tile/gemm.cuh"
+#include "../../cuda/ptx/math.cuh"
+#include "../ptx/wgmma.cuh"
+#include "gemm.cuh"
 
 namespace flash_attn::sm90 {
 
