@@ -129,7 +129,8 @@ class CacheProblem:
         self.shared = None
         if c.shared:
             lens = self.random(0, pages_each + 1, c.batch) * self.page
-            self.shared = flash_attn.SharedPrefix(self.random(0, c.batch, c.batch), lens)
+            sources = max(c.batch // 8, 2)  # few: many rows for a thread block
+            self.shared = flash_attn.SharedPrefix(self.random(0, sources, c.batch), lens)
         if c.garbage:
             self.spoil()
 

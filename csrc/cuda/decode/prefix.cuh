@@ -234,7 +234,7 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
   const SmemOperandA<kRowBlocks, 16, Layout::kKInner, typename Traits::QTile> Q(
       smem.q, warp * 16 * kRowBlocks, thread_lane);
   // A row of the warp for each lane: a tile that all of them see whole needs no mask.
-  const int row = warp * 16 * kRowBlocks + thread_lane % 16 * kRowBlocks;
+  const int row = warp * 16 * kRowBlocks + thread_lane % (16 * kRowBlocks);
   const int first_whole = __reduce_max_sync(~0u, smem.first_of_row[row]);
   const int end_whole = __reduce_min_sync(~0u, smem.end_of_row[row]);
 
