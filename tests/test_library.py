@@ -47,9 +47,9 @@ def form_of(kernel: str) -> str | None:
     at = re.search(r"::(Fwd|Bwd)Form\)(\d+)", kernel)
     if at is None:
         return None
-    source = (SOURCES / "sm90" / f"{at[1].lower()}_traits.cuh").read_text()
-    forms = re.search(rf"enum class {at[1]}Form {{([^}}]*)}}", source)
-    return forms[1].split(",")[int(at[2])].strip()
+    sources = (path.read_text() for path in (SOURCES / "sm90").glob("*.cuh"))
+    found = (re.search(rf"enum class {at[1]}Form {{([^}}]*)}}", source) for source in sources)
+    return next(filter(None, found))[1].split(",")[int(at[2])].strip()
 
 
 def has_terms(kernel: str) -> bool:
