@@ -87,10 +87,10 @@ struct Wgmma {
 #define FLASH_ATTN_D15 FLASH_ATTN_D14, FLASH_ATTN_D(14)
 #define FLASH_ATTN_D16 FLASH_ATTN_D15, FLASH_ATTN_D(15)
 
-// Two chunks of 16 columns and a half.
+// Two chunks of 16 columns and a half: half of a head dim of 80 is 40 columns.
+// T2H and D2H are to T2 and D2 what T3 and D3 are, with 8 columns for 16.
 #define FLASH_ATTN_T2H FLASH_ATTN_T2 ",%16,%17,%18,%19"
-#define FLASH_ATTN_D2H \
-  FLASH_ATTN_D2, "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+#define FLASH_ATTN_D2H FLASH_ATTN_D2, "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
 
 #define FLASH_ATTN_WGMMA(Element, type, columns, chunks, r0, r1, r2, r3, r4, r5, r6)              \
   template <>                                                                                     \
