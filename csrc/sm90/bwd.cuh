@@ -46,7 +46,7 @@
 // with some, and without them for a mask whose hidden tiles are passed over (bwd_masked_producer.cuh). Softcap
 // alone puts P times its slope in the place of P, dropout alone P with a sign.
 //
-// Shared memory   │ K │ V │ Q × kStages │ dO × kStages │ dS × 3, at the end of a tile dV and dK │
+// Shared memory   │ K, half of it twice (kRepeatsKeys) │ V │ Q, dO × kStages │ dS × 3, in the end dV and dK │
 //                 │ LSE, delta × kStages │ pieces of dQ × 2 │ work × 2, barriers │
 #pragma once
 

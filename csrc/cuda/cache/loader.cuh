@@ -67,10 +67,10 @@ class DenseTileLoader {
   const Element* source_;
 };
 
-// One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the
-// rows' addresses go round by shuffle. Page numbers are asked for kTilesAhead tiles ahead: they come
-// from memory, too, and one tile takes a warp less than that. Traits: kTilesAhead, KvTile, kKeys of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for
-// each key of a tile, kHeadDim.
+// One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the rows'
+// addresses go round by shuffle. Page numbers are asked for kTilesAhead tiles ahead: they come from memory,
+// too, and one tile takes a warp less than that. Traits: kTilesAhead, kElementBytes, kHeadDim, KvTile, kKeys
+// of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for each key of a tile.
 template <typename Traits>
 class CacheLoader {
   using KvTile = typename Traits::KvTile;
