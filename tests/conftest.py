@@ -41,6 +41,7 @@ def _part(text: str) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "gpu: needs a CUDA device",
+        "simulated: runs a kernel of the simulated GPU, whose library is loaded",
         "sanitize: one tiny case a kernel instantiation, for compute-sanitizer",
         "slow: seconds rather than milliseconds",
     ):
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "FLASH_ATTN_SIMULATED" in os.environ:
+        keep_only(config, items, [i for i in items if i.get_closest_marker("simulated")])
     device = config.getoption("--device")
     if device != "all":
         gpu = device == "cuda"

@@ -83,7 +83,7 @@ void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
 
 void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   const at::Tensor& q = attn.q;
-  const cuda::DeviceInfo device = device_info_of(q);
+  const DeviceInfo& device = *plan.device;
   const auto numbers = lse.options().dtype(at::kInt);
   if (!plan.skips_tiles) params.splits = sm90::bwd_splits(params, device);
   const int places = plan.skips_tiles ? 0 : sm90::bwd_dq_pool_places(params, device);
