@@ -20,6 +20,8 @@ foreach(source ${sources})
   configure_file(${CMAKE_SOURCE_DIR}/csrc/${source} ${staged}/${place} COPYONLY)
 endforeach()
 
+set(machine ${staged}/simulator/block.cpp ${staged}/simulator/exchange.cpp ${staged}/simulator/grid.cpp)
+
 # One kernel object library for an architecture, of the sources given (csrc/…).
 function(flash_attn_add_simulated_kernels target arch)
   set(kernels ${ARGN})
@@ -42,12 +44,22 @@ foreach(arch 80 90)
     $<TARGET_OBJECTS:flash_attn_torch>
     $<TARGET_OBJECTS:flash_attn_simulated_kernels_${arch}>
     $<TARGET_OBJECTS:flash_attn_simulated_kernels_sm90>
+    ${machine}
     ${staged}/simulator/driver.cpp
-    ${staged}/simulator/gpu.cpp
-    ${staged}/simulator/machine.cpp)
+    ${staged}/simulator/gpu.cpp)
   set_target_properties(flash_attn_simulated_${arch} PROPERTIES
     OUTPUT_NAME flash_attn
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/simulator/${arch})
   target_include_directories(flash_attn_simulated_${arch} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   flash_attn_link_torch(flash_attn_simulated_${arch})
 endforeach()
+
+# Kernels with faults, for tests/test_simulator.py.
+flash_attn_add_simulated_kernels(flash_attn_simulator_test_kernels 90 csrc/tests/simulator.cu)
+add_library(flash_attn_simulator_tests SHARED EXCLUDE_FROM_ALL
+  $<TARGET_OBJECTS:flash_attn_simulator_test_kernels>
+  csrc/core/failure.cpp
+  ${machine})
+set_target_properties(flash_attn_simulator_tests PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/simulator)
+target_include_directories(flash_attn_simulator_tests SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+flash_attn_warnings(flash_attn_simulator_tests)

@@ -181,14 +181,15 @@ T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32) {
   });
 }
 inline unsigned __ballot_sync(unsigned mask, int value) {
-  return ::flash_attn::simulator::of_all_lanes(
-      "__ballot_sync", mask, value, [](const int* values, unsigned present) {
-        unsigned result = 0;
-        for (int lane = 0; lane < 32; ++lane) {
-          if (present >> lane & 1 && values[lane] != 0) result |= 1u << lane;
-        }
-        return result;
-      });
+  return ::flash_attn::simulator::of_all_lanes("__ballot_sync", mask, value,
+                                               [](const int* values, unsigned present) {
+                                                 unsigned result = 0;
+                                                 for (int lane = 0; lane < 32; ++lane) {
+                                                   if (present >> lane & 1 && values[lane] != 0)
+                                                     result |= 1u << lane;
+                                                 }
+                                                 return result;
+                                               });
 }
 inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value) != 0; }
 inline int __all_sync(unsigned mask, int value) { return __ballot_sync(mask, value == 0) == 0; }

@@ -40,8 +40,8 @@ void for_each_element(const TensorMap& map, const int32_t (&at)[TensorMap::kRank
             for (int d = 0; d < TensorMap::kRank; ++d) {
               const int64_t place = int64_t{at[d]} + i[d];
               inside = inside && place >= 0 && place < static_cast<int64_t>(map.sizes[d]);
-              offset += place * (d == 0 ? kElementBytes
-                                        : static_cast<int64_t>(map.byte_strides[d - 1]));
+              offset +=
+                  place * (d == 0 ? kElementBytes : static_cast<int64_t>(map.byte_strides[d - 1]));
             }
             visit(inside ? map.base + offset : nullptr, byte);
           }

@@ -5,9 +5,9 @@
 
 #include <cstring>
 
-#include "../simulator/machine.h"
 #include "../core/failure.h"
 #include "../core/params.h"
+#include "../simulator/machine.h"
 
 #define FLASH_ATTN_CUDA_CHECK(call) static_cast<void>(call)
 

@@ -24,7 +24,8 @@ inline uint32_t greater_equal_or_nan2(uint32_t a, uint32_t b) {
 }
 inline uint32_t minimum2_or_nan_bf16(uint32_t a, uint32_t b) {
   const auto least = [](uint32_t x, uint32_t y) {  // the upper halves
-    const float first = std::bit_cast<float>(x & 0xffff0000), second = std::bit_cast<float>(y & 0xffff0000);
+    const float first = std::bit_cast<float>(x & 0xffff0000),
+                second = std::bit_cast<float>(y & 0xffff0000);
     if (std::isnan(first) || std::isnan(second)) return 0x7fffu;
     return (first < second || (first == second && std::signbit(first)) ? x : y) >> 16;
   };

@@ -57,9 +57,8 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                              const float (&c)[4]) {
   MmaLane mine = {d, {a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
   simulator::meet("mma.m16n8k8", ~0u, mine, [](MmaLane** lanes) {
-    multiply<8, 1>(lanes, [](uint32_t number, int) {
-      return std::bit_cast<float>(number & 0xffffe000u);
-    });
+    multiply<8, 1>(lanes,
+                   [](uint32_t number, int) { return std::bit_cast<float>(number & 0xffffe000u); });
   });
 }
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../../simulator/tensor_map.h"
 #include "../../cuda/ptx/ldmatrix.cuh"
+#include "../../simulator/tensor_map.h"
 
 namespace flash_attn::sm90::ptx {
 
