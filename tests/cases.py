@@ -62,8 +62,8 @@ class Target:
         return [pytest.mark.simulated] if SIMULATED and served else []
 
 
-# "80" or "90": the library is that of a simulated GPU (csrc/simulator), whose kernels take tensors of
-# the CPU. Set by dev.py test --simulator.
+# "80" or "90": the library is that of a simulated GPU (csrc/simulator), whose kernels take tensors
+# of the CPU. Set by dev.py test --simulator.
 SIMULATED = os.environ.get("FLASH_ATTN_SIMULATED", "")
 KERNEL_DEVICE = "cpu" if SIMULATED else "cuda"
 
