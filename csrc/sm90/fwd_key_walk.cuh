@@ -273,6 +273,8 @@ class KeyWalk {
   __device__ __forceinline__ void follow_slope() {
     if (next_slope == slope) return;
     slope = next_slope;
+    // This warp has waited for its products with the slope before, other warps may not have yet.
+    ptx::barrier_sync<128>(kCleared + self.warpgroup);
     self.smem.alibi.term.set_slope(slope, self.warpgroup);
     ptx::barrier_sync<128>(kCleared + self.warpgroup);
   }

@@ -3,6 +3,7 @@
 
     python tests/mutation/kernels.py build --out DIR [--count 40] [--seed 0] [--jobs 2]
     python tests/mutation/kernels.py run --out DIR [--jobs 12] [--seconds N]
+    python tests/mutation/kernels.py build|run --simulator --out DIR …
 
 `build` wants a built checkout and no GPU. It copies csrc into DIR, puts the mutants there
 (mutant.cuh says how one is chosen), compiles the kernels of INSTANCES again, and links them with
@@ -16,6 +17,9 @@ either. DIR/results.jsonl gets a line a mutant; run again, what stands there is 
 kernel_survivors.md, beside this file, explains those that no test sees.
 
 Kernels of head dims up to 64 are compiled, so tests of these are run.
+
+With --simulator both want no GPU: the library is that of a simulated one (csrc/simulator; built
+before: `python3 dev.py test --simulator`), with mutants in all kernels.
 """
 
 import argparse
@@ -53,7 +57,7 @@ INSTANCES = [
     "csrc/cuda/cache/gather.cu",
     "csrc/cuda/cache/rotate_queries.cu",
 ]
-# Of kernels that are not among these.
+# Of kernels that are not among these; the simulator's library has them.
 ELSEWHERE = {
     "csrc/cuda/attn/tile_mask.cuh",
     "csrc/sm90/bwd_masked_producer.cuh",
@@ -76,9 +80,11 @@ TESTS = {
 # Who takes longer than these, and than some times what it takes with none chosen, hangs, or stands
 # behind one that does.
 STEP_SECONDS, STEP_TIMES = 30, 4
-FIRST_SECONDS = 120  # with none chosen
+FIRST_SECONDS = 400  # with none chosen
 HANGS = "does not end"
 ENVIRONMENT = "FLASH_ATTN_MUTANT"
+
+STAGED = ROOT / "build" / "simulator" / "csrc"  # what the simulator's kernels are compiled from
 
 # nvcc's warnings of a call that has no meaning in a kernel.
 HOST_ALONE = "20013,20014,20015"
@@ -123,13 +129,14 @@ def headers(file: str, seen: set[str]) -> None:
             headers(str(path.relative_to(ROOT)), seen)
 
 
-def mutated_files() -> list[str]:
+def mutated_files(simulated: bool) -> list[str]:
     """The kernels and what they are made of: not the wrappers of single instructions."""
     seen: set[str] = set()
-    for instance in INSTANCES:
+    for instance in [*INSTANCES, *(ELSEWHERE if simulated else ())]:
         headers(instance, seen)
     kernels = [f for f in seen if f.endswith((".cuh", ".cu"))]
-    return sorted(f for f in kernels if f not in ELSEWHERE and not re.search("/(ptx|inst)/", f))
+    left_out = set() if simulated else ELSEWHERE
+    return sorted(f for f in kernels if f not in left_out and not re.search("/(ptx|inst)/", f))
 
 
 def on_the_device(code: str) -> list[bool]:
@@ -189,10 +196,10 @@ def changes(file: str) -> Iterator[Change]:
             yield Change(file, start, match.end(), "left out", text)
 
 
-def draw(seed: int) -> list[Change]:
+def draw(seed: int, simulated: bool) -> list[Change]:
     """All changes in the order in which they are taken: of each file in turn one."""
     piles = []
-    for file in mutated_files():
+    for file in mutated_files(simulated):
         pile = list(changes(file))
         random.Random(f"{seed}{file}").shuffle(pile)
         piles.append(pile)
@@ -201,23 +208,24 @@ def draw(seed: int) -> list[Change]:
     return [pile[i] for i in range(rounds) for pile in piles if i < len(pile)]
 
 
-def write_mutants(mutants: list[Change], tree: Path) -> None:
+def write_mutants(mutants: list[Change], tree: Path, simulated: bool) -> None:
     """csrc with the mutants, numbered from 1 on."""
     shutil.rmtree(tree, ignore_errors=True)
-    shutil.copytree(ROOT / "csrc", tree)
+    shutil.copytree(STAGED if simulated else ROOT / "csrc", tree)
     shutil.copy(Path(__file__).parent / "mutant.cuh", tree)
     texts = {change.file: (ROOT / change.file).read_text() for change in mutants}
     numbered = sorted(enumerate(mutants, 1), key=lambda pair: -pair[1].start)
     for number, change in numbered:
         text = texts[change.file]
         texts[change.file] = text[: change.start] + change.numbered(number) + text[change.end :]
-    launch = "csrc/cuda/launch.h"
-    text = (ROOT / launch).read_text()
-    texts[launch], calls = re.subn(
-        r"  allow_smem<kKernel>\(", "  mutant::select();\n  allow_smem<kKernel>(", text
-    )
-    if calls != 2:
-        raise SystemExit(f"{launch}: expected two launches to put a choice before, got {calls}")
+    if not simulated:
+        launch = "csrc/cuda/launch.h"
+        text = (ROOT / launch).read_text()
+        texts[launch], calls = re.subn(
+            r"  allow_smem<kKernel>\(", "  mutant::select();\n  allow_smem<kKernel>(", text
+        )
+        if calls != 2:
+            raise SystemExit(f"{launch}: expected two launches to put a choice before, got {calls}")
     for file, text in texts.items():
         include = '#include "mutant.cuh"\n'
         if "#pragma once" in text:
@@ -227,36 +235,44 @@ def write_mutants(mutants: list[Change], tree: Path) -> None:
         (tree / Path(file).relative_to("csrc")).write_text(text)
 
 
-def link(objects: dict[str, str], library: Path) -> None:
-    """The checkout's library with other objects for some of its own."""
+def link(objects: dict[str, str], was: str, library: Path) -> None:
+    """The library `was` of the checkout with other objects for some of its own."""
     build = ROOT / "build"
-    listing = [find_ninja(), "-t", "commands", "libflash_attn.so"]
+    listing = [find_ninja(), "-t", "commands", was]
     commands = subprocess.run(listing, cwd=build, capture_output=True, text=True, check=True)
     command = commands.stdout.splitlines()[-1]
     for was, now in objects.items():
         command = command.replace(f" {was} ", f" {now} ")
-    command = command.replace("-o libflash_attn.so", f"-o {library}")
+    command = command.replace(f"-o {was}", f"-o {library}")
     subprocess.run(command, cwd=build, shell=True, check=True)
 
 
-def build(out: Path, count: int, seed: int, jobs: int) -> int:
-    mutants = draw(seed)[:count]
+def build(out: Path, count: int, seed: int, jobs: int, simulated: bool) -> int:
+    mutants = draw(seed, simulated)[:count]
     tree = out / "csrc"
-    write_mutants(mutants, tree)
+    write_mutants(mutants, tree, simulated)
+    sources = STAGED if simulated else ROOT / "csrc"
     commands = json.loads((ROOT / "build" / "compile_commands.json").read_text())
-    by_file = {entry["file"]: shlex.split(entry["command"]) for entry in commands}
+    by_file = {
+        "csrc/" + str(Path(entry["file"]).relative_to(sources)): shlex.split(entry["command"])
+        for entry in commands
+        if Path(entry["file"]).is_relative_to(sources)
+        and (not simulated or "-DFLASH_ATTN_SIMULATE=90" in entry["command"])
+    }
+    instances = [f for f in by_file if f.endswith(".cu") and "/tests/" not in f]
 
     def compile_one(instance: str) -> tuple[str, str]:
-        words = by_file[str(ROOT / instance)]
+        words = by_file[instance]
         words = [w for w in words if not w.startswith("-Werror") and "Xptxas" not in w]
         place = words.index("-o") + 1
         name = Path(instance).with_suffix(".o").relative_to("csrc")
         was, now = words[place], str(out / str(name).replace("/", "-"))
         words[place] = now
-        words[words.index(str(ROOT / instance))] = str(tree / Path(instance).relative_to("csrc"))
+        words = [w.replace(str(sources), str(tree)) for w in words]
+        more = [f"-I{tree}"] if simulated else [f"-I{tree}", f"-diag-error={HOST_ALONE}"]
         start = time.monotonic()
         done = subprocess.run(
-            [*words, f"-I{tree}", f"-diag-error={HOST_ALONE}"],
+            [*words, *more],
             cwd=ROOT / "build",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -269,11 +285,12 @@ def build(out: Path, count: int, seed: int, jobs: int) -> int:
         return was, now
 
     with ThreadPoolExecutor(jobs) as pool:
-        objects = dict(pool.map(compile_one, INSTANCES))
-    link(objects, out / "libflash_attn.so")
-    sources = {change.file: (ROOT / change.file).read_text() for change in mutants}
+        objects = dict(pool.map(compile_one, instances if simulated else INSTANCES))
+    library = "simulator/90/libflash_attn.so" if simulated else "libflash_attn.so"
+    link(objects, library, out / "libflash_attn.so")
+    texts = {change.file: (ROOT / change.file).read_text() for change in mutants}
     lines = [
-        {"number": number, "file": change.file, "mutant": change.shown(sources[change.file])}
+        {"number": number, "file": change.file, "mutant": change.shown(texts[change.file])}
         for number, change in enumerate(mutants, 1)
     ]
     (out / "mutants.json").write_text(json.dumps(lines, indent=1, ensure_ascii=False) + "\n")
@@ -281,12 +298,21 @@ def build(out: Path, count: int, seed: int, jobs: int) -> int:
     return 0
 
 
-def tests_of(file: str) -> list[str]:
-    return next(tests for path, tests in TESTS.items() if file.startswith(path))
+def tests_of(file: str, simulated: bool) -> list[str]:
+    tests = next(tests for path, tests in TESTS.items() if file.startswith(path))
+    if not simulated:
+        return tests
+    # Every class of head dims is there; 80 heads take long.
+    return [
+        re.sub(r"not \(.*?\) and", "not h80 and", words).replace(" --device cuda", "")
+        for words in tests
+    ]
 
 
-def visible_gpus() -> list[str]:
+def visible_gpus(simulated: bool) -> list[str]:
     """What CUDA_VISIBLE_DEVICES names, or all."""
+    if simulated:
+        return [""]
     if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return named.split(",")
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
@@ -306,6 +332,8 @@ def failure(place: Path, arguments: str, number: int, gpu: str, limit: float) ->
         "CUDA_VISIBLE_DEVICES": gpu,
         ENVIRONMENT: str(number),
     }
+    if not gpu:
+        environment["FLASH_ATTN_SIMULATED"] = "90"
     try:
         done = subprocess.run(
             command,
@@ -324,7 +352,7 @@ def failure(place: Path, arguments: str, number: int, gpu: str, limit: float) ->
     return done.stdout[-600:]
 
 
-def run(out: Path, jobs: int, seconds: float) -> int:
+def run(out: Path, jobs: int, seconds: float, simulated: bool) -> int:
     mutants = json.loads((out / "mutants.json").read_text())
     log = out / "results.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
@@ -332,7 +360,7 @@ def run(out: Path, jobs: int, seconds: float) -> int:
     passing: dict[str, str | None] = {}
     limits: dict[str, float] = {}
     start = time.monotonic()
-    gpus = visible_gpus()
+    gpus = visible_gpus(simulated)
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         for part in ("flash_attn", "tests", "fa3"):
@@ -353,7 +381,7 @@ def run(out: Path, jobs: int, seconds: float) -> int:
             if time.monotonic() - start > seconds:
                 return
             began, how = time.monotonic(), None
-            for arguments in tests_of(mutant["file"]):
+            for arguments in tests_of(mutant["file"], simulated):
                 how = how or failure(place, arguments, mutant["number"], gpu, limits[arguments])
             took = round(time.monotonic() - began)
             result = mutant | {"caught": how is not None, "how": how, "seconds": took}
@@ -372,14 +400,14 @@ def run(out: Path, jobs: int, seconds: float) -> int:
 
         with ThreadPoolExecutor(jobs) as pool:
             files = {mutant["file"] for mutant in mutants}
-            needed = dict.fromkeys(a for file in sorted(files) for a in tests_of(file))
+            needed = dict.fromkeys(a for file in sorted(files) for a in tests_of(file, simulated))
             new = [mutant for mutant in mutants if mutant["number"] not in done]
             turns = itertools.cycle(gpus)
             waiting = [pool.submit(without_any, a, next(turns)) for a in needed]
             for task in waiting:
                 task.result()
             # What fails without a mutant says nothing of one.
-            new = [m for m in new if not any(passing[a] for a in tests_of(m["file"]))]
+            new = [m for m in new if not any(passing[a] for a in tests_of(m["file"], simulated))]
             waiting = [pool.submit(with_one, mutant, next(turns)) for mutant in new]
             for task in waiting:
                 task.result()
@@ -405,6 +433,7 @@ def run(out: Path, jobs: int, seconds: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("step", choices=("build", "run"))
+    parser.add_argument("--simulator", action="store_true", help="without a GPU")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("--count", type=int, default=40, help="mutants in all (40)")
     parser.add_argument("--seed", type=int, default=0)
@@ -414,8 +443,9 @@ def main() -> int:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if args.step == "build":
-        return build(out, args.count, args.seed, args.jobs or 2)
-    return run(out, args.jobs or 12, args.seconds)
+        return build(out, args.count, args.seed, args.jobs or 2, args.simulator)
+    jobs = args.jobs or (2 if args.simulator else 12)
+    return run(out, jobs, args.seconds, args.simulator)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,27 @@
 
 namespace flash_attn::mutant {
 
-// Of this file of kernels, as each is compiled alone. Set before its first launch: both are static, as
+static inline int chosen() {
+  const char* const text = std::getenv("FLASH_ATTN_MUTANT");
+  return text == nullptr ? 0 : std::atoi(text);
+}
+
+// Of this file of kernels, as each is compiled alone. Set before its first launch: all are static, as
 // an inline function would be one for all files, and set the number of one.
+#ifdef FLASH_ATTN_SIMULATE
+static const int selected = chosen();
+#else
 static __constant__ int selected;
 
 static inline void select() {
   static const bool done = [] {
-    const char* const text = std::getenv("FLASH_ATTN_MUTANT");
-    const int number = text == nullptr ? 0 : std::atoi(text);
+    const int number = chosen();
     return cudaMemcpyToSymbol(selected, &number, sizeof number) == cudaSuccess &&
            cudaDeviceSynchronize() == cudaSuccess;
   }();
   if (!done) std::abort();
 }
+#endif
 
 template <int kNumber>
 __host__ __device__ constexpr bool acts() {
