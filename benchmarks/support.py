@@ -52,13 +52,17 @@ def library() -> ctypes.CDLL:
 
 
 def choose(
-    chip: tuple[int, int], feature: support.Feature, dtype: str, head_dim: int
+    chip: tuple[int, int],
+    feature: support.Feature,
+    dtype: str,
+    head_dim: int,
+    archs: str = DEFAULT_BUILD,
 ) -> tuple[str, str, str]:
     """Backend, plan, and the reasons of the fastest that was possible."""
     answer = (
         library()
         .flash_attn_choose(
-            *(DEFAULT_BUILD.encode(), *chip, list(support.OPS).index(feature.op)),
+            *(archs.encode(), *chip, list(support.OPS).index(feature.op)),
             *(dtype.encode(), (feature.cache or dtype).encode(), head_dim, feature.tokens),
             *(support.CAPACITY, ",".join(feature.fields).encode()),
         )
@@ -69,11 +73,11 @@ def choose(
     return backend, plan, reasons
 
 
-def ask_about(chip: tuple[int, int]) -> support.Ask:
+def ask_about(chip: tuple[int, int], archs: str = DEFAULT_BUILD) -> support.Ask:
     def ask(feature: support.Feature, dtype: str, head_dim: int) -> str | None:
         if support.is_no_call(feature, dtype):
             return None
-        backend, plan, _ = choose(chip, feature, dtype, head_dim)
+        backend, plan, _ = choose(chip, feature, dtype, head_dim, archs)
         return support.named(backend, plan)
 
     return ask

@@ -3,12 +3,13 @@ that are not here and about the device that is."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from flash_attn import can_use
+from flash_attn import _build_info, can_use
 from flash_attn.cli import info, support
 
 ROOT = Path(__file__).parent.parent
@@ -16,6 +17,7 @@ LIBRARY = ROOT / "build" / "libflash_attn_choice_tests.so"
 FEATURES = pytest.mark.parametrize(
     "feature", support.FEATURES, ids=lambda feature: f"{feature.op}: {feature.name}"
 )
+BUILT = ",".join(_build_info.CUDA_ARCHS)
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 
 pytestmark = pytest.mark.skipif(
@@ -63,7 +65,7 @@ def test_both_ask_the_same(tables, feature, dtype: str) -> None:
         pytest.skip("no such call")
     portable = "cuda" if feature.op == "decode" else "sm80"
     for head_dim in (128, 512, 1024):
-        *_, reasons = tables.choose((0, 0), feature, dtype, head_dim)
+        *_, reasons = tables.choose((0, 0), feature, dtype, head_dim, BUILT)
         q, k, options = support.call_of(
             feature, support.DTYPES[dtype], head_dim, torch.device("cpu")
         )
@@ -73,11 +75,12 @@ def test_both_ask_the_same(tables, feature, dtype: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif("FLASH_ATTN_SMEM_LIMIT" in os.environ, reason="it plays another GPU")
 def test_the_column_of_this_gpu(tables) -> None:
     """can_use says of the GPU that is here what the page says."""
     properties = torch.cuda.get_device_properties(0)
     chip = (10 * properties.major + properties.minor, properties.multi_processor_count)
-    here, there = support.ask_here(torch.device("cuda")), tables.ask_about(chip)
+    here, there = support.ask_here(torch.device("cuda")), tables.ask_about(chip, BUILT)
     for op in support.OPS:
         assert support.table(op, (here,)) == support.table(op, (there,))
 
