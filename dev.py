@@ -3,6 +3,7 @@
 
     python3 dev.py demo | test | lint | build | wheel | docs
     python3 dev.py test --downstream     other people's programs, installed into .venv
+    python3 dev.py test --simulator      the CUDA kernels without a GPU, on a simulated one
     python3 dev.py wheel --aarch64       a wheel for 64-bit Arm, by cross-compiling
 
 Needs only Python and g++. What is missing comes by pip into .venv: torch, CMake, Ninja, and nvcc
@@ -34,9 +35,10 @@ def say(text: str) -> None:
     print(f"\033[1m== {text}\033[0m" if sys.stdout.isatty() else f"== {text}", flush=True)
 
 
-def run(*command: object, **options: object) -> None:
+def run(*command: object, variables: dict[str, str] | None = None, **options: object) -> None:
     """Runs a command in the checkout; its failure is this program's, without a traceback."""
-    environment = {**os.environ, "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **(variables or {})}
     result = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, **options)
     if result.returncode:
         sys.exit(result.returncode)
@@ -174,10 +176,30 @@ def downstream(extra: list[str]) -> None:
     run(PYTHON, "-m", "pytest", folder, *extra)
 
 
+def simulator(extra: list[str]) -> None:
+    """The tests of the kernels on a simulated GPU (csrc/simulator) of either architecture."""
+    if ask("from flash_attn import _build_info; print(_build_info.CUDA)") != "True":
+        sys.exit("flash_attn: the simulator needs nvcc's headers: build with CUDA")
+    targets = ("flash_attn_simulator_tests", "flash_attn_simulated_80", "flash_attn_simulated_90")
+    say("Building the kernels for a simulated GPU")
+    run("cmake", "--build", ROOT / "build", "--target", *targets)
+    for architecture in ("80", "90"):
+        say(f"Tests on a simulated GPU of architecture {architecture}")
+        library = str(ROOT / "build" / "simulator" / architecture)
+        variables = {
+            "FLASH_ATTN_SIMULATED": architecture,
+            "LD_LIBRARY_PATH": os.pathsep.join(
+                filter(None, [library, os.environ.get("LD_LIBRARY_PATH")])
+            ),
+        }
+        run(PYTHON, "-m", "pytest", *extra, variables=variables)
+
+
 def test(extra: list[str]) -> None:
     """Python tests, then the C++ program against the installed CMake package."""
-    if "--downstream" in extra:
-        return downstream([x for x in extra if x != "--downstream"])
+    for option, tests in (("--downstream", downstream), ("--simulator", simulator)):
+        if option in extra:
+            return tests([x for x in extra if x != option])
     run(PYTHON, "-m", "pytest", *extra)
     say("C++: building and testing examples/cpp against the installed package")
     example = ROOT / "build" / "example"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -53,13 +54,25 @@ class Target:
     def __str__(self) -> str:
         return f"{self.device}-{self.backend}"
 
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        if self.device == "cuda":
+            return [pytest.mark.gpu]
+        served = self.backend != "aten" and (self.backend != "sm90" or SIMULATED == "90")
+        return [pytest.mark.simulated] if SIMULATED and served else []
+
+
+# "80" or "90": the library is that of a simulated GPU (csrc/simulator), whose kernels take tensors
+# of the CPU. Set by dev.py test --simulator.
+SIMULATED = os.environ.get("FLASH_ATTN_SIMULATED", "")
+KERNEL_DEVICE = "cpu" if SIMULATED else "cuda"
 
 ATEN_CPU = Target("cpu", "aten")
 ATEN_CUDA = Target("cuda", "aten")
-SM80 = Target("cuda", "sm80")
+SM80 = Target(KERNEL_DEVICE, "sm80")
 # What its backward lacks comes from sm80, given its out and LSE.
-SM90 = Target("cuda", "sm90")
-DECODE_CUDA = Target("cuda", "cuda")
+SM90 = Target(KERNEL_DEVICE, "sm90")
+DECODE_CUDA = Target(KERNEL_DEVICE, "cuda")
 ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
 OP_TARGETS = (*ATTENTION_TARGETS, SM90)  # what run() serves
 # Not aten on CUDA: padding changes the shapes of its products, and with them cuBLAS's algorithms.
@@ -198,7 +211,7 @@ class Case:
 
 
 def param(case: object, target: Target, *marks: pytest.MarkDecorator):
-    marks = (*marks, pytest.mark.gpu) if target.device == "cuda" else marks
+    marks = (*marks, *target.marks)
     return pytest.param(case, target, id=f"{target}-{case}", marks=marks)
 
 
@@ -212,10 +225,7 @@ def each_case(
 
 
 def each_target(*targets: Target) -> pytest.MarkDecorator:
-    params = [
-        pytest.param(t, id=str(t), marks=[pytest.mark.gpu] if t.device == "cuda" else [])
-        for t in targets
-    ]
+    params = [pytest.param(t, id=str(t), marks=t.marks) for t in targets]
     return pytest.mark.parametrize("target", params)
 
 

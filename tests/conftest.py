@@ -41,6 +41,7 @@ def _part(text: str) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "gpu: needs a CUDA device",
+        "simulated: runs a kernel of the simulated GPU, whose library is loaded",
         "sanitize: one tiny case a kernel instantiation, for compute-sanitizer",
         "slow: seconds rather than milliseconds",
     ):
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "FLASH_ATTN_SIMULATED" in os.environ:
+        keep_only(config, items, [i for i in items if i.get_closest_marker("simulated")])
     device = config.getoption("--device")
     if device != "all":
         gpu = device == "cuda"
@@ -74,10 +77,13 @@ def keep_only(config: pytest.Config, items: list[pytest.Item], wanted: list[pyte
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Under FLASH_ATTN_SMEM_LIMIT a GPU lacks what one with so little shared memory lacks."""
+    """Under FLASH_ATTN_SMEM_LIMIT a GPU lacks what one with so little shared memory lacks; a
+    simulated one has no streams and graphs of CUDA's."""
     try:
         return (yield)
     except RuntimeError as error:
+        if "FLASH_ATTN_SIMULATED" in os.environ and "CUDA driver version" in str(error):
+            pytest.skip("needs CUDA's runtime")
         lacks = re.search(r"needs a GPU with \d+ KB of shared memory", str(error))
         if lacks and "FLASH_ATTN_SMEM_LIMIT" in os.environ:
             pytest.skip(lacks[0])

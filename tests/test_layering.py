@@ -44,8 +44,12 @@ ALLOWED = {
     "tests": {"bindings", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx", "sm90/tile", "sm90/ptx"},
     "aten": {"core"},
     "bindings": {"core", "aten", "cuda", "cuda/cache", "cuda/decode", "sm80", "sm90"},
+    "simulator": {"bindings", "cuda"},
+    "simulator/include/cuda": {"simulator"},
 }
-TORCH_FOLDERS = {"bindings", "aten"}
+# Files that stand in for others of the same path where a kernel meets a simulated GPU.
+OVERLAY = CSRC / "simulator" / "overlay"
+TORCH_FOLDERS = {"bindings", "aten", "simulator"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|pybind11)/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 MAX_LINES = 450
@@ -63,13 +67,18 @@ def code(path: Path) -> str:
     return without
 
 
+def place(path: Path) -> Path:
+    """Where a file stands when it is compiled."""
+    return CSRC / path.relative_to(OVERLAY) if path.is_relative_to(OVERLAY) else path
+
+
 def folder(path: Path) -> str:
-    return path.parent.relative_to(CSRC).as_posix()
+    return place(path).parent.relative_to(CSRC).as_posix()
 
 
 def resolve(path: Path, name: str) -> Path | None:
     """The file of ours that an include names: beside the file, or from csrc/."""
-    for candidate in (path.parent / name, CSRC / name):
+    for candidate in (place(path).parent / name, CSRC / name):
         if candidate.is_file():
             return candidate.resolve()
     return None
@@ -92,6 +101,8 @@ def test_includes_point_downward(path: Path) -> None:
             assert quote == "<", f"{name} is not a file of ours and stands in quotes"
             continue
         there = folder(target)
+        if path.is_relative_to(OVERLAY) and there == "simulator":
+            continue
         if here in TORCH_FOLDERS:
             assert target.suffix == ".h", f"{name}: of the kernels, {here} sees launches only"
         assert there == here or there in ALLOWED[here], f"{here} may not include {there} ({name})"
@@ -127,7 +138,7 @@ def test_nowhere_in_csrc(what: str) -> None:
 
 def test_no_kernel_includes_torch_through_the_build() -> None:
     """The kernels' target has no torch include path."""
-    cmake = (ROOT / "CMakeLists.txt").read_text()
+    cmake = (ROOT / "CMakeLists.txt").read_text() + (ROOT / "cmake/Simulator.cmake").read_text()
     for call in re.findall(
         r"target_(?:include_directories|link_libraries)\((flash_attn_kernels[^)]*)\)", cmake
     ):
@@ -158,11 +169,12 @@ def test_no_leftovers(path: Path) -> None:
 
 
 def test_every_source_is_built() -> None:
-    cmake = (ROOT / "CMakeLists.txt").read_text()
+    lists = (ROOT / "CMakeLists.txt").read_text() + (ROOT / "cmake/Simulator.cmake").read_text()
+    lists = lists.replace("${staged}/", "csrc/")
     forgotten = [
         ids(path)
         for path in SOURCES
-        if path.suffix in (".cpp", ".cu") and path.relative_to(ROOT).as_posix() not in cmake
+        if path.suffix in (".cpp", ".cu") and place(path).relative_to(ROOT).as_posix() not in lists
     ]
     assert not forgotten, forgotten
 

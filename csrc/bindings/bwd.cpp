@@ -1,11 +1,8 @@
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
-
-#include <limits>
 
 #include "../cuda/bwd.h"
 #include "../sm80/bwd.h"
@@ -21,19 +18,6 @@ namespace {
 // dx in the shape that the caller's x had before padding.
 at::Tensor unpadded(const at::Tensor& dx, int64_t head_dim) {
   return dx.size(-1) == head_dim ? dx : dx.narrow(-1, 0, head_dim).contiguous();
-}
-
-// A bias of the keys alone as TMA reads it, where that is exact: a copy, as small as it is. bias: of
-// readable().
-at::Tensor staged_key_bias(at::Tensor bias, const at::Tensor& q) {
-  if (bias.size(2) != 1 || bias.size(3) == 1) return bias;
-  if (bias.scalar_type() == at::kBool) {
-    bias = at::zeros(bias.sizes(), q.options())
-               .masked_fill_(bias.logical_not(), -std::numeric_limits<double>::infinity());
-  }
-  if (bias.scalar_type() != q.scalar_type()) return bias;
-  const int64_t keys = bias.size(3);
-  return at::constant_pad_nd(bias.contiguous(), {0, -keys & 7}).narrow(3, 0, keys);
 }
 
 // Where the kernels leave the gradient of the bias, or what is to be summed further, as zeros; undefined
@@ -83,7 +67,7 @@ void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
 
 void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   const at::Tensor& q = attn.q;
-  const cuda::DeviceInfo device = device_info_of(q);
+  const DeviceInfo& device = *plan.device;
   const auto numbers = lse.options().dtype(at::kInt);
   if (!plan.skips_tiles) params.splits = sm90::bwd_splits(params, device);
   const int places = plan.skips_tiles ? 0 : sm90::bwd_dq_pool_places(params, device);
@@ -137,9 +121,6 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
   AttnArgs attn = args.attn;
   attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
   attn = readable(std::move(attn));
-  if (plan.backend == Backend::kSm90 && attn.attn_bias && !attn.is_varlen()) {
-    attn.attn_bias = staged_key_bias(*attn.attn_bias, attn.q);
-  }
   const at::Tensor dout = readable(args.dout), out = readable(args.out);
   const at::Tensor lse = args.softmax_lse.contiguous();
   const OptTensor dlse = contiguous(args.dlse);

@@ -4,7 +4,6 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -26,7 +25,7 @@ constexpr int64_t kAlignBytes = 16;
 CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
   return {
       .op = op,
-      .device = q.is_cuda() ? &device_info_of(q) : nullptr,
+      .device = gpu_of(q),
       .dtype = dtype_of(q),
       // size(-1) would read every symbolic size under torch.compile, and compile for each length.
       .head_dim = value(q.sym_size(-1)),
@@ -87,7 +86,7 @@ DropoutPlace place_of(const OptPlace& place) {
 }  // namespace
 
 bool deals_out_sequences(const AttnArgs& args) {
-  if (!args.is_varlen() || !args.attn_bias || !args.q.is_cuda()) return false;
+  if (!args.is_varlen() || !args.attn_bias || gpu_of(args.q) == nullptr) return false;
   const at::Tensor& mask = *args.attn_bias;
   bool of_keys = mask.scalar_type() == at::kBool && mask.dim() > 0 && mask.sym_size(-1) != 1;
   for (int64_t d = 2; d <= std::min<int64_t>(mask.dim(), 3); ++d) {
@@ -364,10 +363,6 @@ int window_to_params(const c10::SymInt& window) {
   return static_cast<int>(std::min<int64_t>(value(window), int64_t{1} << 30));
 }
 
-const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor) {
-  return cuda::device_info(tensor.get_device());
-}
-
 at::Tensor start_max_logits(const at::Tensor& q, bool wanted) {
   const auto options = q.options().dtype(at::kFloat);
   if (!wanted) return at::empty({0}, options);
@@ -376,11 +371,6 @@ at::Tensor start_max_logits(const at::Tensor& q, bool wanted) {
 
 float* max_logits_pointer(const at::Tensor& max_logits) {
   return max_logits.numel() == 0 ? nullptr : max_logits.data_ptr<float>();
-}
-
-Stream stream_of(const at::Tensor& tensor) {
-  const c10::impl::VirtualGuardImpl device_type(tensor.device().type());
-  return static_cast<Stream>(device_type.getStream(tensor.device()).native_handle());
 }
 
 }  // namespace flash_attn

@@ -7,8 +7,8 @@
 
 #include "../aten/attention.h"
 #include "../core/backend.h"
-#include "../cuda/device.h"
 #include "args.h"
+#include "gpu.h"
 
 namespace flash_attn {
 
@@ -58,11 +58,9 @@ DType dtype_of(const at::Tensor& tensor);
 // causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence
 // notices.
 int window_to_params(const c10::SymInt& window);
-const cuda::DeviceInfo& device_info_of(const at::Tensor& tensor);
 // Where kernels leave the largest logits: (heads_q) of -inf, or empty if not wanted; q: (…, heads_q, d). And
 // the pointer that params take.
 at::Tensor start_max_logits(const at::Tensor& q, bool wanted);
 float* max_logits_pointer(const at::Tensor& max_logits);
-Stream stream_of(const at::Tensor& tensor);
 
 }  // namespace flash_attn

@@ -39,7 +39,7 @@ template <DType kDType, int kHeadDim>
 void launch_bwd_split(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// ALiBi, a bias for which can_stage_bias(), or both; or softcap alone; or dropout alone.
+// ALiBi, a bias (broadcasts_queries() or can_stage_bias()), or both; or softcap, or dropout, alone.
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);

@@ -170,6 +170,7 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
 // A and B from shared memory.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
+  requires(!kIsWide<Element>)
 __device__ __forceinline__ void gemm_smem(Accumulator<kMBlocks, kN>& C, const OperandAView& A,
                                           const OperandBView& B) {
   gemm<Element, kK, kInto>(C, A, B);
