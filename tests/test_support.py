@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import SIMULATED
 
 from flash_attn import _build_info, can_use
 from flash_attn.cli import info, support
@@ -74,13 +75,21 @@ def test_both_ask_the_same(tables, feature, dtype: str) -> None:
         assert "; ".join(found.reasons[portable]) == reasons
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=[pytest.mark.simulated] if SIMULATED else []),
+    ],
+)
 @pytest.mark.skipif("FLASH_ATTN_SMEM_LIMIT" in os.environ, reason="it plays another GPU")
-def test_the_column_of_this_gpu(tables) -> None:
-    """can_use says of the GPU that is here what the page says."""
-    properties = torch.cuda.get_device_properties(0)
-    chip = (10 * properties.major + properties.minor, properties.multi_processor_count)
-    here, there = support.ask_here(torch.device("cuda")), tables.ask_about(chip, BUILT)
+def test_the_column_of_this_device(tables, device: str) -> None:
+    """can_use says of the device that is here, or is simulated, what the page says."""
+    chip = (int(SIMULATED or 0), 8)
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        chip = (10 * properties.major + properties.minor, properties.multi_processor_count)
+    here, there = support.ask_here(torch.device(device)), tables.ask_about(chip, BUILT)
     for op in support.OPS:
         assert support.table(op, (here,)) == support.table(op, (there,))
 
