@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import backends, results
-from benchmarks.race import progress
+from benchmarks.contest import progress
 from benchmarks.shapes import Case
 from benchmarks.timing import QUICK, Recipe, Timer
 

@@ -28,10 +28,9 @@ def library() -> ctypes.CDLL:
     loaded.flash_attn_code_for.argtypes = (ctypes.c_char_p, ctypes.c_int)
     loaded.flash_attn_choose.restype = ctypes.c_char_p
     loaded.flash_attn_choose.argtypes = (
-        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
-        *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
-        *(ctypes.c_bool, ctypes.c_bool),
-        *(ctypes.c_int, ctypes.c_bool, ctypes.c_bool, ctypes.c_bool),
+        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_char_p,
     )
     return loaded
 
@@ -43,23 +42,12 @@ def choose(archs, gpu, op, *options, **more) -> list[str]:
 
 
 def explain(
-    archs,
-    gpu,
-    op,
-    cache="fp16",
-    tokens=1,
-    softcap=False,
-    return_probs=False,
-    dtype="fp16",
-    head_dim=128,
-    capacity=8192,
-    sink=False,
-    appends=False,
-    rotates=False,
+    archs, gpu, op, cache="fp16", tokens=1, dtype="fp16", head_dim=128, capacity=8192, **features
 ) -> str:
-    call = (dtype.encode(), cache.encode(), head_dim, tokens, softcap, return_probs)
-    call += (capacity, sink, appends, rotates)
-    return library().flash_attn_choose(archs.encode(), gpu, OPS[op], *call).decode()
+    """features: True for those fields of CallShape that are set."""
+    names = ",".join(name for name, asked in features.items() if asked)
+    call = (dtype.encode(), cache.encode(), head_dim, tokens, capacity, names.encode())
+    return library().flash_attn_choose(archs.encode(), gpu, 132, OPS[op], *call).decode()
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,13 @@ def test_reference_comes_with_the_package() -> None:
     assert result.stdout == "attention_ref\n", result.stderr
 
 
-def test_first_example_of_the_readme(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/use.md"])
+def test_first_example_of_a_page(page: str) -> None:
     """It runs as it stands, on a machine with or without a GPU."""
-    readme = PACKAGE.parent / "README.md"
-    if not readme.exists():
+    path = PACKAGE.parent / page
+    if not path.exists():
         pytest.skip("no source tree beside the tests")
-    example = re.search(r"```python\n(.*?)```", readme.read_text(), re.DOTALL).group(1)
+    example = re.search(r"```python\n(.*?)```", path.read_text(), re.DOTALL).group(1)
     names: dict = {}
     exec(example, names)
     assert names["out"].shape == (2, 1024, 16, 64) and names["q"].grad.isfinite().all()

@@ -1,7 +1,12 @@
-// The choice of a backend on GPUs that are not here, as a C interface for tests/test_choice.py.
+// The choice of a backend on GPUs that are not here, as a C interface for tests/test_choice.py and
+// benchmarks/support.py.
+#include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "../bindings/families.h"
 #include "../cuda/divisor.h"
@@ -24,19 +29,55 @@ namespace flash_attn::tests {
 namespace {
 
 DType dtype_from_name(std::string_view name) {
-  if (name == "fp8") return DType::kFp8E4M3;
-  if (name == "int8") return DType::kInt8;
-  return name == "fp32" ? DType::kFp32 : DType::kFp16;
+  constexpr std::pair<std::string_view, DType> kNames[] = {
+      {"fp16", DType::kFp16}, {"bf16", DType::kBf16},   {"fp32", DType::kFp32},
+      {"fp64", DType::kFp64}, {"fp8", DType::kFp8E4M3}, {"int8", DType::kInt8}};
+  for (const auto& [known, dtype] : kNames) {
+    if (known == name) return dtype;
+  }
+  throw std::invalid_argument(std::string(name));
+}
+
+// Sets the fields that `features` names, with commas between.
+void ask_for(CallShape& call, std::string_view features) {
+  constexpr std::pair<std::string_view, bool CallShape::*> kFields[] = {
+      {"bias", &CallShape::bias},
+      {"alibi", &CallShape::alibi},
+      {"softcap", &CallShape::softcap},
+      {"dropout", &CallShape::dropout},
+      {"sink", &CallShape::sink},
+      {"dense_bias", &CallShape::dense_bias},
+      {"tile_mask", &CallShape::tile_mask},
+      {"ragged", &CallShape::ragged},
+      {"return_probs", &CallShape::return_probs},
+      {"max_logits", &CallShape::max_logits},
+      {"deterministic", &CallShape::deterministic},
+      {"bias_gradient", &CallShape::bias_gradient},
+      {"bias_of_keys", &CallShape::bias_of_keys},
+      {"paged", &CallShape::paged},
+      {"batch_invariant", &CallShape::batch_invariant},
+      {"appends", &CallShape::appends},
+      {"rotates", &CallShape::rotates},
+      {"shares_prefix", &CallShape::shares_prefix}};
+  while (!features.empty()) {
+    const std::string_view name = features.substr(0, features.find(','));
+    features.remove_prefix(std::min(name.size() + 1, features.size()));
+    bool known = false;
+    for (const auto& [field, member] : kFields) {
+      if (field == name) known = call.*member = true;
+    }
+    if (!known) throw std::invalid_argument(std::string(name));
+  }
 }
 
 int smem_optin_bytes(int compute_capability) {
   if (compute_capability == 80) return 163 * 1024;
-  return (compute_capability == 90 || compute_capability == 100 ? 227 : 99) * 1024;
+  return (compute_capability == 90 || compute_capability / 10 == 10 ? 227 : 99) * 1024;
 }
 
-DeviceInfo device_of(int compute_capability) {
+DeviceInfo device_of(int compute_capability, int num_sms) {
   return {.compute_capability = compute_capability,
-          .num_sms = 132,
+          .num_sms = num_sms,
           .smem_optin_bytes = smem_optin_bytes(compute_capability)};
 }
 
@@ -64,26 +105,28 @@ FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capabil
   return flash_attn::Architectures(archs).code_for(compute_capability);
 }
 
-// "backend; plan: reasons of the fastest backend that was possible" for a call on a GPU with
-// 132 multiprocessors, by a build for `archs`. op: of Op. dtype: of q.
-FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability, int op,
-                                                const char* dtype, const char* cache_dtype,
-                                                int head_dim, int tokens, bool softcap,
-                                                bool return_probs, int capacity, bool sink,
-                                                bool appends, bool rotates) {
+// "backend; plan: reasons of the fastest backend that was possible" for a call by a build for
+// `archs`, on a GPU of num_sms multiprocessors, or without one (compute_capability 0). op: of Op.
+// features: names of fields of CallShape. What is not known: "unknown NAME".
+FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability,
+                                                int num_sms, int op, const char* dtype,
+                                                const char* cache_dtype, int head_dim, int tokens,
+                                                int capacity, const char* features) {
   using namespace flash_attn;
   static thread_local std::string answer;
   const Architectures compiled(archs);
-  const DeviceInfo device = tests::device_of(compute_capability);
+  const DeviceInfo device = tests::device_of(compute_capability, num_sms);
   CallShape call = tests::call_of(compiled, device, op, head_dim, tokens);
-  call.dtype = tests::dtype_from_name(dtype);
-  call.cache_dtype = tests::dtype_from_name(cache_dtype);
-  call.softcap = softcap;
-  call.return_probs = return_probs;
+  if (compute_capability == 0) call.device = nullptr;
   call.capacity = capacity;
-  call.sink = sink;
-  call.appends = appends;
-  call.rotates = rotates;
+  try {
+    call.dtype = tests::dtype_from_name(dtype);
+    call.cache_dtype = tests::dtype_from_name(cache_dtype);
+    tests::ask_for(call, features);
+  } catch (const std::invalid_argument& error) {
+    answer = std::string("unknown ") + error.what();
+    return answer.c_str();
+  }
   const Plan plan = plan_call(families(), call, std::nullopt);
   answer = std::string(name(plan.backend)) + "; " + describe(plan) + ": " +
            join(why_not_faster(families(), call), "; ");
@@ -99,7 +142,7 @@ FLASH_ATTN_EXPORT long flash_attn_allocations_of_plan(const char* archs, int com
                                                       int op, int head_dim, int tokens) {
   using namespace flash_attn;
   const Architectures compiled(archs);
-  const DeviceInfo device = tests::device_of(compute_capability);
+  const DeviceInfo device = tests::device_of(compute_capability, 132);
   const CallShape call = tests::call_of(compiled, device, op, head_dim, tokens);
   const long before = allocations;
   ::operator delete(::operator new(1));

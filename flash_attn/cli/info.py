@@ -2,9 +2,11 @@
 
 import argparse
 import platform
+import textwrap
 
 import torch
 
+from . import support
 from .common import add_device_arguments, pick_device
 
 HELP = "what is built, what this machine has, which backend serves which call and why"
@@ -14,61 +16,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_arguments(parser, backend=False)
 
 
-def typical_calls(device: torch.device) -> list[tuple[str, tuple[torch.Tensor, ...], dict]]:
-    """(name, (q, k, v), options of can_use): nothing is computed with them."""
-    half = torch.bfloat16
-
-    def dense(dtype=half, d: int = 128, kv_heads: int = 4) -> tuple[torch.Tensor, ...]:
-        q = torch.empty(1, 64, 4, d, dtype=dtype, device=device)
-        k = torch.empty(1, 64, kv_heads, d, dtype=dtype, device=device)
-        return q, k, k
-
-    def cached(tokens: int = 1, dtype=half) -> tuple[torch.Tensor, ...]:
-        return torch.empty(1, tokens, 4, 128, dtype=half, device=device), *dense(dtype)[1:]
-
-    cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
-    varlen = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": 64,
-        "max_seqlen_k": 64,
-    }
-    slopes = torch.ones(4, device=device)
-    one = torch.ones(1, dtype=torch.int32, device=device)
-    paged = {"block_table": one.view(1, 1) - 1, "cache_seqlens": one}
-    return [
-        ("causal, bf16, d 128", dense(), {"causal": True}),
-        ("GQA, fp16, d 64", dense(torch.float16, 64, 1), {}),
-        ("fp32, d 64", dense(torch.float32, 64), {}),
-        ("varlen, bf16", tuple(x[0] for x in dense()), {"causal": True, **varlen}),
-        ("window 1024, bf16", dense(), {"causal": True, "window_size": (1024, 0)}),
-        ("d 512, bf16", dense(d=512), {}),
-        ("dropout, bf16", dense(), {"dropout_p": 0.1}),
-        ("softcap, bf16", dense(), {"softcap": 50.0}),
-        ("ALiBi, bf16", dense(), {"alibi_slopes": slopes}),
-        (
-            "bias, bf16",
-            dense(),
-            {"attn_bias": torch.empty(1, 1, 64, 64, dtype=half, device=device)},
+# (name of a feature, dtype, head dim), the reasons for whose backends are told.
+TYPICAL = {
+    "fwd": [
+        *(("causal, windows, GQA, LSE", dtype, d) for dtype, d in (("bf16", 128), ("fp16", 64))),
+        *(("causal, windows, GQA, LSE", dtype, d) for dtype, d in (("fp32", 64), ("bf16", 512))),
+        *(
+            (name, "bf16", 128)
+            for name in ("varlen, seqused, leftpad", "dropout", "softcap", "ALiBi", "sinks")
         ),
-        ("sink, bf16", dense(), {"learnable_sink": slopes}),
-        ("decode, bf16", cached(), {"op": "decode"}),
-        ("decode, paged, bf16", cached(), {"op": "decode", **paged}),
-        ("decode, fp8 cache", cached(dtype=torch.float8_e4m3fn), {"op": "decode"}),
-        ("decode, 4096 tokens, bf16", cached(4096), {"op": "decode"}),
-    ]
+        *((name, "bf16", 128) for name in ("bias of q's dtype", "mask of tiles")),
+    ],
+    "decode": [
+        (name, "bf16", 128)
+        for name in ("one new token", "pages", "cache of fp8", "cache of int8", "1024 new tokens")
+    ],
+}
 
 
 def served_by(device: torch.device) -> str:
     """The backend of each typical call; a reason that holds for all calls of an op is said once."""
     import flash_attn
 
-    found: dict[str, dict[str, flash_attn.Support]] = {"fwd": {}, "decode": {}}
-    for name, (q, k, v), options in typical_calls(device):
-        support = flash_attn.can_use(q, k, v, **options)
-        found[options.get("op", "fwd")][name] = support
+    features = {(feature.op, feature.name): feature for feature in support.FEATURES}
     titles = {"fwd": "flash_attn_func, flash_attn_varlen_func", "decode": "flash_decode_func"}
-    return "\n".join(f"{titles[op]}\n{_served(calls)}" for op, calls in found.items())
+    parts = []
+    for op, calls in TYPICAL.items():
+        found = {}
+        for name, dtype, d in calls:
+            q, k, options = support.call_of(features[op, name], support.DTYPES[dtype], d, device)
+            call = f"{name}; {dtype}, d {d}"
+            found[call] = flash_attn.can_use(q, k, k, op=op, **options)
+        parts.append(f"{titles[op]}\n{_served(found)}")
+    return "\n".join(parts)
+
+
+def column(device: torch.device) -> str:
+    """What serves every feature, dtype and head dim: a column of docs/support.md."""
+    lines = []
+    for op, title in support.OPS.items():
+        for names, dtypes, (found,) in support.table(op, (support.ask_here(device),)):
+            lines.append(f"{title}, {dtypes}: {support.in_words(found)}")
+            lines.append(textwrap.indent(textwrap.fill(names, 96), "    "))
+    return "\n".join(lines)
 
 
 def _served(calls: dict) -> str:
@@ -79,15 +69,13 @@ def _served(calls: dict) -> str:
     }
     lines = [f"  never {name}: {'; '.join(why)}" for name, why in always.items() if why]
     width = max(map(len, calls))
-    for call, support in calls.items():
+    for call, found in calls.items():
         own = {
             name: [why for why in reasons if why not in always.get(name, ())]
-            for name, reasons in support.reasons.items()
+            for name, reasons in found.reasons.items()
         }
         notes = "; ".join(f"{name}: {', '.join(why)}" for name, why in own.items() if why)
-        line = (
-            f"  {call.ljust(width)}  {support.backend.ljust(5)} {notes and '(not ' + notes + ')'}"
-        )
+        line = f"  {call.ljust(width)}  {found.backend.ljust(5)} {notes and '(not ' + notes + ')'}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -122,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows))
     print(
-        f"\nwhich backend serves a call on {device}, and why not the others (flash_attn.can_use):"
+        f"\nwhich backend serves what on {device}, up to which head dim; aten above that; "
+        "*: a mask's hidden tiles are skipped"
     )
+    print(column(device))
+    print("\nwhy not the others, for typical calls (flash_attn.can_use):")
     print(served_by(device))
     return 0
