@@ -6,7 +6,6 @@ set(staged ${CMAKE_BINARY_DIR}/simulator/csrc)
 
 # The sources as they are, with the simulator's own files where a kernel meets the GPU. Copies, which a change of theirs
 # makes again: a compiler's cache follows links, and then includes what lies beside the original.
-file(REMOVE_RECURSE ${staged})
 file(GLOB_RECURSE sources RELATIVE ${CMAKE_SOURCE_DIR}/csrc CONFIGURE_DEPENDS
   csrc/*.h csrc/*.cuh csrc/*.cu csrc/simulator/*.cpp csrc/simulator/include/*)
 foreach(source ${sources})

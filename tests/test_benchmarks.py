@@ -300,6 +300,15 @@ def test_prove_names_an_unknown_stage(tmp_path):
     assert done.returncode == 2 and "nonsense" in done.stderr
 
 
+def test_a_duel_runs_the_builds_it_names(tmp_path):
+    """Not the one beside the script: here a build that cannot be imported."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('another build')")
+    done = run("-m", "benchmarks.duel", str(ROOT), str(tmp_path), "--kinds", "cpu", "--quick")
+    assert done.returncode != 0
+    assert "another build" in done.stderr and "a contestant ended" in done.stderr
+
+
 def test_race_without_a_gpu_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -235,15 +235,15 @@ def write_mutants(mutants: list[Change], tree: Path, simulated: bool) -> None:
         (tree / Path(file).relative_to("csrc")).write_text(text)
 
 
-def link(objects: dict[str, str], was: str, library: Path) -> None:
-    """The library `was` of the checkout with other objects for some of its own."""
+def link(objects: dict[str, str], own: str, library: Path) -> None:
+    """The library `own` of the checkout's build with other objects for some of its own."""
     build = ROOT / "build"
-    listing = [find_ninja(), "-t", "commands", was]
+    listing = [find_ninja(), "-t", "commands", own]
     commands = subprocess.run(listing, cwd=build, capture_output=True, text=True, check=True)
     command = commands.stdout.splitlines()[-1]
     for was, now in objects.items():
         command = command.replace(f" {was} ", f" {now} ")
-    command = command.replace(f"-o {was}", f"-o {library}")
+    command = command.replace(f"-o {own}", f"-o {library}")
     subprocess.run(command, cwd=build, shell=True, check=True)
 
 

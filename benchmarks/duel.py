@@ -1,0 +1,180 @@
+"""Two builds of this library in turns: is the one after a change faster?
+
+    python -m benchmarks.duel BEFORE AFTER [--kinds fwd,bwd,shapes,bwd_shapes,features,
+    bwd_features,decode,short,cpu] [--only WORD] [--rounds 2] [--quick] [--out FILE.json]
+
+BEFORE and AFTER are checkouts with a built package. Each has a process of its own, which takes its
+flash_attn from there and everything else from here, so that both run the same shapes and phases.
+BEFORE takes part twice, as "again": how far it is from itself says what a difference is worth. The
+three take turns, shape by shape; a figure is the least time of all rounds. Their outputs are
+compared by their norms.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks import backends, race_caches, results, shapes
+from benchmarks.contest import AGREE, Race, progress
+from benchmarks.timing import QUICK, Recipe, Timer
+
+KINDS = {
+    "fwd": shapes.dense,
+    "bwd": shapes.dense,
+    "shapes": shapes.other_shapes,
+    "bwd_shapes": shapes.other_shapes,
+    "features": shapes.features,
+    "bwd_features": shapes.features,
+    "decode": shapes.decode,
+    "short": shapes.short_decode,
+    "cpu": shapes.cpu,
+}
+CONTESTANTS = ("before", "again", "after")
+# The package first from the build that takes part, then the benchmarks from this checkout.
+WORKER = (
+    "import sys; there, here, *rest = sys.argv[1:]; sys.path[0] = there; import flash_attn; "
+    "sys.path[0] = here; from benchmarks.duel import serve; serve(*rest)"
+)
+
+
+def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
+    """What is timed, and how many calls of the library it makes."""
+    if kind in ("decode", "short"):
+        q, caches, rounds = race_caches.caches_and_rounds(race, case)
+        calls = [backends.decode("cuda", case, q, cache) for cache in caches] * rounds
+        return race_caches.graph_of(calls), len(calls)
+    inputs = backends.make_inputs(case, race.dtype, race.device)
+    make = backends.backward if kind.startswith("bwd") else backends.forward
+    return make("ours", case, inputs), 1
+
+
+def serve(device: str, quick: str) -> None:
+    """A contestant: reads {kind, number} a line, writes {seconds, norms} or {reason}."""
+    race = Race(
+        Timer(torch.device(device), QUICK if quick == "quick" else Recipe()),
+        torch.float32 if device == "cpu" else torch.bfloat16,
+    )
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    for line in sys.stdin:
+        asked = json.loads(line)
+        case = KINDS[asked["kind"]](quick == "quick")[asked["number"]]
+        try:
+            call, calls = make_call(asked["kind"], case, race)
+            result = call()
+            tensors = result if isinstance(result, tuple | list) else (result,)
+            norms = [x.double().norm().item() for x in tensors]
+            answer = {"seconds": race.timer(call) / calls, "norms": norms}
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            answer = {"reason": str(error).strip().splitlines()[0]}
+        call = result = tensors = None
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Contestant:
+    """The process of one build."""
+
+    def __init__(self, checkout: Path, device: str, quick: bool) -> None:
+        command = (sys.executable, "-c", WORKER, str(checkout), str(results.ROOT))
+        self.process = subprocess.Popen(
+            [*command, device, "quick" if quick else "whole"],
+            cwd=checkout,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, kind: str, number: int) -> dict:
+        question = json.dumps({"kind": kind, "number": number})
+        with contextlib.suppress(BrokenPipeError):
+            print(question, file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"flash_attn: a contestant ended with {self.process.wait()}")
+        return json.loads(answer)
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def duel(
+    contestants: dict[str, Contestant], kind: str, number: int, case, rounds: int, limit: float
+) -> tuple[dict | None, str]:
+    """The record of one shape, or why there is none."""
+    times = dict.fromkeys(contestants, math.inf)
+    norms: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        names = list(contestants) if turn % 2 == 0 else list(contestants)[::-1]
+        for name in names:
+            answer = contestants[name].ask(kind, number)
+            if "reason" in answer:
+                return None, f"{kind} {case.shape()} {name}: {answer['reason']}"
+            times[name] = min(times[name], answer["seconds"])
+            norms[name] = answer["norms"]
+    for name, values in norms.items():
+        for index, (x, y) in enumerate(zip(values, norms["before"], strict=True)):
+            if not abs(x - y) <= limit * abs(y):
+                return None, f"{kind} {case.shape()}: output {index} of {name}: norm {x}, not {y}"
+    micros = {name: t * 1e6 for name, t in times.items()}
+    ratio = {f"before/{name}": times["before"] / times[name] for name in ("again", "after")}
+    return results.record(f"duel.{kind}", case.shape(), "us", micros, ratio), ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--kinds", default="fwd,bwd,decode", help=f"of {','.join(KINDS)}")
+    parser.add_argument("--only", default="", help="shapes whose description has this word")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few shapes, short phases")
+    parser.add_argument("--out", metavar="FILE.json")
+    args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"--kinds: expected some of {','.join(KINDS)}, got {','.join(unknown)}")
+    device = "cpu" if kinds == ["cpu"] else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("these kinds need a CUDA GPU; without one: --kinds cpu")
+
+    checkouts = (args.before.resolve(), args.before.resolve(), args.after.resolve())
+    contestants = {
+        name: Contestant(checkout, device, args.quick)
+        for name, checkout in zip(CONTESTANTS, checkouts, strict=True)
+    }
+    recipe = QUICK if args.quick else Recipe()
+    method = f"{recipe.describe(torch.device(device))}, in turns, the least of {args.rounds} rounds"
+    records = [results.run_record(torch.device(device), method)]
+    reasons = []
+    limit = AGREE[torch.float32 if device == "cpu" else torch.bfloat16]
+    for kind in kinds:
+        for number, case in enumerate(KINDS[kind](args.quick)):
+            if args.only not in " ".join(f"{k}={v}" for k, v in case.shape().items()):
+                continue
+            found, reason = duel(contestants, kind, number, case, args.rounds, limit)
+            if found is None:
+                reasons.append(reason)
+                continue
+            records.append(found)
+            progress(found)
+        records += results.geometric_means(
+            [r for r in records if r["kind"] == f"duel.{kind}"], by=()
+        )
+        results.write(args.out, records)
+    for contestant in contestants.values():
+        contestant.end()
+    print(results.show(records))
+    print(*reasons, sep="\n")
+    return 1 if reasons else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
