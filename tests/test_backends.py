@@ -271,6 +271,7 @@ CASES = [
 
 
 @each_target(SM80, SM90)
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_tests_know_what_kernels_serve(case: Case, target: Target, seed: int) -> None:
     """Case.served_by, which picks the kernels' tests, says what the library says."""

@@ -81,6 +81,7 @@ def test_the_switch_of_the_matmul_backend(target: Target, seed: int) -> None:
 
 
 @each_target(SM80)
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("q_scale", [1.0, 20.0])  # |S| up to 100 with the second
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_no_less_exact_than_torch(d: int, q_scale: float, target: Target, seed: int) -> None:

@@ -284,6 +284,7 @@ def test_alignment_moves_causal_window_and_alibi(target: Target, term: str, seed
 
 
 @each_target(ATEN_CPU, ATEN_CUDA, SM90, DECODE_CUDA)
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("softcap", [1e30, 1e38, 1e300])
 def test_a_softcap_far_above_all_scores_changes_nothing(softcap: float, target: Target) -> None:
     """Beyond the range of fp32, too."""

@@ -202,6 +202,7 @@ def test_max_seqlen_is_a_hint(maximum: str, target: Target, seed: int) -> None:
 
 
 @each_target(SM80)
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_max_seqlen_too_small_stays_inside(backward: bool, target: Target, seed: int) -> None:
     """Rows that it does not cover are right or empty; no fault, no NaN."""
@@ -319,6 +320,7 @@ def test_a_max_seqlen_below_the_longest_is_refused(name: str) -> None:
 
 
 @each_target(SM80, SM90)
+@pytest.mark.real_gpu
 def test_a_max_seqlen_below_the_longest_is_no_matter_to_kernels(target: Target) -> None:
     """They read the lengths where they are: out, lse and gradients (sm80's are deterministic) are
     those of the true one."""

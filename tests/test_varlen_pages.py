@@ -134,6 +134,7 @@ def without_missing_pages(q, k, v, table, lengths, missing, options) -> list[tor
 
 
 @each_target(*OP_TARGETS)
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("page", [-1, 6, 2**31 - 1])
 def test_a_page_that_does_not_exist_has_no_keys(page: int, options: str, target: Target) -> None:
@@ -268,6 +269,7 @@ def to_device(given: dict, target: Target) -> dict:
 
 
 @each_target(SM80, SM90)
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("d", [13, 64, 128, 256])
 @pytest.mark.parametrize("terms", TERMS)
 def test_sequences_that_lack_a_page_among_others(terms: str, d: int, target: Target) -> None:

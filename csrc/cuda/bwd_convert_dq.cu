@@ -15,7 +15,7 @@ constexpr int kRows = kDqAccumRows * kWarps;  // of a thread block: of one head 
 using Scheduler = TileScheduler<kRows>;
 
 // A warp converts the 16 rows that a block of dq_accum has. The rows of the segment that do not count
-// get 0.
+// get 0; where none does, no sum is read: rows before the first sequence have none.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_convert_dq_kernel(const __grid_constant__ BwdParams params,
@@ -34,12 +34,14 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<Element*>(params.dq) +
       SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
   for (int col = 0; col < params.head_dim; col += kDqConvertCols) {
-    uint32_t pairs[2][kDqConvertBlocks];
+    uint32_t pairs[2][kDqConvertBlocks] = {};
+    if (first_row < seqlen.len_q) {
 #pragma unroll
-    for (int b = 0; b < kDqConvertBlocks; ++b) {
-      const float* const block = accum + (col / 8 + b) * kDqAccumBlock;
-      pairs[0][b] = dq_pair<Element>(block, order, scale, 0, lane);
-      pairs[1][b] = dq_pair<Element>(block, order, scale, 1, lane);
+      for (int b = 0; b < kDqConvertBlocks; ++b) {
+        const float* const block = accum + (col / 8 + b) * kDqAccumBlock;
+        pairs[0][b] = dq_pair<Element>(block, order, scale, 0, lane);
+        pairs[1][b] = dq_pair<Element>(block, order, scale, 1, lane);
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -14,10 +14,12 @@
 namespace flash_attn {
 namespace {
 
-// NaN in all new memory, so that a kernel that reads what nobody wrote shows it. Behind each tensor lies
-// a page that nobody may touch: who reads or writes there ends the process.
+// NaN in all new memory, so that a kernel that reads what nobody wrote shows it. Before and behind each
+// tensor lies memory that nobody may touch: who reads or writes there ends the process. A tensor ends
+// where its last page does; what lies before it on its first page is not watched.
 class PoisonedAllocator final : public c10::Allocator {
-  static constexpr size_t kAlignBytes = 64;  // torch's own
+  static constexpr size_t kAlignBytes = 64;        // torch's own
+  static constexpr size_t kGuardBytes = 64 << 20;  // on either side, of addresses alone
 
   struct Mapping {
     void* memory;
@@ -37,13 +39,17 @@ class PoisonedAllocator final : public c10::Allocator {
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t aligned = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
     const size_t pages = (aligned + page - 1) / page * page;
-    void* const memory = mmap(nullptr, pages + page, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const size_t mapped = kGuardBytes + pages + kGuardBytes;
+    void* const memory =
+        mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
-    char* const end = static_cast<char*>(memory) + pages;
-    mprotect(end, page, PROT_NONE);
-    void* const data = std::memset(end - aligned, 0xff, aligned);
-    return {data, new Mapping{memory, pages + page}, &Mapping::unmap, cpu};
+    char* const begin = static_cast<char*>(memory) + kGuardBytes;
+    if (mprotect(begin, pages, PROT_READ | PROT_WRITE) != 0) {
+      munmap(memory, mapped);
+      throw std::bad_alloc();
+    }
+    void* const data = std::memset(begin + pages - aligned, 0xff, aligned);
+    return {data, new Mapping{memory, mapped}, &Mapping::unmap, cpu};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
