@@ -194,6 +194,18 @@ def test_each_way_to_broadcast(
 
 
 @each_target(ATEN_CPU, SM80, SM90)
+@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize("bias", ["full", "row", "matrix"])
+@pytest.mark.parametrize("seqlen_q", [1, 129])
+def test_a_bias_of_one_key_beside_a_sink(
+    seqlen_q: int, bias: str, draw: int, target: Target, seed: int
+) -> None:
+    """Its gradient is as exact as dS, where delta comes from an out that was rounded."""
+    case = Case(dtype="fp16", batch=2, seqlen_q=seqlen_q, seqlen_k=1, d=64, bias=bias, sink=True)
+    check(case, target, seed)
+
+
+@each_target(ATEN_CPU, SM80, SM90)
 @pytest.mark.parametrize("has_gradient", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("order", ["bhqk", "bhkq", "qkhb", "kbqh", "expanded", "sliced"])

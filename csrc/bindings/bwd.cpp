@@ -29,10 +29,15 @@ at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wan
   const auto fp32 = bias.options().dtype(at::kFloat);
   BiasGradientParams& gradient = params.dbias;
   at::Tensor sums;
-  if (bias.size(3) == 1) {
+  // A bias of a dense call's only key has dS for a gradient. The sum over a row's keys, which needs no dS,
+  // is the same number from delta alone, and less exact where a sink has most of the row: delta counts on an
+  // out that was rounded.
+  const bool of_one_key =
+      params.cu_seqlens_k == nullptr && params.seqlen_k == 1 && bias.size(2) == params.seqlen_q;
+  if (bias.size(3) == 1 && !of_one_key) {
     gradient.form = Form::kRows;
     sums = at::zeros({params.batch, params.heads_q, params.seqlen_q, 1}, fp32);
-  } else if (bias.size(2) == 1) {
+  } else if (bias.size(2) == 1 && !of_one_key) {
     gradient.form = Form::kKeys;
     sums = at::zeros({params.batch, params.heads_q, 1, bias.size(3)}, fp32);
   } else {
