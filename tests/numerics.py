@@ -12,9 +12,10 @@ sum: with u the unit roundoff of the dtype, the condition tensors B say how larg
     row   max over rows of rms(error) / (rms(ref) + kappa rms(B)) in units of u
     bias  |mean(error)| <= 6 rms(error) / sqrt(n): rounding is fair, truncation is not
 
-eta is what an underflow of P or dS can cost; in dbias, which is dS, a P below the accumulator's
-normal range costs as much of |dP - delta| besides, and in dV what chance makes of the rounding of
-fp16's subnormal P, in a key that no query sees more of. Positions of NaN and infinities, and zeros
+eta is what an underflow of P or dS can cost. A P below the accumulator's normal range may count as
+0: in dbias, which is dS, that costs as much of |dP - delta| besides, and in dK and dV what such P
+add, of a key that no query sees more of. There fp16's subnormal P cost dV what chance makes of their
+rounding. Positions of NaN and infinities, and zeros
 where nothing was added up, are compared exactly.
 """
 
@@ -214,9 +215,12 @@ def underflow_of(
     """What the underflow of single P costs each element of a result, for assert_close."""
     if name == "dbias":
         return LEAST_NORMAL[dtype] * conditions["dbias_per_p"]
+    if name not in ("dk", "dv") or dtype == torch.float64:
+        return 0.0
+    flushed = conditions[f"{name}_of_flushed"]
     if name == "dv" and dtype == torch.float16:
-        return CHANCE * conditions["dv_of_subnormals"]
-    return 0.0
+        return flushed + CHANCE * conditions["dv_of_subnormals"]
+    return flushed
 
 
 def assert_lse_close(actual: torch.Tensor, expected: torch.Tensor, largest_score: float) -> None:

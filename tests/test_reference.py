@@ -163,6 +163,30 @@ def test_a_flushed_probability_is_within_the_standard(seed: int) -> None:
         compare(problem, flushed(2.0**-120), expected)
 
 
+def test_a_key_of_flushed_probabilities_is_within_the_standard(seed: int) -> None:
+    """Likewise in dK and dV, of a key that no query sees more of."""
+    case = Case(
+        dtype="bf16", batch=1, seqlen_q=200, seqlen_k=800, alibi="head", heads_q=2, heads_kv=2, d=64
+    )
+    problem = Problem(case, seed, "cpu")
+    problem.alibi_slopes.fill_(0.15)
+    expected = expect(problem)
+    P, dout = expected.probs, problem.dout.double().transpose(1, 2)
+    dP = dout @ problem.v.double().transpose(1, 2).mT
+    dS = P * (dP - (P * dP).sum(-1, keepdim=True)) * 0.125
+
+    def flushed(limit: float) -> dict:
+        kept = limit <= P
+        dk = (dS * kept).mT @ problem.q.double().transpose(1, 2)
+        results = {"dk": dk, "dv": (P * kept).mT @ dout}
+        results = {name: x.transpose(1, 2).bfloat16() for name, x in results.items()}
+        return {"lse": expected.values["lse"].float()} | results
+
+    compare(problem, flushed(2.0**-126), expected)
+    with pytest.raises(AssertionError, match="dk: comp error"):
+        compare(problem, flushed(2.0**-122), expected)
+
+
 def test_the_rounding_of_subnormals_is_within_the_standard() -> None:
     """fp16 holds a P below 2^-14 in multiples of 2^-24. Of some key here no query sees more; four
     times as coarse is an error."""

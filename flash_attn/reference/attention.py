@@ -47,6 +47,8 @@ class Conditions:
     dbias: Tensor | None  # B_dbias, like attn_bias
     dv_of_subnormals: Tensor  # F_dV, like v: what fp16's subnormals cost, by chance
     dbias_per_p: Tensor | None  # F_dbias, like attn_bias: what an underflow of P costs
+    dk_of_flushed: Tensor  # G_dK, like k: what P below the smallest number of fp32 add
+    dv_of_flushed: Tensor  # G_dV, like v
     dsink: Tensor | None
     largest_score: float  # max |S| of any score, before and after softcap and bias: the LSE's unit
 
@@ -375,12 +377,13 @@ def condition_tensors(
         F_dbias = Σ |dP - D + L| over the same
         E' = softmax_scale · E · softcap'
         B_dQ = E' |K|    B_dK = E'ᵀ |Q|
+        G_dV = Pᵀ |dO|   G_dK = (softmax_scale · P ∘ |dP - D + L| · softcap')ᵀ |Q|   over P < 2⁻¹²⁶
 
     rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded.
     A P below the smallest number of fp32 counts as 0, and dbias = P ∘ (dP - D + L) loses that much
-    of F_dbias, where the sums of other results hide it. A P below 2⁻¹⁴ is rounded to a multiple of
-    2⁻²⁴ in fp16, which is more of it than of others: a key that all queries see so little of has no
-    larger terms in dV that hide it.
+    of F_dbias. The sums of out and dQ hide it; dK and dV do not, of a key that all queries see so
+    little of, and lose up to G. A P below 2⁻¹⁴ is rounded to a multiple of 2⁻²⁴ in fp16, which is
+    more of it than of others: such a key has no larger terms in dV that hide it.
 
     Arguments: as attention_ref_grads.
     """
@@ -388,7 +391,7 @@ def condition_tensors(
     dout = dout.double() if call.is_varlen else dout.double().flatten(0, 1)
     B_out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
     B_dq, B_dk, B_dv = (torch.zeros_like(x) for x in (call.flat_q, call.flat_k, call.flat_v))
-    F_dv = torch.zeros_like(B_dv)
+    F_dv, G_dk, G_dv = (torch.zeros_like(x) for x in (B_dv, B_dk, B_dv))
     has_dbias = call.bias is not None and call.bias.dtype != torch.bool
     B_dbias, F_dbias = (torch.zeros_like(call.bias) if has_dbias else None for _ in range(2))
     B_dsink = None if call.sink is None else torch.zeros_like(call.sink)
@@ -418,6 +421,10 @@ def condition_tensors(
         if x.kept is not None:
             lost = _drop(lost, x.kept, call.dropout_p)
         F_dv[rows.k] = to_kv_heads(lost.square().mT @ dO.square()).sqrt()
+        is_flushed = y.P < 2.0**-126
+        G_dv[rows.k] = to_kv_heads((y.weights * is_flushed).mT @ dO.abs())
+        flushed = call.scale * y.P * is_flushed * dS_per_p * y.softcap_slope
+        G_dk[rows.k] = to_kv_heads(flushed.mT @ x.q.abs())
         B_dq[rows.q] = (E_raw @ x.k.abs()).transpose(0, 1)
         B_dk[rows.k] = to_kv_heads(E_raw.mT @ x.q.abs())
         if B_dbias is not None:
@@ -436,6 +443,8 @@ def condition_tensors(
         B_dbias,
         call.like_k(F_dv),
         F_dbias,
+        call.like_k(G_dk),
+        call.like_k(G_dv),
         B_dsink,
         largest,
     )
