@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+import flash_attn
 from benchmarks.backends import Cache, Unsupported
-from flash_attn import find_shared_prefix, flash_decode_func
 
 PAGE, HEAD_DIM = 16, 128
 
@@ -92,10 +92,14 @@ def calls(name: str, case: PrefixCase, inputs: Inputs) -> list[Callable[[], torc
     else:
         options = {"block_table": inputs.table}
         if name == "shared":
-            options["shared_prefix"] = find_shared_prefix(inputs.table, inputs.lengths, PAGE)
+            options["shared_prefix"] = flash_attn.find_shared_prefix(
+                inputs.table, inputs.lengths, PAGE
+            )
 
         def run(cache: Cache) -> torch.Tensor:
-            return flash_decode_func(inputs.q, cache.k, cache.v, inputs.lengths, **options)
+            return flash_attn.flash_decode_func(
+                inputs.q, cache.k, cache.v, inputs.lengths, **options
+            )
 
     return [functools.partial(run, cache) for cache in inputs.caches]
 

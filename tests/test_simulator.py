@@ -24,6 +24,10 @@ FAULTS = {
     "product": ("product, not waited for", "wrong: "),
     "barrier": ("barrier at which a warp is missing", "all threads wait for what will not happen"),
     "arrival": ("arrival, and a phase too many", "all threads wait for what will not happen"),
+    "registers": (
+        "registers that nobody gives back",
+        "all threads wait for what will not happen",
+    ),
     "warp": ("warp in two places", "lanes of a warp meet at __shfl_sync and at __ballot_sync"),
     "store": ("store behind the memory", "a block wrote behind its dynamic shared memory"),
     "alignment": ("address of half a row", "ldmatrix: expected a multiple of 16 as address"),

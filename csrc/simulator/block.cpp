@@ -128,6 +128,7 @@ void Block::run(int number, const std::function<void()>& kernel, std::vector<Fib
   alive = threads;
   random_.seed(seed() + 7919 * number);
   for (Barrier& barrier : barriers) barrier = {};
+  spare_registers = 0;
   std::memset(memory, kPoison, kSharedBytes);
   std::vector<Warp> of_block(warps);
   for (int i = 0; i < threads; ++i) {

@@ -85,6 +85,7 @@ class Block {
   Fiber* current = nullptr;
   Barrier barriers[16];
   int alive = 0, any = 0;
+  int spare_registers = 0;  // for each lane, of all warps together
   std::deque<std::function<void()>> copies;
 
  private:

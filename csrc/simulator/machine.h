@@ -87,6 +87,8 @@ void meet(const char* what, unsigned mask, Mine& mine, const Act& act) {
 
 // Barrier number `barrier` of the block; threads: how many arrive, the waiting ones among them.
 void barrier_arrive(int barrier, int threads, bool wait);
+// A warp's registers become `count` a thread: it waits until other warps have given back what it asks for.
+void set_registers(int count);
 // Barrier 0, and the bitwise or (and) of what its threads bring.
 int block_any(int value);
 int block_all(int value);

@@ -14,6 +14,7 @@ class KeyWalk {
   using Element = typename Traits::Element;
   using V = WgmmaOperand<Layout::kKOuter, typename Traits::VTile>;
   using Probabilities = OperandA<1, Traits::kBlockN>;
+  using Term = LinearTerm<Element, Traits::kBlockN>;
   static constexpr bool kLooksAhead = Traits::ScorePolicy::kGeneral && Traits::kTile.blocks == 1;
   static constexpr bool kTriesFirst = Traits::kConsumers < 3;  // registers of three are too few
   static constexpr float kShare = 0.125f;
@@ -89,7 +90,7 @@ class KeyWalk {
     self.k_ring.wait_full();
     self.wait_turn();
     self.scores(S);
-    if constexpr (Traits::kAlibi) self.smem.alibi.term.start(S, self.warpgroup);
+    if constexpr (Traits::kAlibi) self.smem.alibi.term.start(S, slope_parts);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
@@ -258,7 +259,6 @@ class KeyWalk {
   // ALiBi: what scores gain from a column of the block to the next, if all its keys lie before the diagonals
   // of this consumer's queries or all behind them; 0: the general form serves.
   __device__ __forceinline__ float slope_of(int block) const {
-    using Term = LinearTerm<Element, Traits::kBlockN, Traits::kConsumers>;
     const BlockRange& blocks = work.range;
     const int to_diagonal = score.to_diagonal(
         {work.first_row + self.warpgroup * 64, work.first_key + block * Traits::kBlockN});
@@ -271,12 +271,11 @@ class KeyWalk {
   }
   // It seldom changes in a tile.
   __device__ __forceinline__ void follow_slope() {
-    if (next_slope == slope) return;
-    slope = next_slope;
-    // This warp has waited for its products with the slope before, other warps may not have yet.
-    ptx::barrier_sync<128>(kCleared + self.warpgroup);
-    self.smem.alibi.term.set_slope(slope, self.warpgroup);
-    ptx::barrier_sync<128>(kCleared + self.warpgroup);
+    if (next_slope != slope) {
+      slope = next_slope;
+      slope_parts = Term::parts_of(slope, self.lane);
+    }
+    pin(slope_parts);
   }
 
   // Of a staged bias, while the products run: what the queries of this warp add to the next S, in the
@@ -409,6 +408,7 @@ class KeyWalk {
   uint32_t facts;                     // of the block at hand: whether it is full, or the first
   float bias_factor;                  // of a staged bias
   float slope = NAN, next_slope = 0;  // ALiBi: of the block at hand and the next one; NaN: none yet
+  typename Term::Slope slope_parts;   // of `slope`
   float of_row;                       // ALiBi: what is linear in the row, of the lane's first one
   SoftcapPolynomial<1> first_polynomial;
   SoftcapPolynomial<2> second_polynomial;

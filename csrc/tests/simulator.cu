@@ -13,6 +13,7 @@
 #include "../cuda/ptx/cp_async.cuh"
 #include "../cuda/ptx/ldmatrix.cuh"
 #include "../cuda/ptx/mbarrier.cuh"
+#include "../sm90/ptx/warpgroup.cuh"
 #include "../sm90/tile/gemm.cuh"
 
 namespace flash_attn::tests {
@@ -106,6 +107,17 @@ __global__ void alignment_kernel(const float* ones, float* results) {
   own(results) = ones[0];
 }
 
+// Of the 248 that each thread has, some give back the 8 that others ask for.
+template <bool kGivesBack>
+__global__ void registers_kernel(const float* ones, float* results) {
+  if (threadIdx.x < kThreads / 2) {
+    sm90::ptx::lower_registers<kGivesBack ? 240 : 248>();
+  } else {
+    sm90::ptx::raise_registers<256>();
+  }
+  own(results) = ones[0];
+}
+
 // "right", how many results are not 1, or what the simulator says.
 template <auto kKernel>
 std::string run() {
@@ -137,6 +149,8 @@ const std::map<std::string, std::function<std::string()>> kRuns = {
     {"warp in two places", run<warp_kernel<false>>},
     {"store", run<store_kernel<true>>},
     {"store behind the memory", run<store_kernel<false>>},
+    {"registers", run<registers_kernel<true>>},
+    {"registers that nobody gives back", run<registers_kernel<false>>},
     {"alignment", run<alignment_kernel<true>>},
     {"address of half a row", run<alignment_kernel<false>>}};
 

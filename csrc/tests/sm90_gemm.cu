@@ -84,19 +84,20 @@ __global__ void __launch_bounds__(kThreads)
   finish(C, sum);
 }
 
-// As the last of two consumers.
 template <typename Element, int kN>
 __global__ void __launch_bounds__(kThreads)
     linear_term_kernel(const float* c, float slope, float* sum) {
-  __shared__ sm90::LinearTerm<Element, kN, 2> term;
+  using Term = sm90::LinearTerm<Element, kN>;
+  __shared__ Term term;
   term.init(threadIdx.x, kThreads);
-  term.set_slope(slope, 1);
   __syncthreads();
+  typename Term::Slope parts = Term::parts_of(slope, threadIdx.x % 32);
   Accumulator<1, kN> C;
   load(C, c);
   sm90::pin(C);
+  sm90::pin(parts);
   sm90::ptx::wgmma_fence();
-  term.start(C, 1);
+  term.start(C, parts);
   finish(C, sum);
 }
 

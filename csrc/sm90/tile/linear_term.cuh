@@ -10,17 +10,16 @@
 
 namespace flash_attn::sm90 {
 
-// S[i][j] += slope · j, for kN columns. The operands lie as 16 columns of Q and K would without a swizzle, in
-// blocks of 8 × 8: those of K have j in each of their columns; those of Q are one block, of whose rows
-// each holds the slope in three parts, which together have the bits of fp32. Where the first eight
-// columns lie the second eight are read, too, so that the parts are those of half the slope.
-template <typename Element, int kN, int kConsumers>
+// S[i][j] += slope · j, for kN columns. Q's 16 columns are the slope in three parts, which together have the
+// bits of fp32, and zeros; they lie in registers. Those of K lie as K would without a swizzle, in
+// blocks of 8 × 8, and have j in each; the second eight columns are the first eight once more.
+template <typename Element, int kN>
 struct LinearTerm {
   // A number in both dtypes. With a steeper one S would lose too many of its bits beside the term.
   static constexpr float kLargestSlope = 64.f;
+  using Slope = OperandA<1, 16>;
 
   alignas(128) Element columns[kN][8];
-  Element slopes[kConsumers][8][8];
 
   // By all threads of the block, before a barrier among them.
   __device__ __forceinline__ void init(int thread, int num_threads) {
@@ -31,33 +30,26 @@ struct LinearTerm {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  // Of this consumer's next products. By all of its threads.
-  __device__ __forceinline__ void set_slope(float slope, int consumer) {
-    const float half = 0.5f * slope;
+  // The same in all rows.
+  __device__ __forceinline__ static Slope parts_of(float slope, int lane) {
     const auto rounded = [](float x) {
       return flash_attn::ptx::unpack<Element>(flash_attn::ptx::pack<Element>(x, 0.f)).x;
     };
-    const float first = rounded(half), second = rounded(half - first);
-    if (threadIdx.x % 128 < 8) {
-      *reinterpret_cast<uint4*>(slopes[consumer][threadIdx.x % 128]) = {
-          flash_attn::ptx::pack<Element>(first, second),
-          flash_attn::ptx::pack<Element>(half - first - second, 0.f), 0, 0};
-    }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    const float first = rounded(slope), second = rounded(slope - first);
+    const uint32_t first_two = flash_attn::ptx::pack<Element>(first, second);
+    const uint32_t third = flash_attn::ptx::pack<Element>(slope - first - second, 0.f);
+    const uint32_t of_lane = lane % 4 == 0 ? first_two : lane % 4 == 1 ? third : 0;
+    return {{{{of_lane, of_lane, 0, 0}}}};
   }
 
-  // In the batch of the products of S, which come first.
-  __device__ __forceinline__ void start(Accumulator<1, kN>& S, int consumer) const {
-    ptx::Wgmma<Element, kN>::template ss<ptx::Major::kK, ptx::Major::kK>(
-        S.data[0], descriptor(slopes[consumer], 0), descriptor(columns, sizeof(Element[8][8])), 1);
-  }
-
- private:
-  // stride: from a block of 8 rows to the next.
-  __device__ __forceinline__ static uint64_t descriptor(const Element (*blocks)[8], int stride) {
+  // In the batch of the products of S, which come first; their fence is that of `slope`, too.
+  __device__ __forceinline__ void start(Accumulator<1, kN>& S, const Slope& slope) const {
     constexpr uint32_t kOwnMemory = 0x3ffff;
-    return static_cast<uint64_t>(stride / 16) << 32 |
-           (flash_attn::ptx::smem_address(blocks) & kOwnMemory) / 16;
+    constexpr uint64_t kNextBlock = sizeof(Element[8][8]) / 16;  // of 8 rows
+    const uint64_t descriptor =
+        kNextBlock << 32 | (flash_attn::ptx::smem_address(columns) & kOwnMemory) / 16;
+    ptx::Wgmma<Element, kN>::template rs<ptx::Major::kK>(S.data[0], slope.data[0][0], descriptor,
+                                                         1);
   }
 };
 

@@ -5,9 +5,13 @@
 namespace flash_attn::sm90::ptx {
 
 template <int kCount>
-void lower_registers() {}
+void lower_registers() {
+  simulator::set_registers(kCount);
+}
 template <int kCount>
-void raise_registers() {}
+void raise_registers() {
+  simulator::set_registers(kCount);
+}
 
 inline bool elect_one() { return simulator::this_thread().lane == 0; }
 
