@@ -14,9 +14,9 @@ sum: with u the unit roundoff of the dtype, the condition tensors B say how larg
 
 eta is what an underflow of P or dS can cost. A P below the accumulator's normal range may count as
 0: in dbias, which is dS, that costs as much of |dP - delta| besides, and in dK and dV what such P
-add, of a key that no query sees more of. There fp16's subnormal P cost dV what chance makes of their
-rounding. Positions of NaN and infinities, and zeros
-where nothing was added up, are compared exactly.
+add, of a key that no query sees more of. There fp16's subnormal P cost dV what chance makes of
+their rounding. Positions of NaN and infinities, and zeros where nothing was added up, are compared
+exactly.
 """
 
 from __future__ import annotations
