@@ -141,7 +141,7 @@ PICTURES: dict[str, tuple[str, Callable[[list[dict]], plt.Figure]]] = {
     "forward": ("h200-fwd", lambda records: race(records, "fwd")),
     "backward": ("h200-bwd-fa4", lambda records: race(records, "bwd")),
     "decode": ("h200-decode", decode),
-    "step": ("h200-step", steps),
+    "step": ("h200-steps", steps),
 }
 
 
