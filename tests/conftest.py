@@ -49,7 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
-@pytest.hookimpl(trylast=True)  # parts are dealt of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "FLASH_ATTN_SIMULATED" in os.environ:
         keep_only(config, items, [i for i in items if _is_simulated(i)])
