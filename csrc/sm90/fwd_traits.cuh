@@ -244,12 +244,11 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   alignas(1024) typename Traits::QTile q[Traits::kQStages];
   alignas(1024) typename Traits::KTile k[Traits::kStages];
   alignas(1024) typename Traits::VTile v[Traits::kStages];
-  // Not at the end: compute-sanitizer takes the operand for as large as one whose halves lie side by side.
-  [[no_unique_address]] FwdAlibiStorage<Traits> alibi;
   alignas(1024) typename Traits::OutputSlab out[Traits::kOutputSlabs];
   [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
+  [[no_unique_address]] FwdAlibiStorage<Traits> alibi;
   FwdWorkSlot work[kWorkSlots];
   alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<kWorkSlots> work_ring;
