@@ -3,7 +3,6 @@
 
 #include "../cuda/ptx/ldmatrix.cuh"
 #include "bwd_scores.cuh"
-#include "ptx/pack.cuh"
 #include "ptx/stmatrix.cuh"
 
 namespace flash_attn::sm90 {
@@ -18,28 +17,26 @@ struct HalfScores {
   }
 };
 
-// For a dS in fp16 that is as coarse as its own rounding. P has no sign, so here the place of the sign holds
-// a twelfth bit, which follows fp16's last one. It takes registers.
+// For a dS in fp16 that is as coarse as its own rounding. P has no sign and is at most 1 but for its own errors,
+// so here a sixteenth bit belongs to the mantissa: of a float that is small enough for five bits of its
+// exponent, to be 0 in the others. P from 8 on would lose them.
 struct UnsignedHalfScores {
-  static constexpr uint32_t kLastBit = 1u << 12, kExponent = 0x7f800000u;  // of a float
+  static constexpr float kDown = 0x1p-111f, kUp = 0x1p111f;
+  static constexpr int kFirstBit = 12;  // of a float's bits that are kept
+  static constexpr uint32_t kKept = 0xffffu << kFirstBit;
 
   __device__ __forceinline__ static uint32_t pack(float low, float high) {
-    const float a = half_unit_more(low), b = half_unit_more(high);
-    return ptx::pack_toward_zero(a, b) | (__float_as_uint(a) << 3 & 0x8000u) |
-           (__float_as_uint(b) << 19 & 0x80000000u);
+    return shifted_up(low) >> 16 | (shifted_up(high) & 0xffff0000u);
   }
   __device__ __forceinline__ static float2 unpack(uint32_t packed) {
-    const float2 pair = flash_attn::ptx::unpack<__half>(packed & 0x7fff7fffu);
-    const auto with = [](float x, uint32_t bits) {
-      return __uint_as_float(__float_as_uint(x) | (bits & kLastBit));
-    };
-    return {with(pair.x, packed >> 3), with(pair.y, packed >> 19)};
+    return {__uint_as_float(packed << kFirstBit & kKept) * kUp,
+            __uint_as_float(packed >> (16 - kFirstBit) & kKept) * kUp};
   }
 
  private:
-  // So that cutting off behind the twelfth bit rounds to nearest. NaN stays NaN.
-  __device__ __forceinline__ static float half_unit_more(float x) {
-    return fmaf(__uint_as_float(__float_as_uint(x) & kExponent), 0x1p-12f, x);
+  // Rounded to the bits that are kept, which are its upper half.
+  __device__ __forceinline__ static uint32_t shifted_up(float x) {
+    return (__float_as_uint(x * kDown) << (16 - kFirstBit)) + 0x8000u;
   }
 };
 

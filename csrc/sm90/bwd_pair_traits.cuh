@@ -38,9 +38,7 @@ struct BwdPairTraits {
   static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
 
   using ProbabilityTile = SmemTile<__half, kBlockN, kBlockM>;  // in the place of dS
-  // At d = 256 there are no registers for a twelfth bit.
-  using Exact =
-      std::conditional_t<kDType == DType::kFp16 && kHeadDim <= 192, UnsignedHalfScores, HalfScores>;
+  using Exact = std::conditional_t<kDType == DType::kFp16, UnsignedHalfScores, HalfScores>;
   using Scores = Accumulator<1, kBlockM>;           // Sᵀ, dPᵀ
   using ScoresOperand = OperandA<1, kBlockM>;       // the same, rounded: Pᵀ, dSᵀ
   using QueryGradient = Accumulator<1, kSlabCols>;  // a slab of dQ
