@@ -107,7 +107,10 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   sm90::run_bwd(params, device, stream_of(q));
   using Form = BiasGradientParams::Form;
   const bool of_places = params.dbias.form == Form::kWhole || params.dbias.form == Form::kShared;
-  if (of_places && !sm90::stores_bias_gradient(params)) sm80::run_bwd_bias(params, stream_of(q));
+  if (of_places && !sm90::stores_bias_gradient(params)) {
+    sm90::computes_bias_gradient(params) ? sm90::run_bwd_bias(params, device, stream_of(q))
+                                         : sm80::run_bwd_bias(params, stream_of(q));
+  }
 }
 
 void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at::Tensor& lse) {

@@ -53,7 +53,9 @@ int64_t cuda::bwd_dq_turns(const BwdParams&) { not_built(); }
 int64_t cuda::bwd_dq_pool_progress(const BwdParams&) { not_built(); }
 int sm80::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 void sm90::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm90::run_bwd_bias(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 bool sm90::stores_bias_gradient(const BwdParams&) { not_built(); }
+bool sm90::computes_bias_gradient(const BwdParams&) { not_built(); }
 void sm90::run_bwd_masked(const Masked<BwdParams>&, const cuda::DeviceInfo&, Stream) {
   not_built();
 }

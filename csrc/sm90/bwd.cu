@@ -87,6 +87,13 @@ bool stores_bias_gradient(const BwdParams& params) {
          has_some_terms(params) && can_stage_bias_gradient(params);
 }
 
+bool computes_bias_gradient(const BwdParams& params) {
+  const BiasParams& bias = params.score.bias;
+  return std::max(params.head_dim, params.head_dim_v) <= kBwdMaxSingleHeadDim &&
+         params.score.softcap == 0 && params.dropout.rng_state == nullptr && bias.in_pairs &&
+         bias.dtype == params.dtype;
+}
+
 int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
   if (masked) {
     return with_masked_class(params.head_dim, params.head_dim_v,
@@ -143,6 +150,14 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
         });
       }
     });
+  });
+}
+
+void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  cuda::with_dtype(params.dtype, [&]<DType kDType> {
+    std::max(params.head_dim, params.head_dim_v) <= kBwdNarrowTermsClass
+        ? launch_bwd_bias<kDType, kBwdNarrowTermsClass>(params, device, stream)
+        : launch_bwd_bias<kDType, kBwdScoresClass>(params, device, stream);
   });
 }
 

@@ -14,6 +14,9 @@ namespace flash_attn::sm90 {
 // gradient of a bias those forms that stores_bias_gradient(), and kRows.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
+// The gradient of a bias of the forms kWhole and kShared, behind run_bwd(), where computes_bias_gradient().
+void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+bool computes_bias_gradient(const BwdParams& params);
 // With a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score terms, neither
 // deterministic nor with a pool.
 void run_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
@@ -43,6 +46,9 @@ void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);
+// head_dim and head_dim_v up to the class; a bias that is read in pairs, ALiBi or not.
+template <DType kDType, int kHeadDim>
+void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
                        Stream stream);

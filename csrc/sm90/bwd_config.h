@@ -74,6 +74,17 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
                                                   .dq_registers = 72,
                                                   .key_registers = 208};
 
+// The gradient of a bias that is shared (bwd_bias.cuh): blocks of Q and dO, and of K and V, in shared memory.
+struct BwdBiasStages {
+  int rows, keys;
+};
+template <int kHeadDim>
+inline constexpr BwdBiasStages kBwdBiasStages = {};
+template <>
+inline constexpr BwdBiasStages kBwdBiasStages<64> = {.rows = 3, .keys = 5};
+template <>
+inline constexpr BwdBiasStages kBwdBiasStages<128> = {.rows = 2, .keys = 3};
+
 // The class of calls with several score terms, of head dims up to kBwdMaxSingleHeadDim. With terms that have
 // kernels of their own there are two classes, this one and:
 inline constexpr int kBwdScoresClass = 128, kBwdNarrowTermsClass = 64;

@@ -1,0 +1,482 @@
+// The gradient of a bias that sequences, heads or both share, with wgmma and TMA: dbias = Σ dS over all
+// who share it.
+//
+// A tile is 128 × 128 places of the gradient. A thread block takes tile after tile and walks over the
+// (sequence, query head) pairs that read its places; S and dP of each are computed a second time,
+// behind the backward. The sum stays in registers, and so does the bias, which is the same for all
+// pairs: no workspace, no atomics, and the same bits every time.
+//
+//   producer warp 0          for pair:  load Q, dO;  for half of the keys:  load K, V
+//   producer warp 1          for pair:  LSE, delta, its score terms
+//   consumer warpgroups      for tile:  bias from memory; the sum before to memory
+//   (64 queries each)        for pair, for half of the keys:
+//                                       S = Q Kᵀ;  dP = dO Vᵀ             // under way together
+//                                       P = exp(S + bias - LSE), masked
+//                                       dbias += P ∘ (dP - delta)
+//
+// All keys at once would take too many registers. One consumer's products run beside the other's arithmetic.
+//
+// Shared memory: │ Q, dO × stages │ half of K, V × stages │ visits × stages of Q │ barriers │
+#pragma once
+
+#include "../cuda/attn/block_range.cuh"
+#include "../cuda/attn/score_policy.cuh"
+#include "../cuda/attn/seqlen.cuh"
+#include "../cuda/attn/softmax_bwd.cuh"
+#include "../cuda/device.h"
+#include "../cuda/launch.h"
+#include "../cuda/ptx/opaque.cuh"
+#include "bwd_config.h"
+#include "bwd_work.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
+#include "tile/ring.cuh"
+
+namespace flash_attn::sm90 {
+
+// Places of the gradient, and who reads them.
+struct BiasTile {
+  int first_row, first_key;
+  int batch_begin, batch_end, head_begin, head_end;
+
+  static constexpr int kRows = 128, kKeys = 128;
+
+  __host__ __device__ static int64_t count(const BwdParams& params) {
+    const BiasGradientParams& gradient = params.dbias;
+    return int64_t{row_blocks(gradient)} * key_blocks(gradient) *
+           (gradient.batch_stride == 0 ? 1 : params.batch) * entry_heads(params);
+  }
+  // Rows are counted from the block of keys on: along rows, the steps in which a thread block takes its tiles
+  // would keep the distance from the diagonal, and a causal mask would leave it with all of them or
+  // with none.
+  __device__ __forceinline__ static BiasTile make(const BwdParams& params, int number) {
+    const BiasGradientParams& gradient = params.dbias;
+    const int n = number % key_blocks(gradient), diagonal = number / key_blocks(gradient);
+    const int entry = diagonal / row_blocks(gradient);
+    const int batch = entry / entry_heads(params), head = entry % entry_heads(params);
+    return {.first_row = static_cast<int>((int64_t{diagonal} + n) % row_blocks(gradient)) * kRows,
+            .first_key = n * kKeys,
+            .batch_begin = batch,
+            .batch_end = gradient.batch_stride == 0 ? params.batch : batch + 1,
+            .head_begin = head,
+            .head_end = gradient.head_stride == 0 ? params.heads_q : head + 1};
+  }
+
+ private:
+  __host__ __device__ static int row_blocks(const BiasGradientParams& gradient) {
+    return (gradient.rows + kRows - 1) / kRows;
+  }
+  __host__ __device__ static int key_blocks(const BiasGradientParams& gradient) {
+    return (gradient.keys + kKeys - 1) / kKeys;
+  }
+  __host__ __device__ static int entry_heads(const BwdParams& params) {
+    return params.dbias.head_stride == 0 ? 1 : params.heads_q;
+  }
+};
+
+// What a producer warp tells the consumers beside Q and dO: of one pair that reads a tile's places; or, without
+// these two, that a tile ends and the next one begins.
+struct BiasVisit {
+  using ScorePolicy = TermScores<ScoreTerms{.alibi = true, .bias = true}>;
+
+  bool is_pair;
+  bool masked;                  // some of the pair's scores are
+  int num_parts;                // of keys
+  bool ends_tile, begins_tile;  // one that ends is `tile`, one that begins is `next`
+  BiasTile tile, next;
+  AttentionWindow window;
+  float lse_log2[BiasTile::kRows], delta[BiasTile::kRows];
+  alignas(ScorePolicy) unsigned char score_storage[sizeof(ScorePolicy)];
+
+  __device__ __forceinline__ const ScorePolicy& score() const {
+    return *reinterpret_cast<const ScorePolicy*>(score_storage);
+  }
+};
+
+template <DType kDType, int kHeadDimClass>
+struct BwdBiasTraits {
+  using Element = flash_attn::Element<kDType>;
+  static constexpr int kHeadDim = kHeadDimClass;
+  static constexpr BwdBiasStages kStages = kBwdBiasStages<kHeadDim>;
+  static constexpr int kConsumers = 2, kBlockM = BiasTile::kRows, kBlockN = BiasTile::kKeys;
+  static_assert(kBlockM == 64 * kConsumers);
+  static constexpr int kParts = 2;  // of the keys of a tile
+  static constexpr int kPartKeys = kBlockN / kParts;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+
+  using QTile = SmemTile<Element, kBlockM, kHeadDim>;    // dO too
+  using KTile = SmemTile<Element, kPartKeys, kHeadDim>;  // V too
+  using Scores = Accumulator<1, kPartKeys>;
+  using Bias = OperandA<1, kPartKeys>;  // in registers as an operand would be
+
+  struct SharedStorage {
+    struct Rows {
+      QTile q, dout;
+    };
+    struct Keys {
+      KTile k, v;
+    };
+    alignas(1024) Rows rows[kStages.rows];
+    alignas(1024) Keys keys[kStages.keys];
+    BiasVisit visits[kStages.rows];
+    RingBarriers<kStages.rows> row_ring;
+    RingBarriers<kStages.keys> key_ring;
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+};
+
+// A walk over a thread block's tiles and the pairs that see any of their keys. Both producer warps walk
+// alike. begin(number): before a tile's first pair; visit(tile, SeqlenInfo, AttentionWindow, masked,
+// batch_idx, head).
+template <typename Traits, typename Begin, typename Visit>
+__device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_tiles,
+                                              const Begin& begin, const Visit& visit) {
+#pragma unroll 1
+  for (int number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+    const BiasTile tile = BiasTile::make(params, number);
+    const int n = tile.first_key / Traits::kBlockN;
+    bool has_begun = false;
+#pragma unroll 1
+    for (int batch_idx = tile.batch_begin; batch_idx < tile.batch_end; ++batch_idx) {
+      const SeqlenInfo seqlen(params, batch_idx);
+      const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
+      const BlockRange range =
+          BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, tile.first_row);
+      if (n < range.begin || n >= range.end) continue;
+      const bool masked = n < range.full_begin || n >= range.full_end;
+      if (!has_begun) begin(number);
+      has_begun = true;
+#pragma unroll 1
+      for (int head = tile.head_begin; head < tile.head_end; ++head) {
+        visit(tile, seqlen, window, masked, batch_idx, head);
+      }
+    }
+  }
+}
+
+// Into which a sequence's keys of a tile fall: a box of TMA that begins behind them must not be asked for.
+template <typename Traits>
+__device__ __forceinline__ int num_parts(const BiasTile& tile, const SeqlenInfo& seqlen) {
+  return tile.first_key + Traits::kPartKeys < seqlen.len_k ? Traits::kParts : 1;
+}
+
+// One thread.
+template <typename Traits>
+__device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const BwdTensorMaps& maps,
+                                                typename Traits::SharedStorage& smem,
+                                                int num_tiles) {
+  using QTile = typename Traits::QTile;
+  using KTile = typename Traits::KTile;
+  constexpr auto kHint = ptx::CacheHint::kEvictLast;
+  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+  Ring<Traits::kStages.rows> row_ring(smem.row_ring);
+  Ring<Traits::kStages.keys> key_ring(smem.key_ring);
+  const auto go_to_tile = [&](int /*number*/) {
+    row_ring.wait_empty();
+    row_ring.arrive_full();
+    row_ring.advance();
+  };
+  for_each_pair<Traits>(
+      params, num_tiles, go_to_tile,
+      [&](const BiasTile& tile, const SeqlenInfo& seqlen, const auto&, bool, int batch_idx,
+          int head) {
+        const MatrixPlace q = {
+            .box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.len_q},
+            .head = head,
+            .batch = varlen_q ? 0 : batch_idx};
+        const MatrixPlace k = {
+            .box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin, seqlen.len_k},
+            .head = head / (params.heads_q / params.heads_kv),
+            .batch = varlen_k ? 0 : batch_idx};
+        row_ring.wait_empty();
+        row_ring.expect_bytes(loaded_bytes<QTile>(params.head_dim) +
+                              loaded_bytes<QTile>(params.head_dim_v));
+        auto& rows = smem.rows[row_ring.stage()];
+        load_tile(rows.q, maps.q, q, tile.first_row, params.head_dim, row_ring.full(), kHint);
+        load_tile(rows.dout, maps.dout, q, tile.first_row, params.head_dim_v, row_ring.full(),
+                  kHint);
+        row_ring.advance();
+#pragma unroll 1
+        for (int part = 0; part < num_parts<Traits>(tile, seqlen); ++part) {
+          const int first_key = tile.first_key + part * Traits::kPartKeys;
+          key_ring.wait_empty();
+          key_ring.expect_bytes(loaded_bytes<KTile>(params.head_dim) +
+                                loaded_bytes<KTile>(params.head_dim_v));
+          auto& keys = smem.keys[key_ring.stage()];
+          load_tile(keys.k, maps.k, k, first_key, params.head_dim, key_ring.full(), kHint);
+          load_tile(keys.v, maps.v, k, first_key, params.head_dim_v, key_ring.full(), kHint);
+          key_ring.advance();
+        }
+      });
+  go_to_tile(0);
+}
+
+// A whole warp, each thread of which says what it has written.
+template <typename Traits>
+__device__ __forceinline__ void tell_pairs_loop(const BwdParams& params,
+                                                typename Traits::SharedStorage& smem,
+                                                int num_tiles) {
+  constexpr int kRows = Traits::kBlockM / 32;  // of a lane
+  const int lane = threadIdx.x % 32;
+  Ring<Traits::kStages.rows> ring(smem.row_ring);
+  constexpr int kNone = -1;
+  int last = kNone;
+  const auto go_to = [&](int next) {
+    ring.wait_empty();
+    if (lane == 0) {
+      BiasVisit& visit = smem.visits[ring.stage()];
+      visit.is_pair = false;
+      visit.ends_tile = last != kNone;
+      visit.begins_tile = next != kNone;
+      visit.tile = BiasTile::make(params, last);
+      visit.next = BiasTile::make(params, next);
+    }
+    ring.arrive_full();
+    ring.advance();
+    last = next;
+  };
+  for_each_pair<Traits>(params, num_tiles, go_to,
+                        [&](const BiasTile& tile, const SeqlenInfo& seqlen,
+                            const AttentionWindow& window, bool masked, int batch_idx, int head) {
+                          const int64_t first = batch_idx * params.lse_batch_stride +
+                                                head * params.lse_head_stride + seqlen.q_begin;
+                          float lse[kRows], delta[kRows];
+#pragma unroll
+                          for (int i = 0; i < kRows; ++i) {
+                            const int query = tile.first_row + i * 32 + lane;
+                            const bool exists = query < seqlen.len_q;
+                            lse[i] = exists ? params.lse[first + query] : -INFINITY;
+                            delta[i] = exists ? params.delta[first + query] : 0.f;
+                          }
+                          ring.wait_empty();
+                          BiasVisit& visit = smem.visits[ring.stage()];
+#pragma unroll
+                          for (int i = 0; i < kRows; ++i) {
+                            visit.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]);
+                            visit.delta[i * 32 + lane] = delta[i];
+                          }
+                          if (lane == 0) {
+                            visit.is_pair = true;
+                            visit.masked = masked;
+                            visit.num_parts = num_parts<Traits>(tile, seqlen);
+                            visit.tile = tile;
+                            visit.window = window;
+                            new (visit.score_storage) BiasVisit::ScorePolicy(
+                                params, batch_idx, head, seqlen.diagonal(params));
+                          }
+                          ring.arrive_full();
+                          ring.advance();
+                        });
+  go_to(kNone);
+}
+
+template <typename Traits>
+class BiasConsumer {
+  using Element = typename Traits::Element;
+  using Scores = typename Traits::Scores;
+  using Bias = typename Traits::Bias;
+  using Storage = typename Traits::SharedStorage;
+  static constexpr int kParts = Traits::kParts;
+
+ public:
+  __device__ __forceinline__ BiasConsumer(const BwdParams& params, Storage& smem, int consumer)
+      : params_(params),
+        smem_(smem),
+        consumer_(consumer),
+        row_ring_(smem.row_ring),
+        key_ring_(smem.key_ring) {}
+
+  __device__ __forceinline__ void run() {
+    Scores dbias[kParts];
+    Bias bias[kParts];
+#pragma unroll 1
+    for (;; release(row_ring_)) {
+      row_ring_.wait_full();
+      const BiasVisit& visit = smem_.visits[row_ring_.stage()];
+      if (visit.is_pair) {
+        add_pair(dbias, bias, visit);
+        continue;
+      }
+      if (visit.begins_tile) load(bias, visit.next);  // under way beside the stores
+      if (visit.ends_tile) store(dbias, visit.tile);
+      if (!visit.begins_tile) return;
+      for (Scores& part : dbias) part.fill(0.f);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add_pair(Scores (&dbias)[kParts], const Bias (&bias)[kParts],
+                                           const BiasVisit& visit) {
+    const int first_query = visit.tile.first_row + warp_row();
+    float lse_log2[Scores::kRows], delta[Scores::kRows];
+#pragma unroll
+    for (int row = 0; row < Scores::kRows; ++row) {
+      const int query = warp_row() + fragment_row(row, lane());
+      lse_log2[row] = visit.lse_log2[query];
+      delta[row] = visit.delta[query];
+    }
+    const auto& rows = smem_.rows[row_ring_.stage()];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part == visit.num_parts) break;
+      Scores P, dP;
+      key_ring_.wait_full();
+      const auto& keys = smem_.keys[key_ring_.stage()];
+      start_product(P, rows.q, keys.k);      // S = Q Kᵀ
+      start_product(dP, rows.dout, keys.v);  // dP = dO Vᵀ
+      const ScorePlace place = {first_query, visit.tile.first_key + part * Traits::kPartKeys};
+      ptx::wgmma_wait<1>();
+      pin(P);
+      visit.score().finish(P, place, lane());
+      visit.score().template add_bias<Element>(P, bias[part]);
+      recompute_probabilities(P, params_.softmax_scale * kLog2E, lse_log2, visit.masked,
+                              [&](Scores& S) {
+                                int query[Scores::kRows];
+#pragma unroll
+                                for (int row = 0; row < Scores::kRows; ++row) {
+                                  query[row] = first_query + fragment_row(row, lane());
+                                }
+                                mask_keys(S, visit.window, query, place.key, lane());
+                              });
+      ptx::wgmma_wait<0>();
+      pin(dP);
+      release(key_ring_);
+#pragma unroll
+      for (int row = 0; row < Scores::kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < Scores::kRowElements; ++i) {
+          float& sum = dbias[part].at(row, i);
+          sum = fmaf(P.at(row, i), dP.at(row, i) - delta[row], sum);
+        }
+      }
+    }
+  }
+
+  // Starts C = A Bᵀ of this consumer's queries and a part of the keys.
+  __device__ __forceinline__ void start_product(Scores& C, const typename Traits::QTile& rows,
+                                                const typename Traits::KTile& keys) const {
+    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(
+        C,
+        WgmmaOperand<Layout::kKInner, typename Traits::QTile>(
+            rows, static_cast<int>(flash_attn::ptx::opaque(consumer_)) * 64),
+        WgmmaOperand<Layout::kKInner, typename Traits::KTile>(keys));
+    ptx::wgmma_commit();
+  }
+
+  // Pairs of numbers of this warp's places. Rows that the bias lacks are those of no sequence.
+  __device__ __forceinline__ void load(Bias (&bias)[kParts], const BiasTile& tile) const {
+    const BiasParams& params = params_.score.bias;
+    const int first_query = tile.first_row + warp_row() + fragment_row(0, lane());
+    const int first_key = tile.first_key + fragment_col(0, lane());
+    const auto* const of_entry = static_cast<const Element*>(params.data) +
+                                 tile.batch_begin * params.batch_stride +
+                                 tile.head_begin * params.head_stride;
+    const uint32_t hidden = flash_attn::ptx::pack<Element>(-INFINITY, -INFINITY);
+#pragma unroll
+    for (int row = 0; row < Scores::kRows; ++row) {
+      const int query = first_query + fragment_row(row, 0);
+      const Element* const of_row = of_entry + min(query, params.rows - 1) * params.row_stride;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int n = 0; n < Traits::kPartKeys / 8; ++n) {
+          const int key = first_key + part * Traits::kPartKeys + fragment_col(2 * n, 0);
+          bias[part].data[0][n / 2][n % 2 * 2 + row] =
+              key < params.keys ? *reinterpret_cast<const uint32_t*>(of_row + key) : hidden;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Scores (&dbias)[kParts], const BiasTile& tile) const {
+    const BiasGradientParams& gradient = params_.dbias;
+    auto* const of_entry = static_cast<Element*>(gradient.data) +
+                           tile.batch_begin * gradient.batch_stride +
+                           tile.head_begin * gradient.head_stride;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      store_bias_gradient(dbias[part], gradient, of_entry, 1.f, tile.first_row + warp_row(),
+                          tile.first_key + part * Traits::kPartKeys, lane());
+    }
+  }
+
+  // What follows from the thread's number is computed anew at each use: there are no registers to keep it.
+  __device__ __forceinline__ static int lane() {
+    return static_cast<int>(flash_attn::ptx::opaque(threadIdx.x) % 32);
+  }
+  // Of the warp's 16 queries in the tile.
+  __device__ __forceinline__ int warp_row() const {
+    return 64 * consumer_ + static_cast<int>(flash_attn::ptx::opaque(threadIdx.x)) % 128 / 32 * 16;
+  }
+
+  // The warp is done with the slot.
+  template <int kStages>
+  __device__ __forceinline__ void release(Ring<kStages>& ring) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ring.arrive_empty();
+    ring.advance();
+  }
+
+  const BwdParams& params_;
+  Storage& smem_;
+  const int consumer_;
+  Ring<Traits::kStages.rows> row_ring_;
+  Ring<Traits::kStages.keys> key_ring_;
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    bwd_bias_kernel(const __grid_constant__ BwdParams params,
+                    const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(dynamic_smem);
+  if (threadIdx.x == 0) {
+    smem.row_ring.init(1 + 32, 4 * Traits::kConsumers);
+    smem.key_ring.init(1, 4 * Traits::kConsumers);
+    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+  }
+  const auto zero_absent = [](auto& tile, int num_cols) {
+    zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
+  };
+  for (auto& rows : smem.rows) {
+    zero_absent(rows.q, params.head_dim);
+    zero_absent(rows.dout, params.head_dim_v);
+  }
+  for (auto& keys : smem.keys) {
+    zero_absent(keys.k, params.head_dim);
+    zero_absent(keys.v, params.head_dim_v);
+  }
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
+  if (warp < 4) {
+    ptx::lower_registers<Traits::kProducerRegisters>();
+    if (warp == 0 && ptx::elect_one()) load_pairs_loop<Traits>(params, maps, smem, num_tiles);
+    if (warp == 1) tell_pairs_loop<Traits>(params, smem, num_tiles);
+  } else {
+    ptx::raise_registers<Traits::kConsumerRegisters>();
+    BiasConsumer<Traits>(params, smem, warp / 4 - 1).run();
+  }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  using Traits = BwdBiasTraits<kDType, kHeadDim>;
+  const int64_t tiles = BiasTile::count(params);
+  if (tiles == 0) return;
+  if (tiles > INT32_MAX - device.num_sms) {
+    fail({"flash_attn: attn_bias: expected fewer than ", INT32_MAX - device.num_sms, " tiles of ",
+          BiasTile::kRows, " rows and ", BiasTile::kKeys, " keys, got ", tiles});
+  }
+  const BwdTensorMaps maps =
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kPartKeys, Traits::QTile::kSlabCols);
+  const int blocks = static_cast<int>(std::min<int64_t>(tiles, device.num_sms));
+  cuda::launch<bwd_bias_kernel<Traits>>(blocks, Traits::kThreads,
+                                        sizeof(typename Traits::SharedStorage), stream, params,
+                                        maps, static_cast<int>(tiles));
+}
+
+}  // namespace flash_attn::sm90
