@@ -104,12 +104,10 @@ class QueryWalk {
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_kept<Element, kEarly, Traits::kBlockM, Traits::kHalvesP>(
-          dS, S, dP, row_values.delta, self.opaque_lane());
+      differentiate_weighted<kEarly, Traits::kBlockM>(S, dP, row_values.delta);
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate_kept<Element, 0, kEarly, Traits::kHalvesP>(dS, S, dP, row_values.delta,
-                                                               self.opaque_lane());
+      differentiate_weighted<0, kEarly>(S, dP, row_values.delta);
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) lse.read(row_values.lse_log2, self.lane);
@@ -236,6 +234,21 @@ class QueryWalk {
     sm90::negate_dropped(P, self.params.dropout, place().key, of_key,
                          self.smem.dropout.query_words[self.q_ring.stage()], self.opaque_lane());
     self.words_ring().arrive_empty();
+  }
+
+  // dS from what stands in the place of P, of the queries from kBegin to kEnd.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void differentiate_weighted(const typename Traits::Scores& weights,
+                                                         const typename Traits::Scores& dP,
+                                                         const float (&delta)[Traits::kBlockM]) {
+    // Two forms take a register more, which 128 queries do not leave: dropout's serves both.
+    if (Traits::kBlockM > 64 || drops()) {
+      differentiate_kept<Element, kBegin, kEnd, Traits::kHalvesP>(dS, weights, dP, delta,
+                                                                  self.opaque_lane());
+    } else {
+      differentiate_capped<Element, kBegin, kEnd, Traits::kHalvesP>(dS, weights, dP, delta,
+                                                                    self.opaque_lane());
+    }
   }
 
   // The blocks that need no mask. With score terms registers are too short for them.

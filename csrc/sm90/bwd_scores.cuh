@@ -120,13 +120,20 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
                                                     int lane) {
   // With less, what is hidden would be seen. No score feels the difference.
   const float cap_log2 = fmaxf(scaled_cap, 1e-14f);
-  float largest[4] = {};  // as many chains
+  // A maximum takes one of the pipes that are half as wide. Sums of a few squares are no less than its square.
+  constexpr int kSums = 4;
+  float sums[kSums] = {};
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(S.data[0][n][i]));
+    for (int i = 0; i < 4; ++i) {
+      float& sum = sums[i];
+      sum = fmaf(S.data[0][n][i], S.data[0][n][i], sum);
+    }
   }
-  const float of_all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  float largest = 0.f;
+#pragma unroll
+  for (const float sum : sums) largest = fmaxf(largest, sum);
   const auto apply = [&](const auto& tanh_of) {
 #pragma unroll
     for (int n = 0; n < kBlockM / 8; ++n) {
@@ -134,7 +141,7 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
       for (int i = 0; i < 4; ++i) S.data[0][n][i] = tanh_of(S.data[0][n][i]);
     }
   };
-  if (__all_sync(~0u, tanh.is_near(of_all))) {
+  if (__all_sync(~0u, tanh.are_near(largest))) {
     apply([&](float x) { return tanh.near(x); });
   } else {
     apply([&](float x) { return tanh.anywhere(x); });
@@ -214,6 +221,28 @@ __device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       dS.data[0][n / 2][n % 2 * 2 + row] =
+          flash_attn::ptx::pack<Element>(of(2 * row), of(2 * row + 1));
+    }
+  }
+}
+
+// dX = w (dP - delta), w: P times the softcap's slope, of the queries from kFirst to kEnd. kHalved: from half of it and
+// twice delta.
+template <typename Element, int kFirst, int kEnd, bool kHalved, int kBlockM>
+__device__ __forceinline__ void differentiate_capped(OperandA<1, kBlockM>& dX,
+                                                     const Accumulator<1, kBlockM>& weights,
+                                                     const Accumulator<1, kBlockM>& dP,
+                                                     const float (&delta)[kBlockM], int lane) {
+#pragma unroll
+  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+    const auto of = [&](int i) {
+      const float of_delta = i % 2 == 0 ? pair.x : pair.y;
+      return weights.data[0][n][i] * fmaf(kHalved ? 2.f : 1.f, dP.data[0][n][i], -of_delta);
+    };
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      dX.data[0][n / 2][n % 2 * 2 + row] =
           flash_attn::ptx::pack<Element>(of(2 * row), of(2 * row + 1));
     }
   }

@@ -29,10 +29,10 @@ class SoftcapTanh {
     }
   }
 
-  // Whether the polynomial serves scores up to `largest`.
-  __device__ __forceinline__ bool is_near(float largest) const {
+  // Whether the polynomial serves scores whose squares are at most `square`.
+  __device__ __forceinline__ bool are_near(float square) const {
     constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    return cap_ >= kLeastCap && largest * inverse_cap_ <= kLimit;
+    return cap_ >= kLeastCap && square * (inverse_cap_ * inverse_cap_) <= kLimit * kLimit;
   }
   __device__ __forceinline__ float near(float x) const {
     const float square = x * x;
