@@ -44,9 +44,13 @@ from workplace import ROOT, find_ninja
 # The longest to compile come first.
 INSTANCES = [
     "csrc/sm90/inst/bwd_d64.cu",
+    "csrc/sm90/inst/bwd_some_terms_d64.cu",
+    "csrc/sm90/inst/fwd_one_term_d64.cu",
+    "csrc/sm90/inst/bwd_split_d64.cu",
     "csrc/cuda/decode/inst/kvcache_d64.cu",
     "csrc/cuda/decode/inst/decode_d64.cu",
     "csrc/sm90/inst/fwd_d64.cu",
+    "csrc/sm90/inst/bwd_bias_d64.cu",
     "csrc/sm80/inst/bwd_scores_d64.cu",
     "csrc/sm80/inst/fwd_scores_d64.cu",
     "csrc/sm80/inst/bwd_d64.cu",
@@ -73,7 +77,7 @@ TESTS = {
     "csrc/cuda/attn/logit_record.cuh": ["test_max_logits.py --device cuda -k sm80"],
     "csrc/cuda/decode/": [f"{CASES} (test_decode or test_caches)'"],
     "csrc/cuda/cache/": [f"{CASES} (test_caches or test_chunks)'"],
-    "csrc/sm90/": [f"{CASES} sm90 and (d64 or test_chunks)'"],
+    "csrc/sm90/": [f"{CASES} sm90 and (d64 or d56 or test_chunks)'"],
     "csrc/sm80/": [f"{CASES} sm80 and (d64 or d56 or test_chunks)'"],
     "csrc/cuda/": [f"{CASES} (d64 or d56 or test_decode or test_caches or test_chunks)'"],
 }
