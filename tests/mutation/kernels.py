@@ -67,7 +67,6 @@ ELSEWHERE = {
     "csrc/sm90/bwd_masked_producer.cuh",
     "csrc/sm90/bwd_masked_scores.cuh",
     "csrc/sm90/fwd_masked_producer.cuh",
-    "csrc/sm90/fwd_steps.cuh",
     "csrc/sm90/masked_scores.cuh",
 }
 # What pytest runs for a file, by what its path begins with: one case of each way through a kernel.
