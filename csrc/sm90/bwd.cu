@@ -88,10 +88,13 @@ bool stores_bias_gradient(const BwdParams& params) {
 }
 
 bool computes_bias_gradient(const BwdParams& params) {
-  const BiasParams& bias = params.score.bias;
+  const BiasGradientParams& gradient = params.dbias;
+  // A bias lies where Q and dO do, in slabs that both have or both lack: what a load leaves out must stay 0.
+  const auto is_narrow = [](int head_dim) { return head_dim <= kBwdNarrowTermsClass; };
   return std::max(params.head_dim, params.head_dim_v) <= kBwdMaxSingleHeadDim &&
-         params.score.softcap == 0 && params.dropout.rng_state == nullptr && bias.in_pairs &&
-         bias.dtype == params.dtype;
+         is_narrow(params.head_dim) == is_narrow(params.head_dim_v) && params.score.softcap == 0 &&
+         params.dropout.rng_state == nullptr && can_stage_bias(params) &&
+         gradient.dtype == params.dtype && gradient.keys % 8 == 0;
 }
 
 int bwd_dq_accum_cols(const BwdParams& params, bool masked) {

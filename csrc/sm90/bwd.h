@@ -46,7 +46,7 @@ void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);
-// head_dim and head_dim_v up to the class; a bias that is read in pairs, ALiBi or not.
+// Where computes_bias_gradient().
 template <DType kDType, int kHeadDim>
 void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>

@@ -6,9 +6,10 @@
 // behind the backward. The sum stays in registers, and so does the bias, which is the same for all
 // pairs: no workspace, no atomics, and the same bits every time.
 //
-//   producer warp 0          for pair:  load Q, dO;  for half of the keys:  load K, V
+//   producer warp 0          for tile:  load the bias
+//                            for pair:  load Q, dO;  for half of the keys:  load K, V
 //   producer warp 1          for pair:  LSE, delta, its score terms
-//   consumer warpgroups      for tile:  bias from memory; the sum before to memory
+//   consumer warpgroups      for tile:  bias to registers; in its place the sum before, and from there to memory
 //   (64 queries each)        for pair, for half of the keys:
 //                                       S = Q Kᵀ;  dP = dO Vᵀ             // under way together
 //                                       P = exp(S + bias - LSE), masked
@@ -16,7 +17,7 @@
 //
 // All keys at once would take too many registers. One consumer's products run beside the other's arithmetic.
 //
-// Shared memory: │ Q, dO × stages │ half of K, V × stages │ visits × stages of Q │ barriers │
+// Shared memory: │ Q, dO, or a bias × stages │ half of K, V × stages │ visits × stages of Q │ barriers │
 #pragma once
 
 #include "../cuda/attn/block_range.cuh"
@@ -25,6 +26,7 @@
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "../cuda/device.h"
 #include "../cuda/launch.h"
+#include "../cuda/ptx/ldmatrix.cuh"
 #include "../cuda/ptx/opaque.cuh"
 #include "bwd_config.h"
 #include "bwd_work.cuh"
@@ -75,8 +77,8 @@ struct BiasTile {
   }
 };
 
-// What a producer warp tells the consumers beside Q and dO: of one pair that reads a tile's places; or, without
-// these two, that a tile ends and the next one begins.
+// What a producer warp tells the consumers beside Q and dO: of one pair that reads a tile's places; or, beside a
+// bias, that a tile ends and the next one begins.
 struct BiasVisit {
   using ScorePolicy = TermScores<ScoreTerms{.alibi = true, .bias = true}>;
 
@@ -109,7 +111,8 @@ struct BwdBiasTraits {
   using QTile = SmemTile<Element, kBlockM, kHeadDim>;    // dO too
   using KTile = SmemTile<Element, kPartKeys, kHeadDim>;  // V too
   using Scores = Accumulator<1, kPartKeys>;
-  using Bias = OperandA<1, kPartKeys>;  // in registers as an operand would be
+  using Bias = OperandA<1, kPartKeys>;                     // in registers as an operand would be
+  using BiasSlab = SmemTile<Element, kBlockM, kPartKeys>;  // the same, or a sum, of all rows
 
   struct SharedStorage {
     struct Rows {
@@ -123,8 +126,17 @@ struct BwdBiasTraits {
     BiasVisit visits[kStages.rows];
     RingBarriers<kStages.rows> row_ring;
     RingBarriers<kStages.keys> key_ring;
+
+    __device__ __forceinline__ BiasSlab& bias(int stage, int part) {
+      static_assert(kParts * sizeof(BiasSlab) <= sizeof(Rows));
+      return reinterpret_cast<BiasSlab*>(&rows[stage])[part];
+    }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
+};
+
+struct BwdBiasMaps : BwdTensorMaps {
+  CUtensorMap bias;
 };
 
 // A walk over a thread block's tiles and the pairs that see any of their keys. Both producer warps walk
@@ -164,32 +176,41 @@ __device__ __forceinline__ int num_parts(const BiasTile& tile, const SeqlenInfo&
 
 // One thread.
 template <typename Traits>
-__device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const BwdTensorMaps& maps,
+__device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const BwdBiasMaps& maps,
                                                 typename Traits::SharedStorage& smem,
                                                 int num_tiles) {
   using QTile = typename Traits::QTile;
   using KTile = typename Traits::KTile;
   constexpr auto kHint = ptx::CacheHint::kEvictLast;
-  const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
   Ring<Traits::kStages.rows> row_ring(smem.row_ring);
   Ring<Traits::kStages.keys> key_ring(smem.key_ring);
-  const auto go_to_tile = [&](int /*number*/) {
+  const auto load_bias = [&](int number) {
+    using BiasSlab = typename Traits::BiasSlab;
+    const BiasParams& bias = params.score.bias;
+    const BiasTile tile = BiasTile::make(params, number);
+    const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
+                               .head = bias.head_stride == 0 ? 0 : tile.head_begin,
+                               .batch = bias.batch_stride == 0 ? 0 : tile.batch_begin};
+    const int parts = tile.first_key + Traits::kPartKeys < bias.keys ? Traits::kParts : 1;
     row_ring.wait_empty();
-    row_ring.arrive_full();
+    row_ring.expect_bytes(parts * loaded_bytes<BiasSlab>(Traits::kPartKeys));
+    for (int part = 0; part < parts; ++part) {
+      load_tile(smem.bias(row_ring.stage(), part), maps.bias, place, tile.first_row,
+                Traits::kPartKeys, row_ring.full(), ptx::CacheHint::kEvictFirst,
+                tile.first_key + part * Traits::kPartKeys);
+    }
     row_ring.advance();
   };
   for_each_pair<Traits>(
-      params, num_tiles, go_to_tile,
+      params, num_tiles, load_bias,
       [&](const BiasTile& tile, const SeqlenInfo& seqlen, const auto&, bool, int batch_idx,
           int head) {
-        const MatrixPlace q = {
-            .box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.len_q},
-            .head = head,
-            .batch = varlen_q ? 0 : batch_idx};
-        const MatrixPlace k = {
-            .box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin, seqlen.len_k},
-            .head = head / (params.heads_q / params.heads_kv),
-            .batch = varlen_k ? 0 : batch_idx};
+        const MatrixPlace q = {.box = {params.seqlen_q, seqlen.q_begin, seqlen.len_q},
+                               .head = head,
+                               .batch = batch_idx};
+        const MatrixPlace k = {.box = {params.seqlen_k, seqlen.k_begin, seqlen.len_k},
+                               .head = head / (params.heads_q / params.heads_kv),
+                               .batch = batch_idx};
         row_ring.wait_empty();
         row_ring.expect_bytes(loaded_bytes<QTile>(params.head_dim) +
                               loaded_bytes<QTile>(params.head_dim_v));
@@ -210,7 +231,8 @@ __device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const B
           key_ring.advance();
         }
       });
-  go_to_tile(0);
+  row_ring.wait_empty();  // for the end of the last tile
+  row_ring.arrive_full();
 }
 
 // A whole warp, each thread of which says what it has written.
@@ -299,9 +321,10 @@ class BiasConsumer {
         add_pair(dbias, bias, visit);
         continue;
       }
-      if (visit.begins_tile) load(bias, visit.next);  // under way beside the stores
+      if (visit.begins_tile) read(bias);
       if (visit.ends_tile) store(dbias, visit.tile);
       if (!visit.begins_tile) return;
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);  // TMA writes there next
       for (Scores& part : dbias) part.fill(0.f);
     }
   }
@@ -365,40 +388,41 @@ class BiasConsumer {
     ptx::wgmma_commit();
   }
 
-  // Pairs of numbers of this warp's places. Rows that the bias lacks are those of no sequence.
-  __device__ __forceinline__ void load(Bias (&bias)[kParts], const BiasTile& tile) const {
-    const BiasParams& params = params_.score.bias;
-    const int first_query = tile.first_row + warp_row() + fragment_row(0, lane());
-    const int first_key = tile.first_key + fragment_col(0, lane());
-    const auto* const of_entry = static_cast<const Element*>(params.data) +
-                                 tile.batch_begin * params.batch_stride +
-                                 tile.head_begin * params.head_stride;
-    const uint32_t hidden = flash_attn::ptx::pack<Element>(-INFINITY, -INFINITY);
+  // Of this warp's queries.
+  __device__ __forceinline__ void read(Bias (&bias)[kParts]) const {
+    using Slab = typename Traits::BiasSlab;
 #pragma unroll
-    for (int row = 0; row < Scores::kRows; ++row) {
-      const int query = first_query + fragment_row(row, 0);
-      const Element* const of_row = of_entry + min(query, params.rows - 1) * params.row_stride;
+    for (int part = 0; part < kParts; ++part) {
+      const uint32_t address =
+          smem_.bias(row_ring_.stage(), part).address(warp_row() + lane() % 16, lane() / 16 * 8);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-        for (int n = 0; n < Traits::kPartKeys / 8; ++n) {
-          const int key = first_key + part * Traits::kPartKeys + fragment_col(2 * n, 0);
-          bias[part].data[0][n / 2][n % 2 * 2 + row] =
-              key < params.keys ? *reinterpret_cast<const uint32_t*>(of_row + key) : hidden;
-        }
+      for (int col = 0; col < Slab::kCols; col += 16) {
+        flash_attn::ptx::ldmatrix_x4(bias[part].data[0][col / 16], Slab::advance(address, 0, col));
       }
     }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void store(const Scores (&dbias)[kParts], const BiasTile& tile) const {
+    using Slab = typename Traits::BiasSlab;
+    constexpr int kChunk = Slab::kChunk, kRowChunks = Slab::kCols / kChunk;
     const BiasGradientParams& gradient = params_.dbias;
     auto* const of_entry = static_cast<Element*>(gradient.data) +
                            tile.batch_begin * gradient.batch_stride +
                            tile.head_begin * gradient.head_stride;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      store_bias_gradient(dbias[part], gradient, of_entry, 1.f, tile.first_row + warp_row(),
-                          tile.first_key + part * Traits::kPartKeys, lane());
+      Slab& slab = smem_.bias(row_ring_.stage(), part);
+      store_rounded(slab, dbias[part], 0, warp_row(), lane());
+      __syncwarp();
+      for (int i = lane(); i < 16 * kRowChunks; i += 32) {
+        const int row = warp_row() + i / kRowChunks, col = i % kRowChunks * kChunk;
+        const int query = tile.first_row + row, key = tile.first_key + part * Slab::kCols + col;
+        if (query >= gradient.rows || key >= gradient.keys) continue;
+        *reinterpret_cast<uint4*>(of_entry + int64_t{query} * gradient.keys + key) =
+            *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(slab.data) +
+                                            Slab::byte_offset(row, col));
+      }
     }
   }
 
@@ -429,7 +453,7 @@ class BiasConsumer {
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_bias_kernel(const __grid_constant__ BwdParams params,
-                    const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
+                    const __grid_constant__ BwdBiasMaps maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(dynamic_smem);
   if (threadIdx.x == 0) {
@@ -440,6 +464,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto zero_absent = [](auto& tile, int num_cols) {
     zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
   };
+  // Of Q and dO slabs that a bias takes are loaded: computes_bias_gradient().
   for (auto& rows : smem.rows) {
     zero_absent(rows.q, params.head_dim);
     zero_absent(rows.dout, params.head_dim_v);
@@ -471,8 +496,9 @@ void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, St
     fail({"flash_attn: attn_bias: expected fewer than ", INT32_MAX - device.num_sms, " tiles of ",
           BiasTile::kRows, " rows and ", BiasTile::kKeys, " keys, got ", tiles});
   }
-  const BwdTensorMaps maps =
-      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kPartKeys, Traits::QTile::kSlabCols);
+  const BwdBiasMaps maps = {
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kPartKeys, Traits::QTile::kSlabCols),
+      make_bias_map(params, Traits::BiasSlab::kSlabCols, Traits::BiasSlab::kRows)};
   const int blocks = static_cast<int>(std::min<int64_t>(tiles, device.num_sms));
   cuda::launch<bwd_bias_kernel<Traits>>(blocks, Traits::kThreads,
                                         sizeof(typename Traits::SharedStorage), stream, params,

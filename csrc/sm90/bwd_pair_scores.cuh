@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cuda/ptx/ldmatrix.cuh"
+#include "../cuda/ptx/permute.cuh"
 #include "bwd_scores.cuh"
 #include "ptx/stmatrix.cuh"
 
@@ -25,8 +26,11 @@ struct UnsignedHalfScores {
   static constexpr int kFirstBit = 12;  // of a float's bits that are kept
   static constexpr uint32_t kKept = 0xffffu << kFirstBit;
 
+  // Shifted up, to the upper half of a register, ptxas of CUDA 13.0 takes the bits for 0.
   __device__ __forceinline__ static uint32_t pack(float low, float high) {
-    return shifted_up(low) >> 16 | (shifted_up(high) & 0xffff0000u);
+    constexpr uint32_t kLowerHalves = 0x5410;
+    return flash_attn::ptx::permute_bytes(rounded(low) >> kFirstBit, rounded(high) >> kFirstBit,
+                                          kLowerHalves);
   }
   __device__ __forceinline__ static float2 unpack(uint32_t packed) {
     return {__uint_as_float(packed << kFirstBit & kKept) * kUp,
@@ -34,9 +38,9 @@ struct UnsignedHalfScores {
   }
 
  private:
-  // Rounded to the bits that are kept, which are its upper half.
-  __device__ __forceinline__ static uint32_t shifted_up(float x) {
-    return (__float_as_uint(x * kDown) << (16 - kFirstBit)) + 0x8000u;
+  // To the bits that are kept.
+  __device__ __forceinline__ static uint32_t rounded(float x) {
+    return __float_as_uint(x * kDown) + (1u << (kFirstBit - 1));
   }
 };
 
