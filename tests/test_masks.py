@@ -3,6 +3,7 @@ hides is neither computed nor read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -337,11 +338,21 @@ def test_few_tiles_of_many(case: Case, name: str, target: Target) -> None:
     check_mask(case, name, target)
 
 
+def backward_has_room() -> bool:
+    """Whether a block of sm80's backward has the shared memory to skip tiles."""
+    room = int(os.environ.get("FLASH_ATTN_SMEM_LIMIT", 1 << 30))
+    if torch.cuda.is_available():
+        room = min(room, torch.cuda.get_device_properties().shared_memory_per_block_optin)
+    return room >= 160 << 10
+
+
 @each_target(ATEN_CPU, SM80, SM90)
 def test_hidden_tiles_are_not_read(target: Target) -> None:
     """NaN in keys of hidden tiles reaches neither the results nor the gradients."""
     problem = Problem(LONG.with_(seqlen_q=256, seqlen_k=512), 2, target.device)
     blocks = problem.place(torch.tensor([[True, False, False, True]]).expand(2, 4))
+    if target == SM80 and not backward_has_room():
+        pytest.skip("with so little shared memory the backward reads hidden tiles")
     problem.k[:, 128:384] = torch.nan
     problem.v[:, 128:384] = torch.nan
     with use(target):
@@ -376,7 +387,8 @@ def test_kernels_that_skip() -> None:
         for qkv, hopper_backend in (((q, k, v), "sm90"), (wide, "sm80")):
             plan = flash_attn.can_use(*qkv, op=op, attn_bias=mask)
             assert plan.backend == (hopper_backend if is_hopper else "sm80")
-            assert skipped in plan.plan
+            skips = op == "fwd" or plan.backend == "sm90" or backward_has_room()
+            assert (skipped in plan.plan) == skips
         for option in ({"softcap": 2.0}, {"dropout_p": 0.5}):
             other = flash_attn.can_use(q, k, v, op=op, attn_bias=mask, **option)
             assert other.backend != "aten"

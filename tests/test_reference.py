@@ -187,6 +187,24 @@ def test_a_key_of_flushed_probabilities_is_within_the_standard(seed: int) -> Non
         compare(problem, flushed(2.0**-122), expected)
 
 
+def test_the_rounding_of_a_sum_that_cancels_is_within_the_standard(seed: int) -> None:
+    """In fp32, of dP beside a sink that leaves little of P and of O."""
+    options = dict(seqlen_q=400, seqlen_k=1, heads_q=1, heads_kv=1, d=256, sink=True, bias="full")
+    problem = Problem(Case(dtype="fp32", batch=1, **options), seed, "cpu")
+    problem.learnable_sink.fill_(20.0)
+    expected = expect(problem)
+    dout, v = problem.dout.double().transpose(1, 2), problem.v.double().transpose(1, 2)
+    roundings = 2.0**-24 * expected.probs * (dout.abs() @ v.abs().mT)
+
+    def off_by(units: int) -> dict:
+        dbias = expected.values["dbias"] + units * roundings
+        return {"lse": expected.values["lse"].float(), "dbias": dbias.float()}
+
+    compare(problem, off_by(2), expected)
+    with pytest.raises(AssertionError, match="dbias: comp error"):
+        compare(problem, off_by(64), expected)
+
+
 def test_the_rounding_of_subnormals_is_within_the_standard() -> None:
     """fp16 holds a P below 2^-14 in multiples of 2^-24. Of some key here no query sees more; four
     times as coarse is an error."""

@@ -372,7 +372,7 @@ def condition_tensors(
 
         B_O = P |V|      B_dV = Pᵀ |dO|      (P after dropout)
         F_dV = sqrt(Σ (min(P, 2⁻²⁵) |dO|)²) over P < 2⁻¹⁴
-        E = P ∘ (|dP - D + L| + rowsum|dO ∘ O|)
+        E = P ∘ (|dP - D + L| + rowsum|dO ∘ O| + H / 64)
         B_dbias = Σ E over the dimensions that the bias broadcasts in
         F_dbias = Σ |dP - D + L| over the same
         E' = softmax_scale · E · softcap'
@@ -380,6 +380,9 @@ def condition_tensors(
         G_dV = Pᵀ |dO|   G_dK = (softmax_scale · P ∘ |dP - D + L| · softcap')ᵀ |Q|   over P < 2⁻¹²⁶
 
     rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded.
+    H = |dO| |V|ᵀ where results have fp32 or more, else 0: dP is a sum that may cancel, and beside a
+    sink, where O is small too, nothing hides its roundings then. The limits of such results are
+    hundreds of units, of which the 64th leaves a few for each term.
     A P below the smallest number of fp32 counts as 0, and dbias = P ∘ (dP - D + L) loses that much
     of F_dbias. The sums of out and dQ hide it; dK and dV do not, of a key that all queries see so
     little of, and lose up to G. A P below 2⁻¹⁴ is rounded to a multiple of 2⁻²⁴ in fp16, which is
@@ -413,6 +416,9 @@ def condition_tensors(
         L = 0.0 if dlse is None else call.lse_rows(dlse.double(), rows)[..., None]
         dS_per_p = (dP - D + L).abs()
         E = y.P * (dS_per_p + D_magnitude)
+        if q.dtype in (torch.float32, torch.float64):
+            H = dO.abs() @ x.v.abs().mT
+            E += y.P * (H if x.kept is None else _drop(H, x.kept, call.dropout_p)) / 64
         E_raw = call.scale * E * y.softcap_slope
 
         B_out[rows.q] = (y.weights @ x.v.abs()).transpose(0, 1)
