@@ -79,6 +79,13 @@ def kernel_cases() -> list[Case]:
                 term, dtype = terms[(i + j) % 4], ("fp16", "bf16")[(i + j + deterministic) % 2]
                 more = dict(deterministic=deterministic, heads_q=4, heads_kv=2)
                 cases.append(Case(d=d, dtype=dtype, **more | shape | term))
+    # Alone, a term has a kernel of its own on Hopper: over several blocks of keys.
+    for d in (56, 128):
+        for term in (dict(dropout_p=0.2), dict(alibi="head"), dict(softcap=30.0)):
+            several = dict(batch=1, seqlen_q=150, seqlen_k=400, heads_q=4, heads_kv=2)
+            cases.append(Case(d=d, dtype="bf16", **several | term))
+        # As many sequences share this bias as no ring has places.
+        cases.append(Case(d=d, dtype="fp16", batch=6, bias="head", seqlen_q=72, seqlen_k=136))
     # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other.
     # And more heads than a pool has places for their sums of dq.
     for d in (64, 128):

@@ -14,13 +14,15 @@ OPTIONS = dict(causal=True, window_size=(3, 1), softcap=0.0, alibi_slopes=None)
 
 def tensors(target: Target, varlen: bool) -> list[torch.Tensor]:
     dtype = torch.float32 if target == ATEN_CPU else torch.float16
-    shapes = [(7, 4, 8), (7, 2, 8), (7, 2, 8)] if varlen else [(2, 7, 4, 8), (2, 7, 2, 8)]
+    shapes = [(7, 4, 8), (9, 2, 8)] if varlen else [(2, 7, 4, 8), (2, 7, 2, 8)]
     shapes = [*shapes, shapes[-1]][:3]
     return [torch.randn(shape, device=target.device, dtype=dtype) for shape in shapes]
 
 
-def lengths(target: Target) -> torch.Tensor:
-    return torch.tensor([0, 3, 7], dtype=torch.int32, device=target.device)
+def lengths(target: Target) -> list[torch.Tensor]:
+    """Of queries and of keys; the longest sequences have 4 and 5."""
+    each = [0, 3, 7], [0, 5, 9]
+    return [torch.tensor(x, dtype=torch.int32, device=target.device) for x in each]
 
 
 def expected(inputs: list[torch.Tensor], dout: torch.Tensor, packed: tuple) -> list[torch.Tensor]:
@@ -39,12 +41,12 @@ def expected(inputs: list[torch.Tensor], dout: torch.Tensor, packed: tuple) -> l
 def test_forward_and_backward(varlen: bool, given: bool, target: Target) -> None:
     q, k, v = tensors(target, varlen)
     dout, cu = torch.randn_like(q), lengths(target)
-    out, lse, *gradients = expected([q, k, v], dout, (cu, cu, 4, 4) if varlen else ())
+    out, lse, *gradients = expected([q, k, v], dout, (*cu, 4, 5) if varlen else ())
     mask = (True, 3, 1, 0.0)  # causal, window, softcap
 
     mine = torch.full_like(q, 7) if given else None
     if varlen:
-        rest = (cu, cu, None, None, None, None, 4, 4, 0.0, 0.3, False, *mask, False)
+        rest = (*cu, None, None, None, None, 4, 5, 0.0, 0.3, False, *mask, False)
         found = flash_attn_2_cuda.varlen_fwd(q, k, v, mine, *rest)
     else:
         found = flash_attn_2_cuda.fwd(q, k, v, mine, None, 0.0, 0.3, *mask, False)
@@ -54,7 +56,7 @@ def test_forward_and_backward(varlen: bool, given: bool, target: Target) -> None
     into = [torch.full_like(x, 7) if given else None for x in (q, k, v)]
     saved = (dout, q, k, v, found[0], found[1], *into)
     if varlen:
-        lengths_and_options = (cu, cu, None, 4, 4, 0.0, 0.3, False, *mask, True)
+        lengths_and_options = (*cu, None, 4, 5, 0.0, 0.3, False, *mask, True)
         back = flash_attn_2_cuda.varlen_bwd(*saved, *lengths_and_options)
     else:
         back = flash_attn_2_cuda.bwd(*saved, None, 0.0, 0.3, *mask, True)

@@ -14,11 +14,16 @@ from cases import (
     DTYPES,
     SM80,
     SM90,
+    Case,
+    Problem,
     Target,
+    compare,
     each_target,
+    expect,
     param,
     use,
 )
+from cases import run as run_case
 from numerics import assert_close, assert_lse_close, rms_error
 
 import flash_attn
@@ -293,3 +298,17 @@ def test_extreme_terms_of_decode(target: Target, dtype: str, name: str) -> None:
         close = partial(torch.testing.assert_close, atol=0.03, rtol=0.03)
         close(out.cpu().double(), expected)
         close(lse.cpu().double(), expected_lse)
+
+
+@KERNELS
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_all_scores_far_below_zero(d: int, target: Target, seed: int) -> None:
+    """What a kernel computes of keys behind the last, whose scores are 0, overflows: none of it may
+    reach a gradient."""
+    case = Case(dtype="bf16", seqlen_q=70, seqlen_k=75, d=d, spread="shifted")
+    problem = Problem(case, seed, target.device)
+    for x, middle in ((problem.q, 4), (problem.k, -4)):
+        x.mul_(0.1).add_(middle)
+    expected = expect(problem)
+    assert expected.values["lse"].max() < -88
+    compare(problem, run_case(problem, target.backend), expected)
