@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import subprocess
 import sys
@@ -410,3 +411,10 @@ def test_reasons_of_the_prefill_kernels() -> None:
     why = " ".join(flash_attn.can_use(q, *eight, op="decode", **options).reasons["sm90"])
     for word in ("8 bits", "num_splits", "batch_invariant", "softcap"):
         assert word in why, f"{word} missing from: {why}"
+
+
+def test_a_support_stays_as_it_is() -> None:
+    q = torch.zeros(1, 3, 2, 8)
+    support = flash_attn.can_use(q, q, q)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        support.backend = "sm90"

@@ -24,6 +24,7 @@ from cases import (
 from numerics import assert_close, assert_lse_close
 from poison import Guarded, dirty_allocator
 from test_decode import DecodeCase, DecodeProblem, each_decode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
 from flash_attn.reference import max_logits_ref
@@ -272,3 +273,11 @@ def test_without_it_nothing_is_kept() -> None:
     arguments = op_arguments(Problem(Case(seqlen_q=5), 0, "cpu"))
     *_, max_logits = torch.ops.flash_attn.fwd(q, q, q, **arguments)
     assert max_logits.shape == (0,)
+
+
+def test_the_form_under_tracing() -> None:
+    """One number for each query head, of which there are as many as of nothing else here."""
+    with FakeTensorMode():
+        q, k = torch.empty(2, 5, 4, 16), torch.empty(2, 7, 1, 16)
+        *_, max_logits = flash_attn.flash_attn_func(q, k, k, return_max_logits=True)
+    assert max_logits.shape == (4,)
