@@ -241,13 +241,16 @@ class QueryWalk {
   __device__ __forceinline__ void differentiate_weighted(const typename Traits::Scores& weights,
                                                          const typename Traits::Scores& dP,
                                                          const float (&delta)[Traits::kBlockM]) {
+    constexpr bool kHalved = Traits::kHalvesP;
+    const auto differentiate = [&](const auto& difference) {
+      differentiate_each<Element, kBegin, kEnd>(dS, weights, dP, delta, self.opaque_lane(),
+                                                difference);
+    };
     // Two forms take a register more, which 128 queries do not leave: dropout's serves both.
     if (Traits::kBlockM > 64 || drops()) {
-      differentiate_kept<Element, kBegin, kEnd, Traits::kHalvesP>(dS, weights, dP, delta,
-                                                                  self.opaque_lane());
+      differentiate(differentiate_kept<kHalved>);
     } else {
-      differentiate_capped<Element, kBegin, kEnd, Traits::kHalvesP>(dS, weights, dP, delta,
-                                                                    self.opaque_lane());
+      differentiate(differentiate_capped<kHalved>);
     }
   }
 
