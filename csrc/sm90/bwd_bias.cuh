@@ -404,7 +404,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto zero_absent = [](auto& tile, int num_cols) {
     zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
   };
-  // Of Q and dO slabs that a bias takes are loaded: computes_bias_gradient().
+  // Slabs in whose place a bias comes are loaded for every pair (computes_bias_gradient()): it overwrites none of
+  // these zeros.
   for (auto& rows : smem.rows) {
     zero_absent(rows.q, params.head_dim);
     zero_absent(rows.dout, params.head_dim_v);

@@ -20,7 +20,8 @@ struct HalfScores {
 
 // For a dS in fp16 that is as coarse as its own rounding. P has no sign and is at most 1 but for its own errors,
 // so here a sixteenth bit belongs to the mantissa: of a float that is small enough for five bits of its
-// exponent, to be 0 in the others. P from 8 on would lose them.
+// exponent, to be 0 in the others. P from 8 on would lose them. A NaN becomes a number; where P is NaN, so are the
+// row's O and delta, and with delta dS.
 struct UnsignedHalfScores {
   static constexpr float kDown = 0x1p-111f, kUp = 0x1p111f;
   static constexpr int kFirstBit = 12;  // of a float's bits that are kept
