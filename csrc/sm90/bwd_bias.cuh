@@ -254,7 +254,7 @@ class BiasConsumer {
     Scores dbias[kParts];
     Bias bias[kParts];
 #pragma unroll 1
-    for (;; release(row_ring_)) {
+    for (;; release_visit()) {
       row_ring_.wait_full();
       const BiasVisit& visit = smem_.visits[row_ring_.stage()];
       if (visit.is_pair) {
@@ -305,7 +305,7 @@ class BiasConsumer {
                               });
       ptx::wgmma_wait<0>();
       pin(dP);
-      release(key_ring_);
+      release_keys();
 #pragma unroll
       for (int row = 0; row < Scores::kRows; ++row) {
 #pragma unroll
@@ -375,12 +375,16 @@ class BiasConsumer {
     return 64 * consumer_ + static_cast<int>(flash_attn::ptx::opaque(threadIdx.x)) % 128 / 32 * 16;
   }
 
-  // The warp is done with the slot.
-  template <int kStages>
-  __device__ __forceinline__ void release(Ring<kStages>& ring) const {
+  // The warp is done with K and V.
+  __device__ __forceinline__ void release_keys() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ring.arrive_empty();
-    ring.advance();
+    if (threadIdx.x % 32 == 0) key_ring_.arrive_empty();
+    key_ring_.advance();
+  }
+  // Every lane arrives, as threads write the visit: racecheck follows nothing else.
+  __device__ __forceinline__ void release_visit() {
+    row_ring_.arrive_empty();
+    row_ring_.advance();
   }
 
   const BwdParams& params_;
@@ -397,7 +401,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(dynamic_smem);
   if (threadIdx.x == 0) {
-    smem.row_ring.init(1 + 32, 4 * Traits::kConsumers);
+    smem.row_ring.init(1 + 32, 128 * Traits::kConsumers);
     smem.key_ring.init(1, 4 * Traits::kConsumers);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
