@@ -1,7 +1,8 @@
 """Two builds of this library in turns: is the one after a change faster?
 
     python -m benchmarks.duel BEFORE AFTER [--kinds fwd,bwd,shapes,bwd_shapes,features,
-    bwd_features,decode,short,cpu] [--only WORD] [--rounds 2] [--quick] [--out FILE.json]
+    bwd_features,decode,short,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
+    [--out FILE.json]
 
 BEFORE and AFTER are checkouts with a built package. Each has a process of its own, which takes its
 flash_attn from there and everything else from here, so that both run the same shapes and phases.
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+import flash_attn
 from benchmarks import backends, race_caches, results, shapes
 from benchmarks.contest import AGREE, Race, progress
 from benchmarks.timing import QUICK, Recipe, Timer
@@ -55,8 +58,13 @@ def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     return make("ours", case, inputs), 1
 
 
-def serve(device: str, quick: str) -> None:
+def serve(device: str, quick: str, backend: str) -> None:
     """A contestant: reads {kind, number} a line, writes {seconds, norms} or {reason}."""
+    with flash_attn.use_backend(backend) if backend else contextlib.nullcontext():
+        answer_questions(device, quick)
+
+
+def answer_questions(device: str, quick: str) -> None:
     race = Race(
         Timer(torch.device(device), QUICK if quick == "quick" else Recipe()),
         torch.float32 if device == "cpu" else torch.bfloat16,
@@ -81,10 +89,10 @@ def serve(device: str, quick: str) -> None:
 class Contestant:
     """The process of one build."""
 
-    def __init__(self, checkout: Path, device: str, quick: bool) -> None:
+    def __init__(self, checkout: Path, device: str, quick: bool, backend: str) -> None:
         command = (sys.executable, "-c", WORKER, str(checkout), str(results.ROOT))
         self.process = subprocess.Popen(
-            [*command, device, "quick" if quick else "whole"],
+            [*command, device, "quick" if quick else "whole", backend],
             cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -133,7 +141,8 @@ def main() -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--kinds", default="fwd,bwd,decode", help=f"of {','.join(KINDS)}")
-    parser.add_argument("--only", default="", help="shapes whose description has this word")
+    parser.add_argument("--only", default="", help="shapes in whose description this is found")
+    parser.add_argument("--backend", default="", help="of ours; else the one it chooses")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="few shapes, short phases")
     parser.add_argument("--out", metavar="FILE.json")
@@ -147,7 +156,7 @@ def main() -> int:
 
     checkouts = (args.before.resolve(), args.before.resolve(), args.after.resolve())
     contestants = {
-        name: Contestant(checkout, device, args.quick)
+        name: Contestant(checkout, device, args.quick, args.backend)
         for name, checkout in zip(CONTESTANTS, checkouts, strict=True)
     }
     recipe = QUICK if args.quick else Recipe()
@@ -157,7 +166,7 @@ def main() -> int:
     limit = AGREE[torch.float32 if device == "cpu" else torch.bfloat16]
     for kind in kinds:
         for number, case in enumerate(KINDS[kind](args.quick)):
-            if args.only not in " ".join(f"{k}={v}" for k, v in case.shape().items()):
+            if not re.search(args.only, " ".join(f"{k}={v}" for k, v in case.shape().items())):
                 continue
             found, reason = duel(contestants, kind, number, case, args.rounds, limit)
             if found is None:

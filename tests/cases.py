@@ -183,8 +183,7 @@ class Case:
             return True
         head_dim = max(self.d, self.d_v or self.d)
         if self.dtype == "fp32" and backend == SM80.backend:
-            narrow = self.softcap or self.alibi or self.bias or self.deterministic
-            return head_dim <= (128 if narrow else 256) and not self.dropout_p
+            return head_dim <= 256
         widest = 512 if backend == SM80.backend else 256
         return self.dtype in ("fp16", "bf16") and head_dim <= widest
 

@@ -186,7 +186,7 @@ def test_thresholds(p: float, target: Target, seed: int) -> None:
 MASK_CASES = [
     Case(d=d, dtype=dtype, heads_q=4, heads_kv=2, dropout_p=p, deterministic=p > 0.5, **lengths)
     for d in (64, 128, 256)
-    for dtype, p in (("fp16", 0.1), ("bf16", 0.7))
+    for dtype, p in (("fp16", 0.1), ("bf16", 0.7), ("fp32", 0.2), ("fp32", 0.6))
     for lengths in (
         dict(seqlen_q=77, seqlen_k=150),
         dict(seqlen_q=130, seqlen_k=33, causal=True, top_left=True),

@@ -25,6 +25,12 @@ CASES = [
     Case(seqlen_q=200, seqlen_k=260, d=64, bias="head", causal=True),
     Case(seqlen_q=200, seqlen_k=260, d=128, bias="batch"),
     Case(seqlen_q=130, seqlen_k=150, d=128, bias="full"),
+    Case(seqlen_q=130, seqlen_k=150, d=64, dropout_p=0.2, causal=True, softcap=20.0),
+    Case(seqlen_q=90, seqlen_k=210, d=128, dropout_p=0.2, heads_kv=2, deterministic=True),
+    Case(seqlen_q=130, seqlen_k=150, d=256, dropout_p=0.2, alibi="head"),
+    Case(seqlen_q=257, seqlen_k=300, d=256, d_v=200, causal=True, deterministic=True),
+    Case(seqlen_q=100, seqlen_k=75, d=192, softcap=20.0, deterministic=True),
+    Case(seqlen_q=130, seqlen_k=150, d=256, bias="head", causal=True),
 ]
 
 

@@ -100,9 +100,12 @@ def kernel_cases() -> list[Case]:
     for d in (64, 128, 256):
         for shape in ("causal", "varlen"):
             cases.append(Case(d=d, dtype="fp32", **SHAPES[shape]))
-    for d in (64, 128):
+    for d in (64, 128, 256):
         for bias in ("full", "head", "key", "row"):
             cases.append(Case(d=d, dtype="fp32", bias=bias, seqlen_q=72, seqlen_k=136))
+        more = dict(dropout_p=0.2, softcap=20.0, seqlen_q=72, seqlen_k=136)
+        cases.append(Case(d=d, dtype="fp32", causal=True, deterministic=True, **more))
+        cases.append(Case(d=d, dtype="fp32", alibi="head", **more))
     # Long enough for the other tile of d = 64 on Hopper.
     for dtype in ("fp16", "bf16"):
         cases.append(

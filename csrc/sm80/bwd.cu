@@ -18,12 +18,9 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
     if (cuda::is_wide(params.dtype)) {
       return cuda::with_wide_dtype(params.dtype, [&]<DType kDType> {
         with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-          if constexpr (kHeadDim <= kWideScoresHeadDim) {
-            if (has_score_terms(params)) {
-              return launch_bwd_wide<kDType, kHeadDim, true>(params, device, stream);
-            }
-          }
-          launch_bwd_wide<kDType, kHeadDim, false>(params, device, stream);
+          return has_score_terms(params)
+                     ? launch_bwd_wide<kDType, kHeadDim, true>(params, device, stream)
+                     : launch_bwd_wide<kDType, kHeadDim, false>(params, device, stream);
         });
       });
     }

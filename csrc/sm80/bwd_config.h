@@ -124,8 +124,7 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .spread_dq = false};
 
 // fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with less,
-// tiles have too few warps to hold dK and dV. Nor is there a deterministic dQ, as one warp cannot hold
-// 16 rows of it.
+// tiles have too few warps to hold dK and dV.
 inline constexpr int kBwdWidePortableHeadDim = 128;
 template <int kHeadDim, SmemBudget kBudget>
 inline constexpr BwdTile kBwdWideTile = {};
@@ -176,7 +175,7 @@ inline constexpr BwdTile kBwdWideTile<256, SmemBudget::kLargest> = {.block_m = 6
                                                                     .dq_warps = 4,
                                                                     .spread_dq = false};
 
-// fp32 with score terms, up to kWideScoresHeadDim.
+// fp32 with score terms.
 template <int kHeadDim, SmemBudget kBudget>
 inline constexpr BwdTile kBwdWideScoresTile =
     kBwdWideTile<kHeadDim, std::min(kBudget, SmemBudget::kLarge)>;
@@ -189,12 +188,23 @@ inline constexpr BwdTile kBwdWideScoresTile<64, kBudget> = {.block_m = 64,
                                                             .dkv_warps = 2,
                                                             .dq_warps = 2,
                                                             .spread_dq = false};
+template <>
+inline constexpr BwdTile kBwdWideScoresTile<256, SmemBudget::kLargest> = {.block_m = 64,
+                                                                          .block_n = 32,
+                                                                          .num_warps = 8,
+                                                                          .stages = 1,
+                                                                          .score_warps = 4,
+                                                                          .dkv_warps = 2,
+                                                                          .dq_warps = 2,
+                                                                          .spread_dq = false};
 
-// The kernel of the deterministic dQ. A warp owns block_m / num_warps neighbouring queries.
+// The kernel of the deterministic dQ. col_warps warps share block_m · col_warps / num_warps neighbouring
+// queries and deal out their columns.
 struct BwdDqTile {
   int block_m;
   int block_n;  // keys of an iteration
   int num_warps;
+  int col_warps = 1;
 };
 
 // One tile a head dim, small enough for 99 KB: Q, dO, K, V each once.
@@ -212,13 +222,16 @@ inline constexpr BwdDqTile kBwdDqTile<192> = {.block_m = 64, .block_n = 64, .num
 template <>
 inline constexpr BwdDqTile kBwdDqTile<256> = {.block_m = 64, .block_n = 32, .num_warps = 4};
 
-// fp32, up to kBwdWidePortableHeadDim.
+// fp32.
 template <int kHeadDim>
 inline constexpr BwdDqTile kBwdDqWideTile = {};
 template <>
 inline constexpr BwdDqTile kBwdDqWideTile<64> = {.block_m = 64, .block_n = 64, .num_warps = 4};
 template <>
 inline constexpr BwdDqTile kBwdDqWideTile<128> = {.block_m = 64, .block_n = 16, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdDqWideTile<256> = {
+    .block_m = 32, .block_n = 16, .num_warps = 4, .col_warps = 2};
 
 template <int kHeadDim>
 inline constexpr BwdDqTile kBwdDqWideScoresTile = kBwdDqWideTile<kHeadDim>;
@@ -243,5 +256,7 @@ template <int kHeadDim>
 inline constexpr BwdDqTile kBwdBiasWideTile = kBwdBiasTile<kHeadDim>;
 template <>
 inline constexpr BwdDqTile kBwdBiasWideTile<128> = {.block_m = 64, .block_n = 32, .num_warps = 4};
+template <>
+inline constexpr BwdDqTile kBwdBiasWideTile<256> = {.block_m = 32, .block_n = 16, .num_warps = 2};
 
 }  // namespace flash_attn::sm80

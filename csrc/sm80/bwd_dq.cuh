@@ -3,7 +3,7 @@
 //
 // A thread block owns kBlockM queries of one head and walks over their keys, as the forward does.
 // It computes S and dP a second time (seven products instead of five over both kernels); dS stays
-// in registers.
+// in registers. Where those of a warp do not hold its rows of dQ, several warps share the columns.
 //
 //   for n:  load K(n), V(n); wait; sync
 //           P = exp(Q K(n)ᵀ - LSE), score terms, masked;  dS = P ∘ (dO V(n)ᵀ - delta)
@@ -40,17 +40,19 @@ struct BwdDqTraits {
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.num_warps;
-  static constexpr int kWarpRows = kBlockM / kTile.num_warps;
+  static constexpr int kColWarps = kTile.col_warps;
+  static constexpr int kWarpRows = kBlockM * kColWarps / kTile.num_warps;
+  static constexpr int kWarpCols = kHeadDim / kColWarps;  // of dQ
   static_assert(kWarpRows % 16 == 0);
 
   using QTile = SmemTile<Element, kBlockM, kHeadDim>;  // dO, dQ too
   using KTile = SmemTile<Element, kBlockN, kHeadDim>;  // V too
   using Scores = Accumulator<kWarpRows / 16, kBlockN>;
-  using Gradient = Accumulator<kWarpRows / 16, kHeadDim>;
+  using Gradient = Accumulator<kWarpRows / 16, kWarpCols>;
   using Scheduler = TileScheduler<kBlockM>;
 
   struct SharedStorage {
-    QTile q;  // in the end dQ: a warp writes it over its rows of Q, which no other warp reads
+    QTile q;  // in the end dQ
     QTile dout;
     KTile k, v;
     ScorePolicy score;
@@ -61,6 +63,13 @@ struct BwdDqTraits {
 // The thread block's queries.
 struct DqBlock {
   int batch_idx, head, first_row;
+};
+
+// This warp's part of dQ. The warps of the same rows compute the same dS.
+template <typename Traits>
+struct DqPart {
+  int row = static_cast<int>(threadIdx.x) / 32 / Traits::kColWarps * Traits::kWarpRows;
+  int col = static_cast<int>(threadIdx.x) / 32 % Traits::kColWarps * Traits::kWarpCols;
 };
 
 // Walks over the keys; returns the sum dQ, not yet scaled.
@@ -75,7 +84,7 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   using KTile = typename Traits::KTile;
   constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   const int thread = threadIdx.x, lane = thread % 32;
-  const int warp_row = thread / 32 * Traits::kWarpRows;
+  const DqPart<Traits> part;
   const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
   const BlockRange range = BlockRange::of_keys<Traits::kBlockM, kBlockN>(window, block.first_row);
   if (range.begin == range.end) return;
@@ -101,9 +110,9 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
       .load(smem.dout, block.first_row, seqlen.len_q);
 
   using Rows = SmemOperandA<Scores::kMBlocks, 16, Layout::kKInner, QTile>;
-  const Rows Q(smem.q, warp_row, lane), dO(smem.dout, warp_row, lane);
+  const Rows Q(smem.q, part.row, lane), dO(smem.dout, part.row, lane);
   const SmemOperandB<KTile, Layout::kKInner> K(smem.k, 0, lane), V(smem.v, 0, lane);
-  const SmemOperandB<KTile, Layout::kKOuter> K_outer(smem.k, 0, lane);
+  const SmemOperandB<KTile, Layout::kKOuter> K_outer(smem.k, part.col, lane);
 
   const int64_t lse_row = block.batch_idx * params.lse_batch_stride +
                           block.head * params.lse_head_stride + seqlen.q_begin;
@@ -111,7 +120,7 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
   float lse_log2[Scores::kRows], delta[Scores::kRows];
 #pragma unroll
   for (int row = 0; row < Scores::kRows; ++row) {
-    query[row] = block.first_row + warp_row + row / 2 * 16 + fragment_row(row, lane);
+    query[row] = block.first_row + part.row + row / 2 * 16 + fragment_row(row, lane);
     const bool exists = query[row] < seqlen.len_q;
     lse_log2[row] = to_lse_log2(exists ? params.lse[lse_row + query[row]] : -INFINITY);
     delta[row] = exists ? params.delta[lse_row + query[row]] : 0.f;
@@ -130,7 +139,7 @@ __device__ __forceinline__ void compute_dq_loop(const BwdParams& params, const S
     Scores dS, slope;
     compute_score_gradient<Element, kHeadDim>(
         params, smem.score, Q, K, dO, V, lse_log2, delta,
-        ScorePlace{block.first_row + warp_row, n * kBlockN},
+        ScorePlace{block.first_row + part.row, n * kBlockN},
         n < range.full_begin || n >= range.full_end,
         [&](Scores& S) { mask_keys(S, window, query, n * kBlockN, lane); }, lane, dS, slope);
     smem.score.differentiate(dS, slope);
@@ -161,16 +170,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   dQ.fill(0.f);
   compute_dq_loop<Traits>(params, seqlen, block, smem, dQ);
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::kWarpRows;
-  store_rounded(smem.q, dQ, warp_row, 0, lane,
+  const DqPart<Traits> part;
+  const int lane = threadIdx.x % 32;
+  if constexpr (Traits::kColWarps > 1) __syncthreads();  // no other warp reads these rows of Q
+  store_rounded(smem.q, dQ, part.row, part.col, lane,
                 params.softmax_scale * Traits::ScorePolicy::output_scale(params.dropout));
   __syncwarp();
-  constexpr int kChunk = kChunkOf<Element>, kRowChunks = Traits::kHeadDim / kChunk;
+  constexpr int kChunk = kChunkOf<Element>, kRowChunks = Traits::kWarpCols / kChunk;
   Element* dq = static_cast<Element*>(params.dq) +
                 SeqlenInfo::offset(params.dq_strides, block.batch_idx, block.head,
                                    seqlen.q_begin + block.first_row);
   for (int i = lane; i < Traits::kWarpRows * kRowChunks; i += 32) {
-    const int row = warp_row + i / kRowChunks, col = i % kRowChunks * kChunk;
+    const int row = part.row + i / kRowChunks, col = part.col + i % kRowChunks * kChunk;
     const int query = block.first_row + row;
     if (query >= seqlen.segment_q || col >= params.head_dim) continue;
     uint4 chunk = {};

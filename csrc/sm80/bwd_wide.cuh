@@ -27,11 +27,11 @@ void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, St
     } else {
       launch.template operator()<SmemBudget::kLargest>();
     }
-    if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, ScorePolicy>(params, stream);
-    if constexpr (kScoreTerms) {
-      if (params.dbias.form == BiasGradientParams::Form::kShared) {
-        launch_bwd_bias<kDType, kHeadDim>(params, stream);
-      }
+  }
+  if (params.dq_accum == nullptr) launch_bwd_dq<kDType, kHeadDim, ScorePolicy>(params, stream);
+  if constexpr (kScoreTerms) {
+    if (params.dbias.form == BiasGradientParams::Form::kShared) {
+      launch_bwd_bias<kDType, kHeadDim>(params, stream);
     }
   }
 }

@@ -20,24 +20,13 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 
 void refuse_float32(Reasons& reasons, const CallShape& call) {
   cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
-  const bool backward = call.op == Op::kBackward;
-  reasons.refuse_if(call.dropout, "dropout_p in float32 is not supported");
-  const auto refuse_above = [&](int head_dim, bool refused, std::string_view what,
-                                std::string_view why) {
-    reasons.refuse_if(refused && std::max(call.head_dim, call.head_dim_v) > head_dim, [&] {
-      return std::string(what) + " in float32 above head_dim " + std::to_string(head_dim) +
-             std::string(why);
-    });
-  };
-  refuse_above(kWideScoresHeadDim, call.alibi, "alibi_slopes", " is not supported");
-  refuse_above(kWideScoresHeadDim, call.softcap, "softcap", " is not supported");
-  refuse_above(kWideScoresHeadDim, call.bias, "attn_bias", " is not supported");
   const bool small =
       call.device != nullptr && smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
-  refuse_above(kBwdWidePortableHeadDim, backward && small, "the backward",
-               " needs a GPU with 227 KB of shared memory a thread block");
-  refuse_above(kBwdWidePortableHeadDim, backward && call.deterministic, "deterministic",
-               " is not supported");
+  const bool wide = std::max(call.head_dim, call.head_dim_v) > kBwdWidePortableHeadDim;
+  reasons.refuse_if(call.op == Op::kBackward && small && wide, [&] {
+    return "the backward in float32 above head_dim " + std::to_string(kBwdWidePortableHeadDim) +
+           " needs a GPU with 227 KB of shared memory a thread block";
+  });
 }
 
 // Head dims up to kLargeHeadDim, and what the kernels of more than kMaxHeadDim lack.

@@ -93,8 +93,7 @@ template <>
 inline constexpr FwdTile kFwdWideTile<256> = {
     .block_m = 64, .block_n = 16, .num_warps = 4, .blocks_per_sm = 2};
 
-// fp32 with score terms, up to kWideScoresHeadDim.
-inline constexpr int kWideScoresHeadDim = 128;
+// fp32 with score terms.
 template <int kHeadDim>
 inline constexpr FwdTile kFwdWideScoresTile = kFwdWideTile<kHeadDim>;
 template <>

@@ -11,12 +11,8 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
   if (cuda::is_wide(params.dtype)) {
     return cuda::with_wide_dtype(params.dtype, [&]<DType kDType> {
       with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-        if constexpr (kHeadDim <= kWideScoresHeadDim) {
-          if (has_score_terms(params)) {
-            return launch_fwd_wide<kDType, kHeadDim, true>(params, stream);
-          }
-        }
-        launch_fwd_wide<kDType, kHeadDim, false>(params, stream);
+        return has_score_terms(params) ? launch_fwd_wide<kDType, kHeadDim, true>(params, stream)
+                                       : launch_fwd_wide<kDType, kHeadDim, false>(params, stream);
       });
     });
   }

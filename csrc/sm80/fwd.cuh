@@ -142,7 +142,7 @@ struct Probabilities {
   const DropoutParams& dropout;
   ScorePlace place;
   int lane;
-  uint32_t of_query[Traits::kMBlocks];
+  uint32_t of_query[Traits::kMBlocks], of_keys[2];
 
   __device__ __forceinline__ void draw() {
 #pragma unroll
@@ -166,7 +166,10 @@ struct Probabilities {
       softmax.add(row, sum);
       set_operand_row<Element>(blocks, row, p);
     }
-    if constexpr (!kIsWide<Element>) {  // fp32 has no dropout
+    if constexpr (kIsWide<Element>) {
+      if (k % 32 == 0) score.draw_key_words(of_keys, dropout, place.key + k, lane);
+      score.drop(blocks, dropout, of_query, of_keys, place.key, k);
+    } else {
       score.drop(blocks, dropout, of_query, place.key + k, lane);
     }
   }
@@ -254,7 +257,7 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
     // O += exp(S - m) V(n)
     Probabilities<Traits> P{softmax, S, work.score, params.dropout, place, lane};
-    if constexpr (!kIsWide<Element>) P.draw();
+    P.draw();
     gemm<Element, kBlockN, Into::kSum>(O, P, V);
   }
 }

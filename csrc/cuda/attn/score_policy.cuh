@@ -60,10 +60,16 @@ struct PlainScores {
   __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
                                        const uint32_t (&)[kMBlocks], int /*first_key*/,
                                        int /*lane*/) const {}
+  template <int kMBlocks>
+  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
+                                       const uint32_t (&)[kMBlocks], const uint32_t (&)[2],
+                                       int /*first_key*/, int /*col*/) const {}
   __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams&, int /*first_query*/,
                                                       int /*lane*/) const {
     return 0;
   }
+  __device__ __forceinline__ void draw_key_words(uint32_t (&)[2], const DropoutParams&,
+                                                 int /*first_key*/, int /*lane*/) const {}
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
                                        int /*lane*/) const {}
@@ -221,9 +227,32 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     const DropoutMask<false> mask(params, dropout_.last, first_key % 32 != 0);
     uint32_t of_keys[2];
-    draw_key_words(of_keys, params, first_key, local(lane));
+    find_key_words(of_keys, params, first_key, local(lane));
 #pragma unroll
     for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], of_query[m], of_keys);
+  }
+
+  // The same of fp32, of the 8 columns from first_key + col on, where col is known at compile time and
+  // first_key a multiple of 16. of_keys: draw_key_words() of the 32 keys among which they are.
+  template <int kMBlocks>
+  __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
+                                       const uint32_t (&of_query)[kMBlocks],
+                                       const uint32_t (&of_keys)[2], int first_key,
+                                       int col) const {
+    if (!kTerms.dropout || params.rng_state == nullptr) return;
+    const DropoutMask<false> mask(params, dropout_.last, (first_key + col) % 32 >= 16);
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m) {
+      bool kept[2][4];
+      mask.find_kept(kept, of_query[m], of_keys);
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!kept[row][col % 16 / 8 * 2 + i]) P[m][row + 2 * i] = 0;
+        }
+      }
+    }
   }
 
   // The same of a whole operand, from a multiple of 32 on; of 16, if it has 16 columns.
@@ -237,13 +266,13 @@ class TermScores {
       const uint32_t of_query = draw_query_word(params, place.query + 16 * m, lane);
       uint32_t of_keys[2];
       if constexpr (kN == 16) {
-        draw_key_words(of_keys, params, place.key, lane);
+        find_key_words(of_keys, params, place.key, lane);
         DropoutMask<false>(params, dropout_.last, place.key % 32 != 0)
             .drop(P.data[m][0], of_query, of_keys);
       } else {
 #pragma unroll
         for (int k = 0; k < kN / 16; k += 2) {
-          draw_key_words(of_keys, params, place.key + 16 * k, lane);
+          find_key_words(of_keys, params, place.key + 16 * k, lane);
           drop_two(P, m, k, params, of_query, of_keys);
         }
       }
@@ -290,6 +319,12 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
     return dropout_.key_word(dropout_four(params, first_key, lane / 4));
   }
+  // Of the lane's columns among 32 keys, where keys are columns.
+  __device__ __forceinline__ void draw_key_words(uint32_t (&words)[2], const DropoutParams& params,
+                                                 int first_key, int lane) const {
+    if (!kTerms.dropout || params.rng_state == nullptr) return;
+    find_key_words(words, params, first_key, local(lane));
+  }
   // What all words of the head are mixed with.
   __device__ __forceinline__ uint32_t last_dropout_word() const { return dropout_.last; }
 
@@ -312,7 +347,7 @@ class TermScores {
     for (int k = 0; k < kN; k += 16) {
       const DropoutMask<false> mask(params, dropout_.last, (place.key + k) % 32 != 0);
       uint32_t of_keys[2];
-      draw_key_words(of_keys, params, place.key + k, lane);
+      find_key_words(of_keys, params, place.key + k, lane);
 #pragma unroll
       for (int m = 0; m < kMBlocks; ++m) {
         bool kept[2][4];
@@ -387,8 +422,8 @@ class TermScores {
     return static_cast<int>(ptx::opaque(lane));
   }
 
-  // Of the lane's columns, where keys are columns.
-  __device__ __forceinline__ void draw_key_words(uint32_t (&words)[2], const DropoutParams& params,
+  // draw_key_words() where there is dropout.
+  __device__ __forceinline__ void find_key_words(uint32_t (&words)[2], const DropoutParams& params,
                                                  int first_key, int lane) const {
 #pragma unroll
     for (int neighbour = 0; neighbour < 2; ++neighbour) {
