@@ -19,6 +19,8 @@
 // 8-bit caches: a 16-bit word of shared memory holds two neighbouring columns. K and V are widened to
 // fp16, exactly, between ldmatrix and mma; what ldmatrix permutes so is undone in Q's columns and
 // O's. Descales enter the softmax scale and O.
+//
+// fp32 caches: Q, P and O are fp32 too, and products those of gemm<float>, whatever torch allows.
 #pragma once
 
 #include "../cache/loader.cuh"
