@@ -34,6 +34,7 @@ SUMMARY = (
     ("backward, bf16", "bwd", "causal, windows, GQA, LSE", "bf16"),
     ("backward, fp32", "bwd", "causal, windows, GQA, LSE", "fp32"),
     ("decode, bf16", "decode", "one new token", "bf16"),
+    ("decode, fp32", "decode", "one new token", "fp32"),
     ("decode, cache of fp8", "decode", "cache of fp8", "bf16"),
 )
 

@@ -76,6 +76,13 @@ PLAIN = {name: [getattr(CacheCase(), name)] for name in FORMS if name != "heads"
         | {name: FORMS[name] for name in ("page_size", "rows", "new", "lengths", "heads")}
         | dict(d=[64, 128], dtype=["bf16", "fp16"], num_splits=[0, 3]),
     )
+    + cache_cases(
+        24,
+        4,
+        **PLAIN
+        | {name: FORMS[name] for name in ("page_size", "rows", "new", "lengths", "heads")}
+        | dict(d=[64, 128, 192, 256], dtype=["fp32"], num_splits=[0, 3]),
+    )
 )
 def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
     """Where most of serving lives: no score terms, nothing wrong in the tensors."""
@@ -98,7 +105,7 @@ MANY = FORMS | dict(
 )
 
 
-@each_cache(cache_cases(120, 3, **MANY))
+@each_cache(cache_cases(120, 3, **MANY) + cache_cases(30, 5, **MANY | dict(dtype=["fp32"])))
 def test_many_tokens(case: CacheCase, target: Target, seed: int) -> None:
     """What the prefill kernels serve."""
     check(case, target, seed)
@@ -116,6 +123,7 @@ def test_many_tokens(case: CacheCase, target: Target, seed: int) -> None:
             dict(cache="int8"),
             dict(num_splits=3),
             dict(batch_invariant=True),
+            dict(dtype="fp32", sink=True),
         )
     ]
 )
@@ -148,6 +156,14 @@ def test_many_tokens_of_decode(case: CacheCase, target: Target, seed: int) -> No
         CacheCase(seqlen_q=20, new=40, capacity=64, page_size=16, d=192, d_v=128, rows=True),
         CacheCase(batch=70, seqlen_q=18, new=18, capacity=50, page_size=5, leftpad=True),
         CacheCase(seqlen_q=18, capacity=1500, page_size=2, lengths="none", window=(3, 2)),
+        CacheCase(dtype="fp32", d=256, capacity=900, page_size=7, new=3, rotary="halves"),
+        CacheCase(dtype="fp32", d=192, d_v=40, heads_q=40, seqlen_q=2, leftpad=True, softcap=8.0),
+        CacheCase(
+            dtype="fp32", d=72, d_v=256, new=2, rotary="interleaved", rotary_dim=72, rows=True
+        ),
+        CacheCase(
+            dtype="fp32", d=128, capacity=600, page_size=16, batch_invariant=True, alibi=True
+        ),
     ]
 )
 def test_edges(case: CacheCase, target: Target, seed: int) -> None:
@@ -156,13 +172,11 @@ def test_edges(case: CacheCase, target: Target, seed: int) -> None:
 
 @each_cache(
     [
-        CacheCase(
-            garbage=True, page_size=page, rows=rows, leftpad=True, new=new, cache=cache, batch=4
-        )
+        CacheCase(garbage=True, page_size=page, rows=rows, leftpad=True, new=new, batch=4, **form)
         for page in (0, 1, 16)
         for rows in (False, True)
         for new in (0, 5)
-        for cache in ("", "int8")
+        for form in (dict(), dict(cache="int8"), dict(dtype="fp32"))
     ]
     + [
         CacheCase(
@@ -199,6 +213,7 @@ def test_garbage_in_index_tensors(case: CacheCase, target: Target, seed: int) ->
             dict(d=96, seqlen_q=2, dtype="fp16"),
             dict(garbage=True, leftpad=True),
             dict(d=128, cache="fp8"),
+            dict(d=128, dtype="fp32", leftpad=True),
         )
     ]
 )
@@ -208,10 +223,11 @@ def test_a_table_for_far_longer_sequences(case: CacheCase, target: Target, seed:
 
 
 @each_target(*DECODE_TARGETS)
-def test_a_dropped_token_hides_no_other(target: Target) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_dropped_token_hides_no_other(dtype: torch.dtype, target: Target) -> None:
     """A sequence without a row has its clamped place where another one appends."""
     rows = torch.tensor([INT_MAX, 0, -1], dtype=torch.int32, device=target.device)
-    make = dict(device=target.device, dtype=torch.bfloat16)
+    make = dict(device=target.device, dtype=dtype)
     k_cache, v_cache = torch.zeros(2, 2, 8, 2, 32, **make)
     q, k, v = torch.randn(3, 3, 1, 2, 32, **make)
     lengths = torch.tensor([3, 3, 3], dtype=torch.int32, device=target.device)

@@ -98,7 +98,10 @@ def test_the_default_build(gpu: int, op: str, backend: str) -> None:
         (A100, "bwd", 256, False, "aten"),  # too little shared memory
         (H100, "fwd", 264, False, "aten"),
         (H100, "fwd", 136, True, "aten"),
-        (H100, "decode", 64, False, "aten"),
+        (H100, "decode", 64, False, "cuda"),
+        (H100, "decode", 256, True, "cuda"),
+        (RTX4090, "decode", 256, False, "cuda"),
+        (H100, "decode", 264, False, "aten"),
     ],
 )
 def test_float32(gpu: int, op: str, head_dim: int, softcap: bool, backend: str) -> None:
@@ -176,11 +179,17 @@ def test_a_call_on_aten_hears_of_who_lacks_an_option_alone() -> None:
     assert backend == "aten" and "head_dim" in reasons
 
 
+def test_float32_against_a_cache_of_8_bits() -> None:
+    backend, reasons = choose(DEFAULT, H100, "decode", "int8", dtype="fp32")
+    assert backend == "aten" and "a cache of 8 bits in float32" in reasons
+
+
 def test_many_new_tokens_against_a_cache() -> None:
     assert choose(DEFAULT, H100, "decode", tokens=1024)[0] == "sm90"
     assert choose(DEFAULT, A100, "decode", tokens=1024)[0] == "sm80"
     assert choose(DEFAULT, H100, "decode", tokens=1024, softcap=True)[0] == "cuda"
     assert choose("80-real,80-virtual", H100, "decode", "int8", tokens=1024)[0] == "cuda"
+    assert choose(DEFAULT, H100, "decode", "fp32", tokens=1024, dtype="fp32")[0] == "sm80"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +205,8 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="decode", cache="int8", capacity=512), "cuda; kvcache:"),
         (dict(op="decode", cache="int8", capacity=513), "cuda; kvcache, the keys of all"),
         (dict(op="decode", softcap=True, capacity=256), "cuda; kvcache:"),
+        (dict(op="decode", dtype="fp32", cache="fp32", capacity=256), "cuda; kvcache:"),
+        (dict(op="decode", dtype="fp32", cache="fp32", num_splits=4), "cuda; kvcache, each"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", cache="int8"), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import (
     ATEN_CPU,
-    ATEN_CUDA,
     DECODE_CUDA,
     DECODE_TARGETS,
     DTYPES,
@@ -64,9 +63,10 @@ class DecodeCase:
             return True
         if backend != "cuda" and (self.softcap or self.alibi or self.sink or self.num_splits > 1):
             return False
-        widest = 256 if backend == SM90.backend else 512
+        widest = 256 if backend == SM90.backend or self.dtype == "fp32" else 512
+        dtypes = ("fp16", "bf16") if backend == SM90.backend else ("fp16", "bf16", "fp32")
         fits = all(d % 8 == 0 and d <= widest for d in (self.d, self.d_v or self.d))
-        return self.dtype in ("fp16", "bf16") and fits
+        return self.dtype in dtypes and fits
 
 
 def each_decode(
@@ -159,9 +159,10 @@ class DecodeProblem:
             guard.assert_untouched(name)
         return results
 
-    def compare(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def reference(self) -> dict[str, object]:
+        """The call as attention_ref takes it."""
         c = self.case
-        options = dict(
+        return dict(
             q=self.q.cpu(),
             k=self.k.cpu(),
             v=self.v.cpu(),
@@ -172,6 +173,9 @@ class DecodeProblem:
             learnable_sink=None if self.sink is None else self.sink.cpu(),
             seqused_k=None if self.lengths is None else self.lengths.cpu(),
         )
+
+    def compare(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        options = self.reference()
         expected, expected_lse, _ = attention_ref(**options)
         conditions = condition_tensors(torch.zeros_like(expected), **options)
         assert_close("out", out, expected, conditions.out, self.q.dtype)
@@ -195,6 +199,8 @@ CHOICES = dict(
     window=[(-1, -1), (-1, -1), (40, 0), (0, 0), (16, 9)],
     num_splits=[0, 1, 2, 3, 7, 64],
 )
+WIDE = dict(dtype=["fp32"], d=[32, 64, 96, 128, 192, 256])
+PAGES = dict(page_size=[1, 2, 3, 16, 61, 64, 128, 256])
 
 
 def decode_cases(count: int, seed: int, **choices) -> list[DecodeCase]:
@@ -205,12 +211,12 @@ def decode_cases(count: int, seed: int, **choices) -> list[DecodeCase]:
     return cases
 
 
-@each_decode(decode_cases(60, 1, **CHOICES))
+@each_decode(decode_cases(60, 1, **CHOICES) + decode_cases(24, 6, **CHOICES | WIDE))
 def test_dense(case: DecodeCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
-@each_decode(decode_cases(36, 2, **CHOICES | {"page_size": [1, 2, 3, 16, 61, 64, 128, 256]}))
+@each_decode(decode_cases(36, 2, **CHOICES | PAGES) + decode_cases(18, 7, **CHOICES | WIDE | PAGES))
 def test_paged(case: DecodeCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
@@ -223,12 +229,20 @@ MANY = CHOICES | dict(
 )
 
 
-@each_decode(decode_cases(48, 4, **MANY))
+@each_decode(decode_cases(48, 4, **MANY) + decode_cases(18, 8, **MANY | WIDE))
 def test_many_tokens(case: DecodeCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
-@each_decode(decode_cases(36, 5, **MANY | {"page_size": [1, 3, 16, 61, 128, 256]}))
+@each_decode(
+    [
+        case
+        for count, seed, wide in ((36, 5, {}), (15, 9, WIDE))
+        for case in decode_cases(
+            count, seed, **MANY | wide | {"page_size": [1, 3, 16, 61, 128, 256]}
+        )
+    ]
+)
 def test_many_tokens_paged(case: DecodeCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
@@ -248,12 +262,28 @@ def test_many_tokens_paged(case: DecodeCase, target: Target, seed: int) -> None:
             page_size=[0, 16],
         ),
     )
+    + decode_cases(
+        18,
+        10,
+        **CHOICES
+        | WIDE
+        | dict(
+            d_v=[None, 24, 136],
+            softcap=[0.0, 4.0],
+            alibi=[False, True],
+            sink=[False, True],
+            page_size=[0, 16],
+        ),
+    )
 )
 def test_score_terms(case: DecodeCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
-@each_decode([DecodeCase(d=d, heads_q=8, lengths=(0, 77, 130)) for d in range(8, 257, 8)][::3])
+@each_decode(
+    [DecodeCase(d=d, heads_q=8, lengths=(0, 77, 130)) for d in range(8, 257, 8)][::3]
+    + [DecodeCase(d=d, dtype="fp32", lengths=(0, 77, 130)) for d in range(8, 257, 8)][1::4]
+)
 def test_head_dims(case: DecodeCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
@@ -265,6 +295,11 @@ def test_head_dims(case: DecodeCase, target: Target, seed: int) -> None:
         )
         for n in (1, 2, 3, 4, 5, 8, 16, 33, 128, 256)
         for window in ((-1, -1), (20, 0))
+    ]
+    + [
+        DecodeCase(capacity=300, lengths=(0, 33, 300), num_splits=n, dtype="fp32", d=d)
+        for n in (2, 5, 33)
+        for d in (64, 128, 256)
     ]
 )
 def test_split_counts(case: DecodeCase, target: Target, seed: int) -> None:
@@ -280,6 +315,14 @@ def test_split_counts(case: DecodeCase, target: Target, seed: int) -> None:
         DecodeCase(batch=2, seqlen_q=9, capacity=4),
         DecodeCase(batch=2, seqlen_q=9, lengths=(5, 0)),
         DecodeCase(batch=1, capacity=2000, num_splits=0, heads_q=1, heads_kv=1),
+        DecodeCase(batch=2, seqlen_q=0, dtype="fp32"),
+        DecodeCase(batch=2, capacity=0, dtype="fp32"),
+        DecodeCase(batch=2, seqlen_q=9, capacity=4, dtype="fp32", d=256),
+    ]
+    # Longer than the ring of tiles.
+    + [
+        DecodeCase(batch=1, capacity=2200, heads_q=1, heads_kv=1, dtype="fp32", d=d, page_size=page)
+        for d, page in ((64, 0), (128, 16), (192, 0), (256, 61))
     ]
 )
 def test_edges(case: DecodeCase, target: Target, seed: int) -> None:
@@ -344,10 +387,10 @@ def test_pages_change_no_bit(page_size: int, target: Target, seed: int) -> None:
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
-@each_target(ATEN_CPU, ATEN_CUDA, *PREFILL_TARGETS)
+@each_target(*DECODE_TARGETS)
 def test_pages_that_do_not_exist(target: Target, seed: int) -> None:
     """An impossible page inside the length is no fault, and the other sequences keep their bits."""
-    dtype = "fp32" if target.backend == "aten" else "bf16"
+    dtype = "bf16" if target == SM90 else "fp32"
     case = DecodeCase(lengths=(200, 200, 200), page_size=16, dtype=dtype, seqlen_q=20)
     problem = DecodeProblem(case, seed, target.device)
     clean, _ = problem.run(target.backend)

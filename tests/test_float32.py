@@ -7,11 +7,24 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import ATEN_CPU, SM80, Case, Problem, Target, each_case, each_target, expect, run
+from cases import (
+    ATEN_CPU,
+    DECODE_CUDA,
+    SM80,
+    Case,
+    Problem,
+    Target,
+    each_case,
+    each_target,
+    expect,
+    run,
+)
 from numerics import rms_error
+from test_decode import DecodeCase, DecodeProblem, each_decode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn
+from flash_attn.reference import attention_ref
 
 NAMES = ("out", "dq", "dk", "dv")
 # One product of numbers rounded to TF32 gives 3e-4.
@@ -56,6 +69,30 @@ def test_exact_to_the_rounding_of_fp32(case: Case, target: Target, seed: int) ->
     with matmul_precision("highest"):
         found = errors(Problem(case, seed, target.device), target)
     assert max(found.values()) <= EXACT, found
+
+
+@each_decode(
+    [
+        DecodeCase(dtype="fp32", capacity=300, lengths=(0, 77, 300), d=d, **form)
+        for d in (64, 128, 192, 256)
+        for form in (
+            dict(heads_q=8),
+            dict(heads_q=6, seqlen_q=3, num_splits=5, page_size=16),
+            dict(heads_q=40, softcap=4.0, sink=True),
+            dict(seqlen_q=70, window=(100, 20)),
+        )
+    ],
+    [DECODE_CUDA, SM80],
+)
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_decode_is_exact_whatever_torch_allows(
+    case: DecodeCase, precision: str, target: Target, seed: int
+) -> None:
+    """Reading the cache is what takes the time."""
+    problem = DecodeProblem(case, seed, target.device)
+    with matmul_precision(precision):
+        out, _ = problem.run(target.backend)
+    assert rms_error(out.cpu(), attention_ref(**problem.reference())[0]) <= EXACT
 
 
 @each_case(CASES, [SM80])

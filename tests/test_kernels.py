@@ -130,8 +130,8 @@ def decode_kernel_cases() -> list[DecodeCase]:
             capacity=130,
             **more,
         )
-        for d in HEAD_DIM_CLASSES
-        for dtype in ("fp16", "bf16")
+        for dtype in ("fp16", "bf16", "fp32")
+        for d in (HEAD_DIM_CLASSES if dtype != "fp32" else (64, 128, 256))
         for splits, heads_q, more in (
             (1, 2, {}),
             (3, 16, {"window": (40, 0)}),
@@ -142,10 +142,17 @@ def decode_kernel_cases() -> list[DecodeCase]:
 
 
 def cache_kernel_cases() -> list[CacheCase]:
-    """Caches of 8 bits, pages, the append; shared pages; plain ones cut by length."""
+    """Caches of 8 bits and of fp32, pages, the append; shared pages; plain ones cut by length."""
+    of_bf16 = (
+        ("fp8", 0, "halves"),
+        ("int8", 16, ""),
+        ("fp8", 3, "interleaved"),
+        ("", 16, "halves"),
+    )
     cases = [
         CacheCase(
             d=d,
+            dtype=dtype,
             cache=cache,
             page_size=page_size,
             capacity=130,
@@ -158,13 +165,12 @@ def cache_kernel_cases() -> list[CacheCase]:
             rows=page_size == 16,
             leftpad=page_size == 0,
         )
-        for d in (64, 128, 192, 256, 512)
-        for cache, page_size, rotary in (
-            ("fp8", 0, "halves"),
-            ("int8", 16, ""),
-            ("fp8", 3, "interleaved"),
-            ("", 16, "halves"),
+        for dtype, classes, forms in (
+            ("bf16", (64, 128, 192, 256, 512), of_bf16),
+            ("fp32", (64, 128, 256), (("", 0, "halves"), ("", 16, ""), ("", 3, "interleaved"))),
         )
+        for d in classes
+        for cache, page_size, rotary in forms
     ]
     # Where an SM takes two blocks: long calls, by what the table could hold.
     cases += [
@@ -210,6 +216,9 @@ def chunk_cases() -> list[CacheCase]:
         )
     ] + [
         CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16"),
+        CacheCase(
+            d=128, seqlen_q=70, new=33, capacity=140, page_size=7, dtype="fp32", garbage=True
+        ),
         CacheCase(d=512, seqlen_q=70, new=33, capacity=140, page_size=16, rotary="halves"),
     ]
 

@@ -32,7 +32,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("causal", [False, True])
 def test_append(causal: bool, target: Target) -> None:
     q, k, v, k_cache, v_cache, lengths = problem(target)
@@ -48,7 +48,7 @@ def test_append(causal: bool, target: Target) -> None:
     assert lse.shape == (3, 4, 3)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("start", [38, 39, 40, 41, 1000, -1, -3, -1000])
 def test_append_never_writes_outside(start: int, target: Target) -> None:
     """A full cache, more than full, a negative length: what fits is written, the rest is
@@ -68,7 +68,7 @@ def test_append_never_writes_outside(start: int, target: Target) -> None:
     assert torch.equal(buffer, wanted)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_append_to_pages(page_size: int, target: Target) -> None:
     q, k, v, k_cache, v_cache, lengths = problem(target, capacity=42)
@@ -92,7 +92,7 @@ def test_append_to_pages(page_size: int, target: Target) -> None:
         assert torch.equal(pool[table.long()].flatten(1, 2)[:, :42], cache)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary(causal: bool, interleaved: bool, target: Target) -> None:
@@ -127,7 +127,7 @@ def test_rotary(causal: bool, interleaved: bool, target: Target) -> None:
     assert_close(out, expect(turned_q, k_cache, v_cache, lengths + 3, causal=causal))
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 def test_cache_rows_of_a_larger_pool(target: Target) -> None:
     q, k, v, *_, lengths = problem(target)
     k_cache, v_cache = torch.randn(2, 7, 40, 2, 16, device=target.device)
@@ -141,7 +141,7 @@ def test_cache_rows_of_a_larger_pool(target: Target) -> None:
     assert_close(out, expect(q, k_cache[rows.long()], v_cache[rows.long()], lengths + 3))
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 def test_leftpad(target: Target) -> None:
     q, _, _, k_cache, v_cache, lengths = problem(target)
     left = torch.tensor([2, 0, 11], dtype=torch.int32, device=target.device)
@@ -329,7 +329,7 @@ def test_a_table_of_one_key(target: Target) -> None:
     torch.testing.assert_close(out, v[[0, 2]], rtol=1e-3, atol=1e-3)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("name", INTERLEAVED)
 def test_caches_that_interleave_are_written(name: str, target: Target) -> None:
     k_cache, v_cache = INTERLEAVED[name](buffer(target, 2000))
@@ -341,7 +341,7 @@ def test_caches_that_interleave_are_written(name: str, target: Target) -> None:
         assert torch.equal(cache, wanted)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 def test_an_append_of_nothing_writes_nothing(target: Target) -> None:
     """And so takes any cache."""
     caches = [buffer(target, 1, *SHAPE[1:]).expand(SHAPE)] * 2
@@ -350,7 +350,7 @@ def test_an_append_of_nothing_writes_nothing(target: Target) -> None:
         assert appended_to(caches, k=none, v=none).shape == (2, 1, 2, 16)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 def test_an_append_to_inference_tensors(target: Target) -> None:
     """Written in inference mode, whatever the other tensors are; outside refused, unwritten."""
     with torch.inference_mode():
@@ -368,7 +368,7 @@ def test_an_append_to_inference_tensors(target: Target) -> None:
     assert all(cache[0, 1].all() and cache[1, 3].all() for cache in caches)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_an_append_to_a_negative_view(mode: type, which: int, target: Target) -> None:
@@ -380,7 +380,7 @@ def test_an_append_to_a_negative_view(mode: type, which: int, target: Target) ->
     assert not any(cache.any() for cache in caches)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 def test_an_append_to_a_conjugate_view(target: Target) -> None:
     caches = [torch.zeros(*SHAPE, device=target.device, dtype=torch.complex64) for _ in range(2)]
     with use(target), pytest.raises(RuntimeError, match="flash_attn: v_cache: .*conjugated"):
@@ -388,7 +388,7 @@ def test_an_append_to_a_conjugate_view(target: Target) -> None:
     assert not any(cache.any() for cache in caches)
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 def test_negative_views_are_appended(target: Target) -> None:
     caches = [buffer(target, *SHAPE), buffer(target, *SHAPE)]
     view = torch._neg_view(torch.full((2, 1, 2, 16), -3.0, device=target.device))
@@ -397,7 +397,7 @@ def test_negative_views_are_appended(target: Target) -> None:
     assert (caches[0][0, 1] == 3).all() and (caches[1][0, 1] == 1).all()
 
 
-@each_target(ATEN_CPU, ATEN_CUDA)
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("new", [0, 3])
 @pytest.mark.parametrize("length", [0, 5, 29])
 def test_one_length_for_all_pages(length: int, new: int, target: Target) -> None:

@@ -58,7 +58,8 @@ void launch_forward(const Plan& plan, FwdParams& params, const DecodeParams& cal
 void prefill_paged(const Plan& plan, FwdParams params, DecodeParams& call, const at::Tensor& q,
                    const DecodeResult& results) {
   constexpr int64_t kCopyBytes = int64_t{1} << 30;
-  const int64_t key_bytes = 2 * int64_t{call.heads_kv} * (call.head_dim + call.head_dim_v);
+  const int64_t key_bytes =
+      q.element_size() * call.heads_kv * int64_t{call.head_dim + call.head_dim_v};
   const int64_t rows = std::clamp<int64_t>(
       kCopyBytes / key_bytes, 1, std::max(int64_t{call.batch} * call.capacity, int64_t{1}));
   const at::Tensor k = at::empty({rows, call.heads_kv, call.head_dim}, q.options());

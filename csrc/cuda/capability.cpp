@@ -37,6 +37,12 @@ void refuse_dtype(Reasons& reasons, const CallShape& call) {
                     "dtype is not float16 or bfloat16");
 }
 
+void refuse_dtype_of_three(Reasons& reasons, const CallShape& call) {
+  reasons.refuse_if(
+      call.dtype != DType::kFp16 && call.dtype != DType::kBf16 && call.dtype != DType::kFp32,
+      "dtype is not float16, bfloat16 or float32");
+}
+
 void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest) {
   const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
   reasons.refuse_if(head_dim > largest, [&] {

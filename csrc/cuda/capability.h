@@ -17,6 +17,7 @@ inline constexpr int64_t kMostHeadDim = 256;
 void refuse_tensors(Reasons& reasons, const CallShape& call);
 // The two halves of it.
 void refuse_dtype(Reasons& reasons, const CallShape& call);
+void refuse_dtype_of_three(Reasons& reasons, const CallShape& call);  // fp32 too
 void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest);
 // Every kernel that reads a cache.
 void refuse_cache(Reasons& reasons, const CallShape& call);

@@ -14,6 +14,13 @@ auto with_dtype(DType dtype, F&& f) {
   refuse({"flash_attn: dtype: expected fp16 or bf16 for a CUDA kernel"});
 }
 
+// The same of new tokens against a cache, which may be of fp32.
+template <typename F>
+auto with_cache_dtype(DType dtype, F&& f) {
+  if (dtype == DType::kFp32) return f.template operator()<DType::kFp32>();
+  return with_dtype(dtype, f);
+}
+
 // fp32 in memory.
 inline bool is_wide(DType dtype) { return dtype == DType::kFp32 || dtype == DType::kTf32; }
 

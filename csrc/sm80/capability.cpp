@@ -19,7 +19,6 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_float32(Reasons& reasons, const CallShape& call) {
-  cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   const bool small =
       call.device != nullptr && smem_budget(call.device->smem_optin_bytes) != SmemBudget::kLargest;
   const bool wide = std::max(call.head_dim, call.head_dim_v) > kBwdWidePortableHeadDim;
@@ -29,8 +28,9 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
   });
 }
 
-// Head dims up to kLargeHeadDim, and what the kernels of more than kMaxHeadDim lack.
+// Head dims up to kLargeHeadDim, in fp32 to kMaxHeadDim, and what the kernels above kMaxHeadDim lack.
 void refuse_head_dims(Reasons& reasons, const CallShape& call) {
+  if (call.dtype == DType::kFp32) return cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   cuda::refuse_head_dims(reasons, call, kLargeHeadDim);
   if (!is_large_head(call.head_dim, call.head_dim_v)) return;
   const bool backward = call.op == Op::kBackward;
@@ -45,18 +45,10 @@ void refuse_head_dims(Reasons& reasons, const CallShape& call) {
 }
 
 void refuse_call(Reasons& reasons, const CallShape& call) {
-  if (call.op == Op::kDecode) {
-    cuda::refuse_dtype(reasons, call);
-    refuse_head_dims(reasons, call);
-    return cuda::refuse_cache_of_forward(reasons, call);
-  }
-  if (call.dtype == DType::kFp32) {
-    refuse_float32(reasons, call);
-  } else {
-    reasons.refuse_if(call.dtype != DType::kFp16 && call.dtype != DType::kBf16,
-                      "dtype is not float16, bfloat16 or float32");
-    refuse_head_dims(reasons, call);
-  }
+  cuda::refuse_dtype_of_three(reasons, call);
+  refuse_head_dims(reasons, call);
+  if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
+  if (call.dtype == DType::kFp32) refuse_float32(reasons, call);
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
   reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias),
                     "return_max_logits with score terms is not supported");

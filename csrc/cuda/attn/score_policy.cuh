@@ -1,7 +1,7 @@
 // What happens to scores between Q Kᵀ and the mask, to probabilities before P V, and to the gradients
 // of both: one text for every kernel.
 //
-//   PlainScores     nothing: it holds nothing, and its calls vanish
+//   PlainScores     nothing (plain_scores.cuh)
 //   TermScores      of softcap, bias, ALiBi and dropout those that a kernel is compiled for; which of
 //                   them a call has is asked at run time, and all threads branch alike
 //   GeneralScores   TermScores of all four
@@ -20,7 +20,6 @@
 // The gradient of X is dX = dS ∘ (1 - tanh²(X / cap)).
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 
 #include "../../core/params.h"
@@ -30,67 +29,11 @@
 #include "bias.cuh"
 #include "dropout.cuh"
 #include "online_softmax.cuh"
+#include "plain_scores.cuh"
 #include "softcap.cuh"
 #include "softmax_bwd.cuh"
 
 namespace flash_attn {
-
-// Query and key of a warp's first row and column of scores, counted in their sequence.
-struct ScorePlace {
-  int query, key;
-};
-
-struct PlainScores {
-  static constexpr bool kGeneral = false;
-  static constexpr float kLeastMax = -FLT_MAX;  // where the softmax starts
-
-  PlainScores() = default;
-  template <typename Params>
-  __device__ __forceinline__ PlainScores(const Params&, int /*batch_idx*/, int /*head*/,
-                                         int64_t /*diagonal*/) {}
-  template <typename Scores>
-  __device__ __forceinline__ void finish(Scores&, ScorePlace, int /*lane*/) const {}
-  template <typename Scores>
-  __device__ __forceinline__ void finish(Scores&, Scores& /*slope*/, ScorePlace,
-                                         int /*lane*/) const {}
-  template <typename Element, typename Scores>
-  __device__ __forceinline__ void add_bias(Scores&, const BiasParams&, ScorePlace,
-                                           int /*lane*/) const {}
-  template <int kMBlocks>
-  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
-                                       const uint32_t (&)[kMBlocks], int /*first_key*/,
-                                       int /*lane*/) const {}
-  template <int kMBlocks>
-  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
-                                       const uint32_t (&)[kMBlocks], const uint32_t (&)[2],
-                                       int /*first_key*/, int /*col*/) const {}
-  __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams&, int /*first_query*/,
-                                                      int /*lane*/) const {
-    return 0;
-  }
-  __device__ __forceinline__ void draw_key_words(uint32_t (&)[2], const DropoutParams&,
-                                                 int /*first_key*/, int /*lane*/) const {}
-  template <int kMBlocks, int kN>
-  __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
-                                       int /*lane*/) const {}
-  template <int kMBlocks, int kN>
-  __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
-                                           const Accumulator<kMBlocks, kN>& P,
-                                           const float (&delta)[2 * kMBlocks], const DropoutParams&,
-                                           ScorePlace, int /*lane*/) const {
-    softmax_gradient(dP, P, delta);
-  }
-  template <typename Element, typename Scores>
-  __device__ __forceinline__ void store_bias_gradient(const Scores&, const BiasGradientParams&,
-                                                      const DropoutParams&, int /*batch_idx*/,
-                                                      int /*head*/, ScorePlace,
-                                                      int /*lane*/) const {}
-  template <typename Scores>
-  __device__ __forceinline__ void differentiate(Scores&, const Scores&) const {}
-  __device__ __forceinline__ static constexpr float output_scale(const DropoutParams&) {
-    return 1.f;
-  }
-};
 
 // What a kernel is compiled for.
 struct ScoreTerms {
@@ -237,8 +180,7 @@ class TermScores {
   template <int kMBlocks>
   __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
                                        const uint32_t (&of_query)[kMBlocks],
-                                       const uint32_t (&of_keys)[2], int first_key,
-                                       int col) const {
+                                       const uint32_t (&of_keys)[2], int first_key, int col) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     const DropoutMask<false> mask(params, dropout_.last, (first_key + col) % 32 >= 16);
 #pragma unroll

@@ -7,7 +7,6 @@
 #include "../dispatch.h"
 #include "../launch.h"
 #include "../ptx/griddepcontrol.cuh"
-#include "../ptx/math.cuh"
 #include "rotary.cuh"
 #include "rows.cuh"
 
@@ -26,8 +25,8 @@ __device__ __forceinline__ uint8_t quantised(float x, DType cache_dtype) {
 
 // Eight columns of one row of the cache, of which element `offset` is the first.
 template <typename Element>
-__device__ __forceinline__ void store_chunk(const void* cache, int64_t offset, DType cache_dtype,
-                                            const float (&x)[kChunk], float descale) {
+__device__ __forceinline__ void store_in_cache(const void* cache, int64_t offset, DType cache_dtype,
+                                               const float (&x)[kChunk], float descale) {
   if (cache_dtype == DType::kFp8E4M3 || cache_dtype == DType::kInt8) {
     uint32_t words[2] = {};
 #pragma unroll
@@ -38,9 +37,7 @@ __device__ __forceinline__ void store_chunk(const void* cache, int64_t offset, D
         words[0], words[1]};
     return;
   }
-  *reinterpret_cast<uint4*>(static_cast<Element*>(const_cast<void*>(cache)) + offset) = {
-      ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]),
-      ptx::pack<Element>(x[4], x[5]), ptx::pack<Element>(x[6], x[7])};
+  store_chunk<Element>(static_cast<Element*>(const_cast<void*>(cache)) + offset, x);
 }
 
 template <typename Element>
@@ -82,13 +79,13 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (params.rotary_cos != nullptr && col < params.rotary_dim) {
         rotate_chunk(x, row, col, position, params);
       }
-      store_chunk<Element>(
+      store_in_cache<Element>(
           params.k_cache, offset(params.k_strides, col), params.cache_dtype, x,
           descale(params.k_descale, params.k_descale_batch_stride, params.k_descale_head_stride));
     }
     if (col < params.head_dim_v) {
       load_chunk<Element>(x, source(params.v, params.v_new_strides) + col);
-      store_chunk<Element>(
+      store_in_cache<Element>(
           params.v_cache, offset(params.v_strides, col), params.cache_dtype, x,
           descale(params.v_descale, params.v_descale_batch_stride, params.v_descale_head_stride));
     }
@@ -101,7 +98,7 @@ void run_append(const AppendParams& params, Stream stream) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.seqlen_new * params.heads_kv;
   if (rows == 0) return;
   const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
-  with_dtype(params.dtype, [&]<DType kDType> {
+  with_cache_dtype(params.dtype, [&]<DType kDType> {
     launch<append_kernel<Element<kDType>>>(grid, 32 * kWarps, 0, stream, params);
   });
 }

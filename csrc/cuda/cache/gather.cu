@@ -48,8 +48,8 @@ __device__ __forceinline__ bool is_whole(const DecodeParams& params, const Cache
   return __syncthreads_and(whole) != 0;
 }
 
-// Rows of K or V: a warp has two of them under way, 1 KiB of each. places: where they lie in
-// the cache; page -1: nowhere.
+// Rows of K or V, in words of 16 bits: a warp has two of them under way, 1 KiB of each. places: where
+// they lie in the cache; page -1: nowhere.
 __device__ __forceinline__ void copy_rows(const void* cache, const Strides& strides, int heads,
                                           int head_dim, const CachePlace (&places)[kKeys],
                                           int num_keys, void* packed, int64_t first_row) {
@@ -131,6 +131,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Two words of 16 bits are one of fp32.
+DecodeParams in_words(DecodeParams params) {
+  if (params.cache_dtype != DType::kFp32) return params;
+  for (Strides* strides : {&params.k_strides, &params.v_strides}) {
+    strides->batch *= 2;
+    strides->row *= 2;
+    strides->head *= 2;
+  }
+  params.head_dim *= 2;
+  params.head_dim_v *= 2;
+  return params;
+}
+
 }  // namespace
 
 void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
@@ -140,7 +153,7 @@ void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
   const int steps = (params.capacity + kKeys - 1) / kKeys;
   const int blocks = std::max(kBlocksPerSm * device.num_sms / params.batch, 1);
   launch<gather_pages_kernel>(dim3(params.batch, std::max(std::min(steps, blocks), 1), 2), kThreads,
-                              0, stream, params, packed);
+                              0, stream, in_words(params), packed);
 }
 
 }  // namespace flash_attn::cuda

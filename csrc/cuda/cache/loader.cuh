@@ -14,19 +14,20 @@ struct RowSource {
 
 // One warp starts the copies of kRows rows: eight lanes copy 128 neighbouring bytes (four copy 64).
 // destination: the place of the lane's row and byte among the first rows that are copied at once.
-// source_of(row): of the row so many below the lane's. Columns from num_bytes on become 0.
+// source_of(row): of the row so many below the lane's. Columns from num_bytes on become 0. Of rows that are
+// copied four at a time, the swizzle of row r + 4 is that of r XOR that of 4.
 template <typename Tile, int kRows, typename SourceOf>
 __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, int num_bytes,
                                           const SourceOf& source_of) {
+  constexpr int kElementBytes = static_cast<int>(sizeof(typename Tile::Element));
 #pragma unroll
   for (int row = 0; row < kRows; row += 32 / Tile::kSlabChunks) {
     const RowSource source = source_of(row);
 #pragma unroll
     for (int slab_col = 0; slab_col < Tile::kCols; slab_col += Tile::kSlabCols) {
-      const bool valid = source.exists && lane_byte + slab_col * 2 < num_bytes;
-      // Four rows further down flip the highest bit of the swizzle.
-      ptx::cp_async_16(Tile::advance(destination ^ row % 8 * 16, row, slab_col),
-                       source.column + slab_col * 2, valid ? 16 : 0);
+      const bool valid = source.exists && lane_byte + slab_col * kElementBytes < num_bytes;
+      ptx::cp_async_16(Tile::advance(destination ^ Tile::swizzle(row % 8) * 16, row, slab_col),
+                       source.column + slab_col * kElementBytes, valid ? 16 : 0);
     }
   }
 }
@@ -76,6 +77,7 @@ class CacheLoader {
   using KvTile = typename Traits::KvTile;
   using KeyBits = typename Traits::KeyBits;
   static constexpr int kElementBytes = Traits::kElementBytes;
+  static constexpr int kTileBytes = sizeof(typename KvTile::Element);  // two of 8 bits are one
   static constexpr int kPlaces = (Traits::kKeys + 31) / 32;
   static constexpr int kPlaceRows = Traits::kKeys / kPlaces;
   static constexpr int kTilesAhead = Traits::kTilesAhead;
@@ -156,8 +158,8 @@ class CacheLoader {
                                        int num_cols) const {
     const int lane_row = lane_ / KvTile::kSlabChunks, lane_byte = lane_ % KvTile::kSlabChunks * 16;
     copy_rows<KvTile, Traits::kKeys>(
-        tile.address(first_row_ + lane_row, lane_byte / 2), lane_byte, num_cols * kElementBytes,
-        [&](int row) -> RowSource {
+        tile.address(first_row_ + lane_row, lane_byte / kTileBytes), lane_byte,
+        num_cols * kElementBytes, [&](int row) -> RowSource {
           const int place = row / kPlaceRows, from = row % kPlaceRows + lane_row;
           const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[place]), from);
           return {reinterpret_cast<const char*>(at) + lane_byte, (valid_[place] >> from & 1) != 0};

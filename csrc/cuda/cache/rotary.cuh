@@ -3,16 +3,33 @@
 #pragma once
 
 #include "../../core/params.h"
+#include "../ptx/math.cuh"
 #include "../tile/element.cuh"
 
 namespace flash_attn::cuda {
 
+// Eight neighbouring columns of a row.
 template <typename Element>
 __device__ __forceinline__ void load_chunk(float (&x)[kChunk], const void* source) {
-  const uint4 raw = *static_cast<const uint4*>(source);
-  const auto* elements = reinterpret_cast<const Element*>(&raw);
+  constexpr int kCopied = kChunkOf<Element>;
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>(elements[i]);
+  for (int first = 0; first < kChunk; first += kCopied) {
+    const uint4 raw = static_cast<const uint4*>(source)[first / kCopied];
+    const auto* elements = reinterpret_cast<const Element*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kCopied; ++i) x[first + i] = static_cast<float>(elements[i]);
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ void store_chunk(void* target, const float (&x)[kChunk]) {
+  if constexpr (kIsWide<Element>) {
+    static_cast<float4*>(target)[0] = {x[0], x[1], x[2], x[3]};
+    static_cast<float4*>(target)[1] = {x[4], x[5], x[6], x[7]};
+  } else {
+    *static_cast<uint4*>(target) = {ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]),
+                                    ptx::pack<Element>(x[4], x[5]), ptx::pack<Element>(x[6], x[7])};
+  }
 }
 
 // Turns eight columns of a row, of which `row` points to column 0, by its position:
@@ -39,7 +56,13 @@ __device__ __noinline__ void rotate_chunk(float (&x)[kChunk], const Element* row
     const float other = static_cast<float>(row[partner]);
     const float cosine = static_cast<float>(cos[pair]), sine = static_cast<float>(sin[pair]);
     const float mine = static_cast<float>(row[c]);
-    x[i] = first ? mine * cosine - other * sine : other * sine + mine * cosine;
+    if constexpr (kIsWide<Element>) {
+      // Products are rounded by themselves, as ATen's: the cache has the same bits, whoever writes it.
+      const float own = __fmul_rn(mine, cosine), others = __fmul_rn(other, sine);
+      x[i] = first ? __fsub_rn(own, others) : __fadd_rn(others, own);
+    } else {
+      x[i] = first ? mine * cosine - other * sine : other * sine + mine * cosine;
+    }
   }
 }
 

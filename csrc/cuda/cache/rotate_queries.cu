@@ -4,7 +4,6 @@
 
 #include "../dispatch.h"
 #include "../launch.h"
-#include "../ptx/math.cuh"
 #include "rotary.cuh"
 #include "rows.cuh"
 
@@ -34,9 +33,7 @@ __global__ void __launch_bounds__(32 * kWarps)
           first_new_position(params, static_cast<int>(batch)) + (params.rotate_by_row ? token : 0);
       rotate_chunk(x, source, col, position, params);
     }
-    *reinterpret_cast<uint4*>(rotated + row * params.head_dim + col) = {
-        ptx::pack<Element>(x[0], x[1]), ptx::pack<Element>(x[2], x[3]),
-        ptx::pack<Element>(x[4], x[5]), ptx::pack<Element>(x[6], x[7])};
+    store_chunk<Element>(rotated + row * params.head_dim + col, x);
   }
 }
 
@@ -46,7 +43,7 @@ void run_rotate_queries(const DecodeParams& params, void* rotated, Stream stream
   const int64_t rows = static_cast<int64_t>(params.batch) * params.seqlen_q * params.heads_q;
   if (rows == 0) return;
   const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
-  with_dtype(params.dtype, [&]<DType kDType> {
+  with_cache_dtype(params.dtype, [&]<DType kDType> {
     using Element = Element<kDType>;
     launch<rotate_queries_kernel<Element>>(grid, 32 * kWarps, 0, stream, params,
                                            static_cast<Element*>(rotated));

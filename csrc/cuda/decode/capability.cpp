@@ -22,13 +22,16 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 
 void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op != Op::kDecode) return;
-  refuse_dtype(reasons, call);
-  refuse_head_dims(reasons, call, kKvcacheHeadDim);
+  refuse_dtype_of_three(reasons, call);
+  refuse_head_dims(reasons, call,
+                   call.dtype == DType::kFp32 ? kKvcacheWideHeadDim : kKvcacheHeadDim);
   const bool large = std::max(call.head_dim, call.head_dim_v) > kKvcachePortableHeadDim;
   reasons.refuse_if(
       large && call.device != nullptr && call.device->smem_optin_bytes < kKvcacheLargeSmemBytes,
       "a head_dim above 256 needs a GPU with 163 KB of shared memory a thread block");
   refuse_cache(reasons, call);
+  reasons.refuse_if(call.dtype == DType::kFp32 && call.cache_dtype != DType::kFp32,
+                    "a cache of 8 bits in float32 is not supported");
   reasons.refuse_if(call.max_logits && (call.softcap || call.alibi),
                     "return_max_logits with score terms is not supported");
 }

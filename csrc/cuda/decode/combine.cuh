@@ -169,8 +169,8 @@ __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
   return state;
 }
 
-// Pieces: PiecesOfDecode or PiecesOfKvcache.
-template <typename Pieces>
+// Pieces: PiecesOfDecode or PiecesOfKvcache. kWide: the result is fp32.
+template <typename Pieces, bool kWide>
 __global__ void __launch_bounds__(kMaxCombineThreads)
     decode_combine_kernel(const __grid_constant__ DecodeParams params,
                           const __grid_constant__ CombineGrid grid) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
     if ((blockIdx.x | blockIdx.y) == 0) ptx::wait_for_prerequisites();
     return;
   }
-  const OutputRow output(params, pieces.batch_idx, head, token);
+  const OutputRow<kWide> output(params, pieces.batch_idx, head, token);
 
   ptx::wait_for_prerequisites();
   MergeState state = MergeState::empty();
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 
 // rows: of all sequences that there may be something to merge of. most_pieces: of a sequence, as far
 // as the host knows. in_any_batch: the order of a sum depends on nothing but the sequence.
-template <typename Pieces>
+template <typename Pieces, bool kWide = false>
 void launch_combine(const DecodeParams& params, const KvcacheParts& parts,
                     const SharedPrefix& prefix, int64_t rows, int most_pieces, bool in_any_batch,
                     Stream stream) {
@@ -237,7 +237,7 @@ void launch_combine(const DecodeParams& params, const KvcacheParts& parts,
   const int at_once = (most_pieces + kPiecesAtOnce - 1) / kPiecesAtOnce;
   const int columns = params.head_dim_v / 4 / slices;
   const int threads = std::min((columns * at_once + 31) / 32 * 32, kMaxCombineThreads);
-  launch_overlapping<decode_combine_kernel<Pieces>>(
+  launch_overlapping<decode_combine_kernel<Pieces, kWide>>(
       dim3(static_cast<unsigned>(rows), slices), threads,
       threads * static_cast<int>(sizeof(MergeState)), /*overlap=*/true, stream, params,
       CombineGrid{.seqlen_q = Divisor(params.seqlen_q),

@@ -6,7 +6,7 @@
 namespace flash_attn::cuda {
 namespace {
 
-template <int kKeys>
+template <int kKeys, bool kWide>
 void combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
   const KvcacheParts parts(params, grid);
   const int sequences = parts.merged_by_cut ? grid.parts - 1 : params.batch;
@@ -16,19 +16,20 @@ void combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream)
                                              : grid.parts / params.batch + 2;
   const int64_t rows = int64_t{sequences} * params.heads_q * params.seqlen_q;
   if (rows == 0) return;
-  launch_combine<PiecesOfKvcache<kKeys>>(params, parts, {}, rows, pieces,
-                                         /*in_any_batch=*/params.splits.count > 0, stream);
+  launch_combine<PiecesOfKvcache<kKeys>, kWide>(params, parts, {}, rows, pieces,
+                                                /*in_any_batch=*/params.splits.count > 0, stream);
 }
 
 }  // namespace
 
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
-  with_kvcache_class(params.cache_dtype, kvcache_head_dim(params),
-                     [&]<DType kCacheDType, int kHeadDim> {
-                       launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
-                       if (params.splits.count == 1) return;
-                       combine<kvcache_tile_keys(kCacheDType, kHeadDim)>(params, grid, stream);
-                     });
+  with_kvcache_class(
+      params.cache_dtype, kvcache_head_dim(params), [&]<DType kCacheDType, int kHeadDim> {
+        launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
+        if (params.splits.count == 1) return;
+        combine<kvcache_tile_keys(kCacheDType, kHeadDim), kCacheDType == DType::kFp32>(params, grid,
+                                                                                       stream);
+      });
 }
 
 }  // namespace flash_attn::cuda

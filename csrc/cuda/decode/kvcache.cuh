@@ -19,6 +19,8 @@
 // 8-bit caches: a 16-bit word of shared memory holds two neighbouring columns. K and V are widened to
 // fp16, exactly, between ldmatrix and mma; what ldmatrix permutes so is undone in Q's columns and
 // O's. Descales enter the softmax scale and O.
+//
+// fp32 caches: Q, P and O are fp32 too, and products those of gemm<float>, whatever torch allows.
 #pragma once
 
 #include "../cache/loader.cuh"
@@ -54,7 +56,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
     const float lse = sum == 0.f ? -INFINITY : (softmax.row_max[half] + ptx::log2(sum)) * kLn2;
     float factor = sum == 0.f ? 0.f : descale / sum;
     const KvcacheRow at(params, blockIdx.y, first_row + row);
-    const OutputRow output(params, piece.batch_idx, at.head, at.token);
+    const OutputRow<Traits::kWide> output(params, piece.batch_idx, at.head, at.token);
     const int64_t partial_row = workspace_row(params, piece.number, at.head, at.token);
     float* partial = params.partial.o + partial_row * params.head_dim_v;
     if (params.max_logits != nullptr && stores_lse && sum != 0.f) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
       auto S = multiply_keys<Traits>(Q, ring.tiles[at.stage], warp, lane);
       release();
       const int first_key = tile * Traits::kKeys + warp * Traits::kWarpKeys;
-      finish_scores(S, params, rows, valid, first_key, lane);
+      finish_scores<Traits>(S, params, rows, valid, first_key, lane);
       float correction[2];
 #if __CUDA_ARCH__ < 900
       // Addresses kept from tile to tile spill where two blocks share a multiprocessor.

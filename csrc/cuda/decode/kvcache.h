@@ -5,7 +5,7 @@
 
 namespace flash_attn::cuda {
 
-// Any head_dim and head_dim_v up to 512 that are multiples of 8 (8-bit caches: of 16).
+// Any head_dim and head_dim_v up to 512 (fp32: 256) that are multiples of 8 (8-bit caches: of 16).
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "../dispatch.h"
 #include "kvcache.h"
 #include "workspace.h"
 
@@ -15,12 +16,15 @@ inline constexpr int kKvcacheMaxStages = 16;  // tiles of K and V in shared memo
 // The widest class. Above 256 columns two tiles alone take 128 KB.
 inline constexpr int kKvcacheHeadDim = 512;
 inline constexpr int kKvcachePortableHeadDim = 256, kKvcacheLargeSmemBytes = 163 * 1024;
+inline constexpr int kKvcacheWideHeadDim = 256;  // of fp32
 
 constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
 
 // Keys of a tile: 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not to be
-// felt; 8-bit tiles have twice the keys, as the work a key is the same.
+// felt; 8-bit tiles have twice the keys, as the work a key is the same. fp32: 32 KB, so that a warp splits
+// its operand of Q for many keys, and two tiles fit the least shared memory in every class.
 constexpr int kvcache_tile_keys(DType cache_dtype, int head_dim_class) {
+  if (cache_dtype == DType::kFp32 && head_dim_class > 128) return 32;
   return head_dim_class <= 64 || is_8bit(cache_dtype) ? 128 : 64;
 }
 
@@ -32,6 +36,14 @@ inline int kvcache_head_dim(const DecodeParams& params) {
 // Calls f.template operator()<cache dtype, class>().
 template <typename F>
 auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
+  if (cache_dtype == DType::kFp32) {
+    if (head_dim > kKvcacheWideHeadDim) {
+      throw std::invalid_argument("flash_attn: head_dim: expected at most 256 in float32");
+    }
+    return with_scores_class(head_dim, head_dim, [&]<int kHeadDim> {
+      return f.template operator()<DType::kFp32, kHeadDim>();
+    });
+  }
   const auto with_dtype = [&]<int kHeadDim> {
     switch (cache_dtype) {
       case DType::kFp16:
@@ -43,7 +55,8 @@ auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
       case DType::kInt8:
         return f.template operator()<DType::kInt8, kHeadDim>();
       default:
-        throw std::invalid_argument("flash_attn: k_cache: expected a dtype of 16 or 8 bits");
+        throw std::invalid_argument(
+            "flash_attn: k_cache: expected fp32, or a dtype of 16 or 8 bits");
     }
   };
   if (head_dim <= 64) return with_dtype.template operator()<64>();

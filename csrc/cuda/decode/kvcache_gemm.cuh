@@ -5,6 +5,7 @@
 
 #include "../ptx/widen.cuh"
 #include "../tile/gemm.cuh"
+#include "../tile/warp_grid.cuh"
 #include "kvcache_traits.cuh"
 
 namespace flash_attn::cuda {
@@ -29,10 +30,11 @@ class KvcacheQueries {
   __device__ __forceinline__ KvcacheQueries(const typename Traits::QTile& tile, int lane)
       : operand_(make(View(tile, 0, lane))) {}
 
-  // Columns k … k + 15.
+  // Columns k … k + 15 (fp32: k … k + 7).
   __device__ __forceinline__ void load(uint32_t (&block)[1][4], int k) const {
     operand_.load(block, k);
   }
+  __device__ __forceinline__ void walk() { operand_.walk(); }
 
  private:
   __device__ __forceinline__ static auto make(const View& view) {
@@ -57,6 +59,7 @@ class KvcacheQueries {
 // A warp's quarter of the keys: S = Q Kᵀ. With 16 keys in two sums, which halves the chain of
 // dependent products; 32 keys are two chains more.
 template <typename Traits>
+  requires(!Traits::kWide)
 __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQueries<Traits>& Q,
                                                                  const typename Traits::KvTile& K,
                                                                  int warp, int lane) {
@@ -103,8 +106,24 @@ __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQu
   return S[0];
 }
 
+// The same of fp32, in as many sums as gemm() has.
+template <typename Traits>
+  requires Traits::kWide
+__device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQueries<Traits>& Q,
+                                                                 const typename Traits::KvTile& K,
+                                                                 int warp, int lane) {
+  using KvTile = typename Traits::KvTile;
+  using View = std::conditional_t<Traits::kWarpKeys == 8, EightColumns<KvTile>,
+                                  SmemOperandB<KvTile, Layout::kKInner>>;
+  typename Traits::Scores S;
+  gemm_smem<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
+      S, Q, View(K, warp * Traits::kWarpKeys, lane));
+  return S;
+}
+
 // A warp's quarter of the columns: O += P V. Rows of V that do not exist are 0, as their P is.
 template <typename Traits>
+  requires(!Traits::kWide)
 __device__ __forceinline__ void multiply_values(typename Traits::Output& O,
                                                 const typename Traits::PTile& P,
                                                 const typename Traits::KvTile& V, int warp,
@@ -151,6 +170,17 @@ __device__ __forceinline__ void multiply_values(typename Traits::Output& O,
       }
     }
   }
+}
+
+template <typename Traits>
+  requires Traits::kWide
+__device__ __forceinline__ void multiply_values(typename Traits::Output& O,
+                                                const typename Traits::PTile& P,
+                                                const typename Traits::KvTile& V, int warp,
+                                                int lane) {
+  gemm_smem<typename Traits::Element, Traits::kKeys, Into::kSum>(
+      O, SmemOperandA<1, 16, Layout::kKInner, typename Traits::PTile>(P, 0, lane),
+      DealtColumns<kKvcacheWarps, typename Traits::KvTile>(V, warp, lane));
 }
 
 }  // namespace flash_attn::cuda

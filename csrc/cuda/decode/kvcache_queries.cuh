@@ -3,6 +3,7 @@
 
 #include "../cache/rotary.cuh"
 #include "../tile/smem_tile.cuh"
+#include "../tile/store.cuh"
 #include "kvcache_schedule.cuh"
 
 namespace flash_attn::cuda {
@@ -50,7 +51,9 @@ __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHea
       }
     }
   };
-  if (params.dtype == DType::kFp16) {
+  if constexpr (kIsWide<Element>) {
+    load(static_cast<const float*>(params.q));
+  } else if (params.dtype == DType::kFp16) {
     load(static_cast<const __half*>(params.q));
   } else {
     load(static_cast<const __nv_bfloat16*>(params.q));
@@ -82,11 +85,11 @@ __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHea
     const int col = (i * kLanes + lane) * kChunk;
 #pragma unroll
     for (int pair = 0; pair < kChunk / 2; ++pair) {
-      const uint32_t packed =
-          ptx::pack<Element>(x[i][2 * pair] * scale, x[i][2 * pair + 1] * scale);
+      const PairOf<Element> rounded =
+          rounded_pair<Element>(x[i][2 * pair] * scale, x[i][2 * pair + 1] * scale);
       const int k = col + 2 * pair;
       const int to = kTo8Bit ? k / 16 * 16 + k % 4 / 2 * 8 + k % 16 / 4 * 2 : k;
-      *reinterpret_cast<uint32_t*>(tile.pointer(row, to)) = packed;
+      *reinterpret_cast<PairOf<Element>*>(tile.pointer(row, to)) = rounded;
     }
   }
 }

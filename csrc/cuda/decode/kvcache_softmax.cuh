@@ -5,13 +5,14 @@
 
 #include "../attn/online_softmax.cuh"
 #include "../ptx/barrier.cuh"
+#include "../tile/store.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
 
 namespace flash_attn::cuda {
 
 // tanh(x) = 1 - 2 / (exp(2x) + 1); near 0, where that difference has lost its digits, x - x³/3 +
-// 2x⁵/15. Relative error at most 5e-6, at 0.1; the hardware's tanh is good to 11 bits only.
+// 2x⁵/15. Relative error at most 5e-6, at 0.1, too much for fp32; the hardware's tanh is good to 11 bits only.
 __device__ __forceinline__ float accurate_tanh(float x) {
   const float square = x * x;
   const float series = x * fmaf(square, fmaf(square, 2.f / 15, -1.f / 3), 1.f);
@@ -50,10 +51,10 @@ struct KvcacheRows {
 };
 
 // Q Kᵀ becomes scores in units of log 2; -inf where masked. first_key: of the warp's columns.
-template <typename Scores>
-__device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& params,
-                                              const KvcacheRows& rows, uint32_t valid,
-                                              int first_key, int lane) {
+template <typename Traits>
+__device__ __forceinline__ void finish_scores(typename Traits::Scores& S,
+                                              const DecodeParams& params, const KvcacheRows& rows,
+                                              uint32_t valid, int first_key, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -64,7 +65,8 @@ __device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& par
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < S.kRowElements; ++i) {
-        S.at(half, i) = params.score.softcap * kLog2E * accurate_tanh(S.at(half, i));
+        const float tanh = Traits::kWide ? tanhf(S.at(half, i)) : accurate_tanh(S.at(half, i));
+        S.at(half, i) = params.score.softcap * kLog2E * tanh;
       }
     }
   }
@@ -78,9 +80,9 @@ __device__ __forceinline__ void finish_scores(Scores& S, const DecodeParams& par
       }
     }
   }
-  constexpr uint32_t kAll = ~0u >> (32 - Scores::kN);
+  constexpr uint32_t kAll = ~0u >> (32 - S.kN);
   const bool inside = max(rows.first_key[0], rows.first_key[1]) <= first_key &&
-                      min(rows.end_key[0], rows.end_key[1]) >= first_key + Scores::kN;
+                      min(rows.end_key[0], rows.end_key[1]) >= first_key + S.kN;
   if (__all_sync(~0u, inside && valid == kAll)) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -107,6 +109,7 @@ struct KvcacheSoftmax {
   template <typename Traits>
   __device__ __forceinline__ bool step(typename Traits::Scores& S, float (&correction)[2],
                                        KvcacheStorage<Traits>& smem, int warp, int lane) {
+    using Element = typename Traits::Element;
     float maximum[2] = {S.at(0, 0), S.at(1, 0)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -140,8 +143,8 @@ struct KvcacheSoftmax {
 #pragma unroll
       for (int i = 0; i < S.kRowElements; i += 2) {
         const int col = warp * Traits::kWarpKeys + fragment_col(i, lane);
-        *reinterpret_cast<uint32_t*>(smem.p.pointer(fragment_row(half, lane), col)) =
-            ptx::pack<typename Traits::Element>(S.at(half, i), S.at(half, i + 1));
+        *reinterpret_cast<PairOf<Element>*>(smem.p.pointer(fragment_row(half, lane), col)) =
+            rounded_pair<Element>(S.at(half, i), S.at(half, i + 1));
       }
     }
     ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);

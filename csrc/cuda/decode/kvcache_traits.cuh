@@ -19,7 +19,8 @@ template <DType kCacheDTypeOfTile, int kHeadDimOfTile>
 struct KvcacheTraits {
   static constexpr DType kCacheDType = kCacheDTypeOfTile;
   static constexpr bool k8Bit = is_8bit(kCacheDType);
-  using Element = flash_attn::Element<kCacheDType == DType::kBf16 ? DType::kBf16 : DType::kFp16>;
+  using Element = flash_attn::Element<k8Bit ? DType::kFp16 : kCacheDType>;
+  static constexpr bool kWide = kIsWide<Element>;  // fp32
   static constexpr int kHeadDim = kHeadDimOfTile;
   static constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);
   static constexpr int kWarpKeys = kKeys / kKvcacheWarps;
@@ -27,12 +28,12 @@ struct KvcacheTraits {
   static constexpr int kAllThreads = kThreads + 32 * kKvcacheProducers;
   // Of a warp: blocks of 16 columns of O, kKvcacheWarps · 16 apart.
   static constexpr int kColumnBlocks = kHeadDim / (16 * kKvcacheWarps);
-  static constexpr int kUnits = k8Bit ? kHeadDim / 2 : kHeadDim;  // 16-bit words a row
+  static constexpr int kUnits = k8Bit ? kHeadDim / 2 : kHeadDim;  // elements of a tile's row
   // Thread blocks that fit the registers of an SM. 8-bit caches are faster with some more registers
   // than that leaves, where one block has the SM.
   static constexpr int kMostBlocks = kHeadDim <= 128 ? 2 : 1;
   static constexpr int kLeastBlocks = k8Bit ? 1 : kMostBlocks;
-  static constexpr bool kQueriesInRegisters = kHeadDim <= kKvcachePortableHeadDim;
+  static constexpr bool kQueriesInRegisters = !kWide && kHeadDim <= kKvcachePortableHeadDim;
   using KvTile = SmemTile<Element, kKeys, kUnits>;
   using QTile = SmemTile<Element, kDecodeRows, kHeadDim>;
   using PTile = SmemTile<Element, kDecodeRows, kKeys>;
@@ -46,7 +47,7 @@ struct KvcacheShare {
   using KvTile = typename Traits::KvTile;
   using KeyBits = uint32_t;
   static constexpr int kHeadDim = Traits::kHeadDim;
-  static constexpr int kElementBytes = Traits::k8Bit ? 1 : 2;
+  static constexpr int kElementBytes = Traits::k8Bit ? 1 : sizeof(typename Traits::Element);
   static constexpr int kBlockKeys = Traits::kKeys;
   static constexpr int kKeys = kBlockKeys / kKvcacheProducers;
   static constexpr int kTilesAhead = 1;

@@ -1,6 +1,8 @@
 // One row of decode's result, from the kernel that reads the keys or the one that merges.
 #pragma once
 
+#include <type_traits>
+
 #include "../attn/merge.cuh"
 #include "../ptx/math.cuh"
 #include "../tile/element.cuh"
@@ -8,13 +10,15 @@
 
 namespace flash_attn::cuda {
 
+template <bool kWide = false>  // fp32
 struct OutputRow {
-  uint16_t* out;  // 16-bit elements
+  using Word = std::conditional_t<kWide, float, uint16_t>;  // of one element
+  Word* out;
   int64_t lse_index;
 
   __device__ __forceinline__ OutputRow(const DecodeParams& params, int batch_idx, int head,
                                        int token)
-      : out(static_cast<uint16_t*>(params.out) + batch_idx * params.out_strides.batch +
+      : out(static_cast<Word*>(params.out) + batch_idx * params.out_strides.batch +
             token * params.out_strides.row + head * params.out_strides.head),
         lse_index((static_cast<int64_t>(batch_idx) * params.heads_q + head) * params.seqlen_q +
                   token) {}
@@ -39,8 +43,13 @@ struct OutputRow {
   // Two neighbouring columns, the first of them even.
   __device__ __forceinline__ void store(const DecodeParams& params, int col, float o0,
                                         float o1) const {
-    *reinterpret_cast<uint32_t*>(out + col) =
-        params.dtype == DType::kFp16 ? ptx::pack<__half>(o0, o1) : ptx::pack<__nv_bfloat16>(o0, o1);
+    if constexpr (kWide) {
+      *reinterpret_cast<float2*>(out + col) = {o0, o1};
+    } else {
+      *reinterpret_cast<uint32_t*>(out + col) = params.dtype == DType::kFp16
+                                                    ? ptx::pack<__half>(o0, o1)
+                                                    : ptx::pack<__nv_bfloat16>(o0, o1);
+    }
   }
 };
 

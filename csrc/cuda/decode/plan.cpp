@@ -155,8 +155,8 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
 // What DecodeParams calls plain, but for a rotation: the faster kernel serves it.
 bool is_plain_rotated(const CallShape& call) {
   return !call.softcap && !call.alibi && !(call.batch_invariant && call.num_splits > 0) &&
-         call.cache_dtype == call.dtype && call.head_dim == call.head_dim_v &&
-         call.head_dim <= kKvcachePortableHeadDim &&
+         call.cache_dtype == call.dtype && call.dtype != DType::kFp32 &&
+         call.head_dim == call.head_dim_v && call.head_dim <= kKvcachePortableHeadDim &&
          ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
 }
 bool is_plain(const CallShape& call) { return !call.rotates && is_plain_rotated(call); }

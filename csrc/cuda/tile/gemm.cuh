@@ -104,7 +104,8 @@ struct SplitBlock {
 // product at most.
 //
 // mma adds to its accumulator without rounding to nearest, so that the errors of a long sum point one
-// way. It sums 8 or 16 columns, the small products first, and fp32 additions do the rest.
+// way. It sums 8 or 16 columns, the small products first, and fp32 additions do the rest. kN may be 8: then B
+// has the upper half of each block.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
   requires std::is_same_v<Element, float>
@@ -113,7 +114,8 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
   // Beside a large C there are registers for one step of A only.
   constexpr int kSteps = kMBlocks > 1 && kMBlocks * kN >= 128 ? 1 : 2;
   constexpr int kSumK = kSteps * kStepK<float>;
-  constexpr int kNBlocks = kN / 16, kBlocks = kNBlocks * (kK / kSumK);
+  constexpr int kBlockN = kN < 16 ? kN : 16;
+  constexpr int kNBlocks = kN / kBlockN, kBlocks = kNBlocks * (kK / kSumK);
   SplitBlock a[kSteps][kMBlocks], b[kSteps];
   uint32_t raw_b[2][kSteps][4];
   const auto load_b = [&](int i) {
@@ -138,7 +140,7 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
     if (i + 1 < kBlocks) load_b(i + 1);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) b[step].split(raw_b[i % 2][step]);
-    Accumulator<kMBlocks, 16> sum;
+    Accumulator<kMBlocks, kBlockN> sum;
     sum.fill(0.f);
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
           const auto& of_a = part == 0 ? a[step][m].low : a[step][m].high;
           const auto& of_b = part == 1 ? b[step].low : b[step].high;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int half = 0; half < kBlockN / 8; ++half) {
             float (&c)[4] = sum.data[m][half];
             multiply<float>(c, of_a, of_b[2 * half], of_b[2 * half + 1], c);
           }

@@ -70,14 +70,20 @@ class SmemOperand<kSide, kLayout, Tile> {
     constexpr bool kIsA = kSide == Side::kA;
     uint32_t &upper_odd = block[kIsA ? 2 : 1], &lower_even = block[kIsA ? 1 : 2];
     if constexpr (kLayout == Layout::kKInner) {
-      ptx::load_shared_v2(block[0], upper_odd, Tile::advance(address_, mn, k));
-      ptx::load_shared_v2(lower_even, block[3], Tile::advance(address_, mn + 8, k));
+      load_half(block[0], upper_odd, mn, k);
+      load_half(lower_even, block[3], mn + 8, k);
     } else {
       block[0] = ptx::load_shared(Tile::advance(address_, k, mn));
       upper_odd = ptx::load_shared(Tile::advance_to_odd(address_, k, mn));
       lower_even = ptx::load_shared(Tile::advance(address_, k, mn + 8));
       block[3] = ptx::load_shared(Tile::advance_to_odd(address_, k, mn + 8));
     }
+  }
+
+  // Of a block of 8 × 8, the numbers of even and of odd k.
+  __device__ __forceinline__ void load_half(uint32_t& even, uint32_t& odd, int mn, int k) const {
+    static_assert(kLayout == Layout::kKInner);
+    ptx::load_shared_v2(even, odd, Tile::advance(address_, mn, k));
   }
 
   // Moves on by kWalkK, at run time.
@@ -107,5 +113,20 @@ struct SmemOperandA {
 
 template <typename Tile, Layout kLayout>
 using SmemOperandB = SmemOperand<Side::kB, kLayout, Tile>;
+
+// The same of eight columns of fp32, for a product of no more: first_mn is a multiple of 8.
+template <typename Tile>
+struct EightColumns {
+  SmemOperandB<Tile, Layout::kKInner> operand;
+
+  __device__ __forceinline__ EightColumns(const Tile& tile, int first_mn, int lane)
+      : operand(tile, first_mn, lane) {}
+  // The block's lower columns do not exist.
+  __device__ __forceinline__ void load(uint32_t (&block)[4], int /*n*/, int k) const {
+    operand.load_half(block[0], block[1], 0, k);
+    block[2] = block[3] = 0;
+  }
+  __device__ __forceinline__ void walk() { operand.walk(); }
+};
 
 }  // namespace flash_attn

@@ -2,11 +2,24 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fragment.cuh"
 #include "smem_tile.cuh"
 
 namespace flash_attn {
+
+// Two neighbouring numbers of a row.
+template <typename Element>
+using PairOf = std::conditional_t<kIsWide<Element>, float2, uint32_t>;
+template <typename Element>
+__device__ __forceinline__ PairOf<Element> rounded_pair(float first, float second) {
+  if constexpr (kIsWide<Element>) {
+    return {first, second};
+  } else {
+    return ptx::pack<Element>(first, second);
+  }
+}
 
 // Writes a warp's accumulator times `factor` to (first_row, first_col) of the tile; neighbouring
 // blocks of 16 columns lie kColStep columns apart. first_row is a multiple of 8, first_col as
@@ -28,11 +41,8 @@ __device__ __forceinline__ void store_rounded(Tile& tile, const Accumulator<kMBl
     for (int row = 0; row < C.kRows; ++row) {
       const float* c = C.data[row / 2][n] + row % 2 * 2;
       char* const pair = bytes + Tile::advance(first, row * 8, n / 2 * kColStep);
-      if constexpr (kIsWide<Element>) {
-        *reinterpret_cast<float2*>(pair) = {c[0] * factor, c[1] * factor};
-      } else {
-        *reinterpret_cast<uint32_t*>(pair) = ptx::pack<Element>(c[0] * factor, c[1] * factor);
-      }
+      *reinterpret_cast<PairOf<Element>*>(pair) =
+          rounded_pair<Element>(c[0] * factor, c[1] * factor);
     }
   }
 }

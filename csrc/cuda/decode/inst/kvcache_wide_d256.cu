@@ -1,0 +1,7 @@
+#include "../kvcache.cuh"
+
+namespace flash_attn::cuda {
+
+template void launch_kvcache<DType::kFp32, 256>(const DecodeParams&, const KvcacheGrid&, Stream);
+
+}  // namespace flash_attn::cuda
