@@ -3,8 +3,10 @@
 // Shared memory: │ Q, dO, or a bias × stages │ half of K, V × stages │ visits × stages of Q │ barriers │
 #pragma once
 
+#include "../cuda/tile/fragment.cuh"
 #include "bwd_bias_work.cuh"
 #include "bwd_config.h"
+#include "tile/copy.cuh"
 #include "tile/ring.cuh"
 
 namespace flash_attn::sm90 {
