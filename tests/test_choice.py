@@ -97,7 +97,8 @@ def test_the_default_build(gpu: int, op: str, backend: str) -> None:
         (H100, "bwd", 256, False, "sm80"),
         (A100, "bwd", 256, False, "aten"),  # too little shared memory
         (H100, "fwd", 264, False, "aten"),
-        (H100, "fwd", 136, True, "aten"),
+        (H100, "fwd", 256, True, "sm80"),
+        (H100, "bwd", 256, True, "sm80"),
         (H100, "decode", 64, False, "cuda"),
         (H100, "decode", 256, True, "cuda"),
         (RTX4090, "decode", 256, False, "cuda"),
@@ -173,8 +174,8 @@ def test_a_call_on_aten_hears_of_the_fastest_that_was_possible() -> None:
 
 def test_a_call_on_aten_hears_of_who_lacks_an_option_alone() -> None:
     """Not that another one, the fastest for 16 bits, serves no fp32 at all."""
-    backend, reasons = choose(DEFAULT, H100, "fwd", softcap=True, dtype="fp32", head_dim=192)
-    assert backend == "aten" and "softcap" in reasons and "dtype" not in reasons
+    backend, reasons = choose(DEFAULT, H100, "fwd", return_probs=True, dtype="fp32", head_dim=192)
+    assert backend == "aten" and "return_attn_probs" in reasons and "dtype" not in reasons
     backend, reasons = choose(DEFAULT, H100, "fwd", dtype="fp32", head_dim=300)
     assert backend == "aten" and "head_dim" in reasons
 

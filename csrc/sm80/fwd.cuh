@@ -166,7 +166,12 @@ struct Probabilities {
       softmax.add(row, sum);
       set_operand_row<Element>(blocks, row, p);
     }
-    if constexpr (kIsWide<Element>) {
+    if constexpr (Traits::ScorePolicy::kGeneral) drop(blocks, k);
+  }
+
+ private:
+  __device__ __forceinline__ void drop(uint32_t (&blocks)[Traits::kMBlocks][4], int k) {
+    if constexpr (kIsWide<typename Traits::Element>) {
       if (k % 32 == 0) score.draw_key_words(of_keys, dropout, place.key + k, lane);
       score.drop(blocks, dropout, of_query, of_keys, place.key, k);
     } else {
@@ -257,7 +262,8 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     const SmemOperandB<typename Traits::VTile, Layout::kKOuter> V(smem.v, 0, lane);
     // O += exp(S - m) V(n)
     Probabilities<Traits> P{softmax, S, work.score, params.dropout, place, lane};
-    P.draw();
+    // Plain fp32 has no register to spare, not even for words that nobody reads.
+    if constexpr (!kIsWide<Element> || Traits::ScorePolicy::kGeneral) P.draw();
     gemm<Element, kBlockN, Into::kSum>(O, P, V);
   }
 }

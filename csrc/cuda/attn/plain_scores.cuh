@@ -32,20 +32,10 @@ struct PlainScores {
   template <typename Element, typename Scores>
   __device__ __forceinline__ void add_bias(Scores&, const BiasParams&, ScorePlace,
                                            int /*lane*/) const {}
-  template <int kMBlocks>
-  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
-                                       const uint32_t (&)[kMBlocks], int /*first_key*/,
-                                       int /*lane*/) const {}
-  template <int kMBlocks>
-  __device__ __forceinline__ void drop(uint32_t (&)[kMBlocks][4], const DropoutParams&,
-                                       const uint32_t (&)[kMBlocks], const uint32_t (&)[2],
-                                       int /*first_key*/, int /*col*/) const {}
   __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams&, int /*first_query*/,
                                                       int /*lane*/) const {
     return 0;
   }
-  __device__ __forceinline__ void draw_key_words(uint32_t (&)[2], const DropoutParams&,
-                                                 int /*first_key*/, int /*lane*/) const {}
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void drop(OperandA<kMBlocks, kN>&, const DropoutParams&, ScorePlace,
                                        int /*lane*/) const {}
