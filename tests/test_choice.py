@@ -207,7 +207,7 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="decode", cache="int8", capacity=513), "cuda; kvcache, the keys of all"),
         (dict(op="decode", softcap=True, capacity=256), "cuda; kvcache:"),
         (dict(op="decode", dtype="fp32", cache="fp32", capacity=256), "cuda; kvcache:"),
-        (dict(op="decode", dtype="fp32", cache="fp32", num_splits=4), "cuda; kvcache, each"),
+        (dict(op="decode", dtype="fp32", cache="fp32"), "cuda; kvcache, the keys of all"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", cache="int8"), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),
