@@ -306,8 +306,9 @@ def test_sequences_that_lack_a_page_among_others(terms: str, d: int, target: Tar
 
 
 @each_target(SM80, SM90)
+@pytest.mark.real_gpu
 def test_a_max_seqlen_below_the_longest_hides_no_page(target: Target) -> None:
-    """On a GPU it is a hint, of calls with pages, too."""
+    """On a GPU it is a hint, of calls with pages, too; on a CPU it is refused."""
     inputs, lengths, table, _ = many_problem(64, torch.float16)
     given = [x.to(target.device) for x in inputs]
     on_device = to_device(lengths, target)
