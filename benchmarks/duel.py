@@ -161,10 +161,9 @@ def main() -> int:
     if len(names) > 1 and len({"before", "again", *names}) < len(names) + 2:
         parser.error(f"AFTER: expected folders of different names, got {', '.join(names)}")
     checkouts = {"before": args.before, "again": args.before}
-    checkouts |= {"after": args.after[0]} if len(names) == 1 else dict(zip(names, args.after))
+    checkouts |= {"after": args.after[0]} if len(names) == 1 else dict(zip(names, args.after, strict=True))
     contestants = {
-        name: Contestant(checkout.resolve(), args, device)
-        for name, checkout in checkouts.items()
+        name: Contestant(checkout.resolve(), args, device) for name, checkout in checkouts.items()
     }
     recipe = QUICK if args.quick else recipe_of(args.phases)
     method = f"{recipe.describe(torch.device(device))}, in turns, the least of {args.rounds} rounds"
