@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flash_attn._errors import explain, shown
+from flash_attn._functions import applied
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -43,6 +44,11 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     except Exception as error:
         explain(error, index_first_axis_residual, locals(), of_torch=True)
         raise
+
+
+IndexFirstAxis = applied("IndexFirstAxis", index_first_axis)
+IndexPutFirstAxis = applied("IndexPutFirstAxis", index_put_first_axis)
+IndexFirstAxisResidual = applied("IndexFirstAxisResidual", index_first_axis_residual)
 
 
 def _check_indices(indices: Tensor, name: str, rows: Tensor) -> None:

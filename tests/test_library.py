@@ -9,11 +9,13 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import flash_attn
 from flash_attn import _build_info
@@ -159,6 +161,15 @@ def test_a_wheel_for_arm_names_the_compiler_that_it_needs(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/none")
     with pytest.raises(SystemExit, match="apt-get install g[+][+]-aarch64-linux-gnu"):
         functions["prepare_aarch64"]()
+
+
+def test_the_package_asks_for_the_torch_that_it_was_built_with() -> None:
+    try:
+        needed = [Requirement(line) for line in requires("flash-attn") or ()]
+    except PackageNotFoundError:
+        pytest.skip("the package was built in place and not installed")
+    (found,) = (x for x in needed if x.name == "torch")
+    assert str(found.specifier) == f"=={torch.__version__.partition('+')[0]}"
 
 
 def test_reference_comes_with_the_package() -> None:

@@ -89,6 +89,7 @@ def check_attention() -> None:
         compare(attend, dense, places, mesh)
         for bias in (leaf(2, 4, 9, 7), leaf(4, 1, 7), leaf(2, 1, 9, 7), leaf(9, 7)):
             compare(attend, terms | dict(attn_bias=bias), places, mesh)
+        compare(attend, dense | dict(attn_bias=torch.rand(2, 1, 9, 7) > 0.2), places, mesh)
     compare(attend, terms, heads | dict(learnable_sink=Shard(0), alibi_slopes=Shard(1)), mesh)
     compare(attend, dense, dict.fromkeys("qkv", Shard(1)), mesh, communicates=True)
     three = dict(q=leaf(2, 9, 6, 8), k=leaf(2, 7, 3, 8), v=leaf(2, 7, 3, 8))
@@ -110,6 +111,45 @@ def check_attention() -> None:
 
 def test_attention_of_dtensors(tmp_path: Path) -> None:
     in_processes(check_attention, tmp_path)
+
+
+def check_upstreams_ops() -> None:
+    """torch.ops.flash_attn._flash_attn_forward and its sisters, which write the gradients."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    tensors = dict(q=(4, 8), k=(2, 8), v=(2, 8), dout=(4, 8))
+    for infix, rows, lengths in (("", (2, 9), ()), ("_varlen", (9,), (cu, cu, 5, 5))):
+        forward = getattr(torch.ops.flash_attn, f"_flash_attn{infix}_forward")
+        backward = getattr(torch.ops.flash_attn, f"_flash_attn{infix}_backward")
+        options = (0.0, 0.3, True, 3, 0, 0.0, torch.rand(4))
+        given = {name: torch.randn(*rows, *shape) for name, shape in tensors.items()}
+        q, k, v, dout = given.values()
+        out, lse, *_ = forward(q, k, v, *lengths, *options, False)
+        expected = [torch.empty_like(x) for x in (q, k, v)]
+        saved = (dout, q, k, v, out, lse)
+        softmax_d = backward(*saved, *expected, *lengths, *options, False)
+        for dim in (len(rows),) if lengths else (0, len(rows)):
+            places = dict.fromkeys(given, Shard(dim))
+            q, k, v, dout = distributed(given, places, mesh).values()
+            others = distributed(dict(enumerate((*lengths, *options))), {}, mesh).values()
+            with CommDebugMode() as communication:
+                sharded = forward(q, k, v, *others, False)
+                gradients = [torch.empty_like(x) for x in (q, k, v)]
+                saved = (dout, q, k, v, *sharded[:2])
+                sharded_d = backward(*saved, *gradients, *others, False)
+            assert communication.get_total_counts() == 0, communication.get_comm_counts()
+            results = zip(
+                (*sharded[:2], sharded_d, *gradients), (out, lse, softmax_d, *expected), strict=True
+            )
+            for a, e in results:
+                torch.testing.assert_close(a.full_tensor(), e)
+        elsewhere = [distribute_tensor(x, mesh, [Shard(len(rows) + 1)]) for x in expected]
+        with pytest.raises(RuntimeError, match="dq, dk, dv: expected all replicated, or sharded"):
+            backward(*saved, *elsewhere, *others, False)
+
+
+def test_upstreams_ops_of_dtensors(tmp_path: Path) -> None:
+    in_processes(check_upstreams_ops, tmp_path)
 
 
 def check_decode() -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import flash_attn
-from flash_attn import flash_attn_interface
+from flash_attn import bert_padding, flash_attn_interface
+from flash_attn.layers import rotary
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMS = ["dense", "varlen"]
@@ -133,6 +134,25 @@ def test_autograd_classes(infix: str) -> None:
     gradients = [torch.autograd.grad(out[0].sum(), inputs[0])[0] for out in (actual, expected)]
     assert torch.equal(*gradients)
     assert not cls.apply(*inputs, *lengths, *options, *last, False)[0].requires_grad
+
+
+def test_autograd_classes_of_padding_and_rotary() -> None:
+    x, indices = torch.randn(5, 2, 16, requires_grad=True), torch.tensor([3, 0])
+    angles = torch.randn(2, 5, 4)
+    qkv = torch.randn(1, 5, 3, 2, 16)
+    for cls, function, arguments in (
+        (bert_padding.IndexFirstAxis, bert_padding.index_first_axis, (x, indices)),
+        (bert_padding.IndexFirstAxisResidual, bert_padding.index_first_axis_residual, (x, indices)),
+        (bert_padding.IndexPutFirstAxis, bert_padding.index_put_first_axis, (x[:2], indices, 4)),
+        (rotary.ApplyRotaryEmb, rotary.apply_rotary_emb, (x[None], *angles, True, False, 0)),
+        (rotary.ApplyRotaryEmbQKV_, rotary.apply_rotary_emb_qkv_, (qkv, *angles, None, None, True)),
+        (rotary.ApplyRotaryEmbKV_, rotary.apply_rotary_emb_kv_, (qkv[:, :, 1:], *angles, True)),
+    ):
+        copies = [[y.clone() for y in arguments[:1]] + list(arguments[1:]) for _ in range(2)]
+        actual, expected = cls.apply(*copies[0]), function(*copies[1])
+        pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else None
+        for a, e in pairs or [(actual, expected)]:
+            assert torch.equal(a, e) and a.requires_grad == e.requires_grad
 
 
 def test_helpers() -> None:

@@ -6,8 +6,11 @@
 Then flash_attn_func and the others take DTensors. Tensor parallelism shards the heads (dimension 2;
 1 for varlen), data parallelism the batch; what is sharded otherwise is gathered first. With dropout
 everything is, as the mask depends on the global head and row, and all processes have to draw from
-generators of the same state.
+generators of the same state. A mask of flash_attn.masks that is more than causal and a window has
+tensors, which DTensor refuses beside its own: give such a mask as a bool DTensor.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -147,18 +150,65 @@ def _shard_decode(*arguments):
 
 
 def _shard_kvcache(*arguments):
-    """The caches are written where they lie, so only what fits their own placements is offered."""
     call = _call("kvcache", arguments)
-    placements = {*call["k_cache"].placements, *call["v_cache"].placements}
-    at = list(call).index("k_cache")
+    expected = (
+        "both replicated, or sharded over heads or (not paged, without cache_batch_idx) over the"
+        " batch"
+    )
     shardings = [_replicated(call, 3), *_decodings(call)]
-    fitting = [s for s in shardings if placements == {s[1][at]}]
+    return _fitting(shardings, call, ("k_cache", "v_cache"), expected)
+
+
+def _fitting(shardings: list, call: dict, written: tuple[str, ...], expected: str) -> list:
+    """Those that leave what the op writes to where it lies."""
+    given = [name for name in written if call[name] is not None]
+    placements = {p for name in given for p in call[name].placements}
+    at = [list(call).index(name) for name in given]
+    fitting = [s for s in shardings if placements <= {s[1][i] for i in at}]
     if not fitting:
         raise RuntimeError(
-            "flash_attn: k_cache, v_cache: expected both replicated, or sharded over heads or (not"
-            f" paged, without cache_batch_idx) over the batch, got placements {placements}"
+            f"flash_attn: {', '.join(written)}: expected {expected}, got placements {placements}"
         )
     return fitting
+
+
+def _by_dim(call: dict, names: tuple[str, ...], dim: int) -> dict:
+    """These arguments, of which pages have another rank than queries, sharded over heads or
+    batch."""
+    given = {name: call[name] for name in names if call[name] is not None}
+    return {name: Shard(len(x.shape) - 2 if dim == 1 else 0) for name, x in given.items()}
+
+
+def _upstream_forward(op: str) -> Callable:
+    """Of upstream's op: out, softmax_lse, and two that are no one's part."""
+
+    def shard(*arguments):
+        call = _call(op, arguments)
+        shardings = [_replicated(call, 4)]
+        for dim, place, place_lse in _dims(call):
+            outputs = [Shard(place), Shard(place_lse), Replicate(), Replicate()]
+            main = _by_dim(call, ("q", "k", "v"), dim)
+            shardings.append((outputs, _inputs(call, main, dim)))
+        return shardings
+
+    return shard
+
+
+def _upstream_backward(op: str) -> Callable:
+    """Of upstream's op, which writes dq, dk and dv and returns softmax_d."""
+
+    def shard(*arguments):
+        call = _call(op, arguments)
+        written = ("dq", "dk", "dv")
+        shardings = [_replicated(call, 1)]
+        for dim, _, place_lse in _dims(call):
+            main = _by_dim(call, ("dout", "q", "k", "v", "out", *written), dim)
+            main["softmax_lse"] = Shard(place_lse)
+            shardings.append(([Shard(place_lse)], _inputs(call, main, dim)))
+        expected = "all replicated, or sharded over heads or (not varlen) over the batch"
+        return _fitting(shardings, call, written, expected)
+
+    return shard
 
 
 def _shard_rng_state(like):
@@ -178,4 +228,8 @@ def register() -> None:
     register_sharding(ops.decode.default)(_shard_decode)
     register_sharding(ops.kvcache.default)(_shard_kvcache)
     register_sharding(ops.rng_state.default)(_shard_rng_state)
+    for infix in ("", "_varlen"):
+        forward, backward = (f"_flash_attn{infix}_{name}" for name in ("forward", "backward"))
+        register_sharding(getattr(ops, forward).default)(_upstream_forward(forward))
+        register_sharding(getattr(ops, backward).default)(_upstream_backward(backward))
     _registered = True

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn._errors import explain, shown
+from flash_attn._functions import applied
 
 
 def _rows(table: Tensor, x: Tensor, seqlen_offsets, cu_seqlens) -> Tensor:
@@ -226,6 +227,11 @@ def apply_rotary_emb_kv_(
     except Exception as error:
         explain(error, apply_rotary_emb_kv_, locals(), {"x": "kv"}, of_torch=True)
         raise
+
+
+ApplyRotaryEmb = applied("ApplyRotaryEmb", apply_rotary_emb)
+ApplyRotaryEmbQKV_ = applied("ApplyRotaryEmbQKV_", apply_rotary_emb_qkv_)
+ApplyRotaryEmbKV_ = applied("ApplyRotaryEmbKV_", apply_rotary_emb_kv_)
 
 
 class RotaryEmbedding(nn.Module):

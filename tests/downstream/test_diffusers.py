@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+from diffusers.models import attention_dispatch
 
-# "_flash_3" is missing: diffusers makes it an op of its own, for CUDA alone and without a gradient.
 BACKENDS = ["flash", "flash_varlen", "_flash_varlen_3"]
 DEVICES = [
     ("cpu", torch.float32, 1e-5),
@@ -57,19 +57,28 @@ def wan() -> tuple[torch.nn.Module, dict]:
     return model, inputs
 
 
-@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("make", [flux, wan], ids=lambda make: make.__name__)
-def test_same_as_native(make, backend: str, device: str, dtype: torch.dtype, tolerance: float):
-    """Output and the gradient of each weight, beside torch's attention."""
+each_model = pytest.mark.parametrize("make", [flux, wan], ids=lambda make: make.__name__)
+each_device = pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+
+
+def placed(make, device: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
+    """The model with scores that matter, and its inputs."""
     model, inputs = make()
     for name, weight in model.named_parameters():
         if name.endswith(("to_q.weight", "to_k.weight")):
             torch.nn.init.normal_(weight, std=0.5)
     model.to(device, dtype)
-    inputs = {
+    return model, {
         name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()
     }
+
+
+@each_device
+@pytest.mark.parametrize("backend", BACKENDS)
+@each_model
+def test_same_as_native(make, backend: str, device: str, dtype: torch.dtype, tolerance: float):
+    """Output and the gradient of each weight, beside torch's attention."""
+    model, inputs = placed(make, device, dtype)
     results = []
     for name in ("native", backend):
         model.set_attention_backend(name)
@@ -84,3 +93,23 @@ def test_same_as_native(make, backend: str, device: str, dtype: torch.dtype, tol
         error = (actual[name] - e).abs().max().item()
         assert error <= tolerance * max(e.abs().max().item(), 1.0), name
     assert not torch.equal(actual["out"], expected["out"]), "torch's own attention ran"
+
+
+@each_device
+@each_model
+@torch.no_grad()
+def test_flash_3(make, device: str, dtype: torch.dtype, tolerance: float, monkeypatch):
+    """diffusers makes it an op of its own, for CUDA alone and without a gradient; on a CPU the
+    function under that op runs."""
+    if device == "cpu":
+        name = "_wrapped_flash_attn_3"
+        under = getattr(attention_dispatch, name)._init_fn
+        monkeypatch.setattr(attention_dispatch, name, under)
+    model, inputs = placed(make, device, dtype)
+    results = []
+    for backend in ("native", "_flash_3"):
+        model.set_attention_backend(backend)
+        results.append(model(**inputs, return_dict=False)[0])
+    expected, actual = results
+    assert (actual - expected).abs().max() <= tolerance * max(expected.abs().max().item(), 1.0)
+    assert not torch.equal(actual, expected), "torch's own attention ran"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -15,13 +16,16 @@ import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
 from packaging import version
 from packaging.version import Version
 
+import flash_attn
 import flash_attn.flash_attn_interface as ours
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
 SOURCES = [
     "axolotl==0.19.0",
@@ -31,6 +35,7 @@ SOURCES = [
     "transformer-engine==2.20.2",
     "unsloth==2026.10.9",
     "verl==0.9.1",
+    "xformers==0.0.35",
     "xfuser==0.7.0",
     "yunchang==0.6.4",
 ]
@@ -190,3 +195,36 @@ def test_deepspeed_lets_us_in(sources: Path) -> None:
     run_statements(sources, layer, asks_for("import flash_attn"), names)
     assert names["flash_attn_version"] >= Version("2.7.0")
     assert names["_flash_attn_backward"] is ours._flash_attn_backward
+
+
+def test_xformers_lets_us_in(sources: Path) -> None:
+    """Both of its operators find what they call."""
+    fmha = "xformers/xformers/ops/fmha"
+    names = dict(importlib=importlib, os=os, parse_version=version.parse, torch=torch)
+    gate = 'find_spec("flash_attn")'
+    run_statements(sources, f"{fmha}/flash.py", lambda _, text: gate in text, names)
+    assert names["FLASH_VERSION"] == flash_attn.__version__
+    assert names["_flash_attn_cuda"] is ours.flash_attn_gpu
+
+    names = dict(importlib=importlib, torch=torch, parse_schema=torch._C.parse_schema)
+    names |= dict(Optional=Optional, logger=logging.getLogger(__name__), FLASH_VERSION="")
+    gates = ("def _flash_attention3_incompatible_reason", 'find_spec("flash_attn_3")')
+    run_statements(
+        sources, f"{fmha}/flash3.py", lambda _, text: any(gate in text for gate in gates), names
+    )
+    assert names["_C_flashattention3"] is torch.ops.flash_attn_3
+
+
+def test_verl_takes_our_cross_entropy(sources: Path) -> None:
+    """It asks for the result of releases from 2.4.3 on."""
+    names = dict(torch=torch, cross_entropy_loss=cross_entropy_loss)
+    name = "logprobs_from_logits_flash_attn"
+    run_statements(
+        sources,
+        "verl/verl/utils/torch_functional.py",
+        lambda _, text: text.startswith(f"def {name}("),
+        names,
+    )
+    logits, labels = torch.randn(5, 11), torch.tensor([0, 3, 10, 7, 7])
+    expected = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(names[name](logits, labels), expected)
