@@ -226,9 +226,12 @@ def lint(extra: list[str]) -> None:
 
 def docs(extra: list[str]) -> None:
     """The pages of docs/ and the reference from the docstrings as a site in build/site; a link to
-    nothing fails it."""
+    nothing fails it. The pages lie there as Markdown too, where llms.txt names them."""
     pip_install("what the documentation needs", *DOC_TOOLS)
     run(VENV / "bin" / "mkdocs", "build", "--quiet", *extra)
+    pages, site = ROOT / "docs", ROOT / "build" / "site"
+    for page in pages.rglob("*.md"):
+        shutil.copy(page, site / page.relative_to(pages))
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-GREY, BLUE, ORANGE, GREEN, VIOLET = "#808890", "#1f83d6", "#e0801f", "#2fa36b", "#b06fd8"
+GREY, BLUE, ORANGE, GREEN, VIOLET = "#747b84", "#1f83d6", "#e0801f", "#2fa36b", "#b06fd8"
 WIDTH = 720
 
 
@@ -30,7 +30,7 @@ class Drawing:
     def box(self, x: float, y: float, w: float, h: float, colour: str, text: str = "") -> None:
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{colour}"'
-            f' fill-opacity="0.25" stroke="{colour}"/>'
+            f' fill-opacity="0.12" stroke="{colour}"/>'
         )
         if text:
             self.words(x + w / 2, y + h / 2 + 4, text)

@@ -1,14 +1,14 @@
-"""Two builds of this library in turns: is the one after a change faster?
+"""Builds of this library in turns: is the one after a change faster?
 
-    python -m benchmarks.duel BEFORE AFTER [--kinds fwd,bwd,shapes,bwd_shapes,features,
+    python -m benchmarks.duel BEFORE AFTER... [--kinds fwd,bwd,shapes,bwd_shapes,features,
     bwd_features,decode,short,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
-    [--out FILE.json]
+    [--phases PRODUCT,SETTLE,TIMED] [--out FILE.json]
 
-BEFORE and AFTER are checkouts with a built package. Each has a process of its own, which takes its
-flash_attn from there and everything else from here, so that both run the same shapes and phases.
-BEFORE takes part twice, as "again": how far it is from itself says what a difference is worth. The
-three take turns, shape by shape; a figure is the least time of all rounds. Their outputs are
-compared by their norms.
+BEFORE and each AFTER are checkouts with a built package. Each has a process of its own, which takes
+its flash_attn from there and everything else from here, so that all run the same shapes and phases.
+BEFORE takes part twice, as "again": how far it is from itself says what a difference is worth. One
+AFTER is called "after", several are called by their folders. They take turns, shape by shape; a
+figure is the least time of all rounds. Their outputs are compared by their norms.
 """
 
 import argparse
@@ -39,7 +39,6 @@ KINDS = {
     "short": shapes.short_decode,
     "cpu": shapes.cpu,
 }
-CONTESTANTS = ("before", "again", "after")
 # The package first from the build that takes part, then the benchmarks from this checkout.
 WORKER = (
     "import sys; there, here, *rest = sys.argv[1:]; sys.path[0] = there; import flash_attn; "
@@ -58,17 +57,20 @@ def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     return make("ours", case, inputs), 1
 
 
-def serve(device: str, quick: str, backend: str) -> None:
+def recipe_of(phases: str) -> Recipe:
+    return Recipe(*(float(x) for x in phases.split(","))) if phases else Recipe()
+
+
+def serve(device: str, quick: str, phases: str, backend: str) -> None:
     """A contestant: reads {kind, number} a line, writes {seconds, norms} or {reason}."""
+    recipe = QUICK if quick == "quick" else recipe_of(phases)
     with flash_attn.use_backend(backend) if backend else contextlib.nullcontext():
-        answer_questions(device, quick)
+        answer_questions(device, quick, recipe)
 
 
-def answer_questions(device: str, quick: str) -> None:
-    race = Race(
-        Timer(torch.device(device), QUICK if quick == "quick" else Recipe()),
-        torch.float32 if device == "cpu" else torch.bfloat16,
-    )
+def answer_questions(device: str, quick: str, recipe: Recipe) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    race = Race(Timer(torch.device(device), recipe), dtype)
     answers = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:
@@ -89,10 +91,10 @@ def answer_questions(device: str, quick: str) -> None:
 class Contestant:
     """The process of one build."""
 
-    def __init__(self, checkout: Path, device: str, quick: bool, backend: str) -> None:
+    def __init__(self, checkout: Path, args: argparse.Namespace, device: str) -> None:
         command = (sys.executable, "-c", WORKER, str(checkout), str(results.ROOT))
         self.process = subprocess.Popen(
-            [*command, device, "quick" if quick else "whole", backend],
+            [*command, device, "quick" if args.quick else "whole", args.phases, args.backend],
             cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -132,19 +134,20 @@ def duel(
             if not abs(x - y) <= limit * abs(y):
                 return None, f"{kind} {case.shape()}: output {index} of {name}: norm {x}, not {y}"
     micros = {name: t * 1e6 for name, t in times.items()}
-    ratio = {f"before/{name}": times["before"] / times[name] for name in ("again", "after")}
+    ratio = {f"before/{name}": times["before"] / times[name] for name in times if name != "before"}
     return results.record(f"duel.{kind}", case.shape(), "us", micros, ratio), ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser.add_argument("after", type=Path, nargs="+")
     parser.add_argument("--kinds", default="fwd,bwd,decode", help=f"of {','.join(KINDS)}")
     parser.add_argument("--only", default="", help="shapes in whose description this is found")
     parser.add_argument("--backend", default="", help="of ours; else the one it chooses")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="few shapes, short phases")
+    parser.add_argument("--phases", default="", help="their seconds (default: of timing.py)")
     parser.add_argument("--out", metavar="FILE.json")
     args = parser.parse_args()
     kinds = args.kinds.split(",")
@@ -154,12 +157,16 @@ def main() -> int:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("these kinds need a CUDA GPU; without one: --kinds cpu")
 
-    checkouts = (args.before.resolve(), args.before.resolve(), args.after.resolve())
+    names = [checkout.resolve().name for checkout in args.after]
+    if len(names) > 1 and len({"before", "again", *names}) < len(names) + 2:
+        parser.error(f"AFTER: expected folders of different names, got {', '.join(names)}")
+    checkouts = {"before": args.before, "again": args.before}
+    checkouts |= {"after": args.after[0]} if len(names) == 1 else dict(zip(names, args.after))
     contestants = {
-        name: Contestant(checkout, device, args.quick, args.backend)
-        for name, checkout in zip(CONTESTANTS, checkouts, strict=True)
+        name: Contestant(checkout.resolve(), args, device)
+        for name, checkout in checkouts.items()
     }
-    recipe = QUICK if args.quick else Recipe()
+    recipe = QUICK if args.quick else recipe_of(args.phases)
     method = f"{recipe.describe(torch.device(device))}, in turns, the least of {args.rounds} rounds"
     records = [results.run_record(torch.device(device), method)]
     reasons = []

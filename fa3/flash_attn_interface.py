@@ -2,8 +2,8 @@
 
 Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
 dtypes, devices and errors are those of the function of flash_attn that each one names. qv and
-q_descale: NotImplementedError; attention_chunk as well beside a cache. num_splits, pack_gqa,
-sm_margin and scheduler_metadata are for tuning: they change no result but for rounding.
+q_descale: NotImplementedError. num_splits, pack_gqa, sm_margin and scheduler_metadata are for
+tuning: they change no result but for rounding.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from flash_attn_3._ops import (  # noqa: F401
     _flash_attn_backward,
     _flash_attn_forward,
     chunks,
+    chunks_of_sequences,
     flash_attn_combine,
     refuse,
     with_cache,
@@ -146,19 +147,12 @@ def flash_attn_varlen_func(
     attention_chunk, k_descale, v_descale: as in flash_attn_func.
     """
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    lengths = None
-    if attention_chunk:
-        lens_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
-        lens_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-        lengths = (lens_q, lens_k, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        *lengths,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -167,7 +161,7 @@ def flash_attn_varlen_func(
         return_attn_probs=True,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
-        attn_bias=chunks(attention_chunk, q, k, lengths),
+        attn_bias=chunks_of_sequences(attention_chunk, q, k, *lengths, seqused_q, seqused_k),
     )
     return (out, softmax_lse) if return_attn_probs else out
 
@@ -208,20 +202,19 @@ def flash_attn_with_kvcache(
 
     Arguments:
         cu_seqlens_q, max_seqlen_q: queries of different lengths, q (total_q, heads_q, d), as in
-            flash_attn_varlen_func; without k, v, rotary_cos, k_descale and v_descale.
+            flash_attn_varlen_func.
+        cu_seqlens_k_new: int32 (batch + 1): new keys of different lengths, k (total, heads_kv, d)
+            and v.
+        attention_chunk: a query sees the keys of its own chunk of so many, counted from
+            cache_leftpad on; needs batch · seqlen_q · capacity bytes.
         rotary_seqlens: int32 (batch), the position of the first new token for rotary_cos. Default:
             cache_seqlens.
-        cu_seqlens_k_new, attention_chunk: NotImplementedError.
+        k_descale, v_descale: not with cu_seqlens_q, cu_seqlens_k_new or attention_chunk.
 
     Returns: out; with return_softmax_lse also softmax_lse and two empty tensors where
     FlashAttention-3 has its unfinished pieces.
     """
-    refuse(
-        qv=qv,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        q_descale=q_descale,
-        attention_chunk=attention_chunk,
-    )
+    refuse(qv=qv, q_descale=q_descale)
     out, softmax_lse = with_cache(
         q,
         k_cache,
@@ -235,12 +228,14 @@ def flash_attn_with_kvcache(
         cache_leftpad,
         page_table,
         cu_seqlens_q,
+        cu_seqlens_k_new,
         max_seqlen_q,
         k_descale,
         v_descale,
         rotary_interleaved,
         num_splits,
         rotary_seqlens,
+        attention_chunk,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

@@ -124,7 +124,7 @@ def flash_decode_func(
         raise
 
 
-def _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
+def check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
     """What the op cannot say, as it exists only with k and v."""
     expect((k is None) == (v is None), "v", "k and v together", "one of them")
     if k is not None:
@@ -213,7 +213,7 @@ def flash_attn_with_kvcache(
         written.
     """
     try:
-        _check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
+        check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
         new = 0 if k is None else dense_seqlen(k)
         if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
             length = as_int(cache_seqlens, "cache_seqlens")

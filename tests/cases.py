@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,8 +17,26 @@ import pytest
 import torch
 from numerics import UNIT_ROUNDOFF, assert_close, assert_lse_close, underflow_of
 from poison import Guarded, dirty_allocator
+from targets import (  # noqa: F401  (what tests take from here)
+    ATEN_CPU,
+    ATEN_CUDA,
+    ATTENTION_TARGETS,
+    BITWISE_TARGETS,
+    DECODE_CUDA,
+    DECODE_TARGETS,
+    KERNEL_DEVICE,
+    OP_TARGETS,
+    PREFILL_TARGETS,
+    SIMULATED,
+    SM80,
+    SM90,
+    SPLIT_TARGETS,
+    Target,
+    each_target,
+    leaves_of,
+    use,
+)
 
-import flash_attn
 from flash_attn.reference import attention_ref, attention_ref_grads, condition_tensors
 
 DTYPES = {
@@ -44,42 +61,6 @@ BIAS_SHAPES = {
 }
 BOOL_BIASES = ("bool", "padding")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
-
-
-@dataclass(frozen=True)
-class Target:
-    device: str
-    backend: str
-
-    def __str__(self) -> str:
-        return f"{self.device}-{self.backend}"
-
-    @property
-    def marks(self) -> list[pytest.MarkDecorator]:
-        if self.device == "cuda":
-            return [pytest.mark.gpu]
-        served = self.backend != "aten" and (self.backend != "sm90" or SIMULATED == "90")
-        return [pytest.mark.simulated] if SIMULATED and served else []
-
-
-# "80" or "90": the library is that of a simulated GPU (csrc/simulator), whose kernels take tensors
-# of the CPU. Set by dev.py test --simulator.
-SIMULATED = os.environ.get("FLASH_ATTN_SIMULATED", "")
-KERNEL_DEVICE = "cpu" if SIMULATED else "cuda"
-
-ATEN_CPU = Target("cpu", "aten")
-ATEN_CUDA = Target("cuda", "aten")
-SM80 = Target(KERNEL_DEVICE, "sm80")
-# What its backward lacks comes from sm80, given its out and LSE.
-SM90 = Target(KERNEL_DEVICE, "sm90")
-DECODE_CUDA = Target(KERNEL_DEVICE, "cuda")
-ATTENTION_TARGETS = (ATEN_CPU, ATEN_CUDA, SM80)
-OP_TARGETS = (*ATTENTION_TARGETS, SM90)  # what run() serves
-# Not aten on CUDA: padding changes the shapes of its products, and with them cuBLAS's algorithms.
-BITWISE_TARGETS = (ATEN_CPU, SM80, SM90)
-SPLIT_TARGETS = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
-PREFILL_TARGETS = (SM80, SM90)  # of decode: the kernels for many new tokens
-DECODE_TARGETS = (*SPLIT_TARGETS, *PREFILL_TARGETS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +202,6 @@ def each_case(
     unique = dict.fromkeys(cases)
     pairs = [param(c, t, *marks) for c in unique for t in targets if c.served_by(t.backend)]
     return pytest.mark.parametrize("case, target", pairs)
-
-
-def each_target(*targets: Target) -> pytest.MarkDecorator:
-    params = [pytest.param(t, id=str(t), marks=t.marks) for t in targets]
-    return pytest.mark.parametrize("target", params)
 
 
 def sample(count: int, seed: int, **choices: Sequence) -> list[dict]:
@@ -483,17 +459,6 @@ def check(case: Case, target: Target, seed: int, backward: bool = True, **option
     """The call agrees with float64 by the standard."""
     problem = Problem(case, seed, target.device)
     compare(problem, run(problem, target.backend, backward, **options), expect(problem, backward))
-
-
-def use(target: Target):
-    return flash_attn.use_backend(target.backend)
-
-
-def leaves_of(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16, count: int = 3):
-    return [
-        torch.randn(*shape, device=target.device, dtype=dtype, requires_grad=True)
-        for _ in range(count)
-    ]
 
 
 def fwd_bwd(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

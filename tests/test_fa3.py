@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
@@ -321,6 +322,80 @@ def test_queries_of_different_lengths_against_a_cache(form: str, lengths, device
         torch.testing.assert_close(lse[:, start:end], expected_lse[0])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", ["equal", "of queries", "of both"])
+@pytest.mark.parametrize("form", ["dense", "rows", "leftpad", "paged rows"])
+def test_new_keys_of_different_lengths(
+    form: str, lengths: str, causal: bool, chunk: int, device: str
+) -> None:
+    """Rotated, appended and attended to as if each sequence were alone."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    paged = form == "paged rows"
+    caches = torch.randn(2, 6, 8 if paged else 16, 2, 16, device=device)
+    rows = ints(0, 1) if form in ("dense", "leftpad") else ints(3, 1)
+    table = torch.stack([ints(4, 1), ints(0, 5), ints(2, 2), ints(3, 2)]) if paged else None
+    pads = ints(2, 1) if form == "leftpad" else None
+    used, cu = ints(4, 9), ints(0, 3, 6) if lengths == "equal" else ints(0, 2, 6)
+    cu_new = ints(0, 4, 5) if lengths == "of both" else ints(0, 2, 4)
+    q = torch.randn(7 if lengths != "equal" else 6, 4, 16, device=device)
+    k, v = torch.randn(2, 6 if lengths == "of both" else 4, 2, 16, device=device)
+    angles = torch.randn(16, 4, device=device)
+    turns = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=False)
+    cut = dict(cu_seqlens_q=cu, max_seqlen_q=4) if lengths != "equal" else {}
+    cut |= dict(cu_seqlens_k_new=cu_new) if lengths == "of both" else {}
+    written, expected = caches.clone(), caches.clone()
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q if cut else q.unflatten(0, (2, 3)),
+        *(written if form != "dense" else written[:, :2]),
+        *((k, v) if lengths == "of both" else (x.unflatten(0, (2, 2)) for x in (k, v))),
+        cache_seqlens=used,
+        cache_batch_idx=None if form == "dense" else rows,
+        cache_leftpad=pads,
+        page_table=table,
+        attention_chunk=chunk,
+        causal=causal,
+        return_softmax_lse=True,
+        **cut,
+        **turns,
+    )
+    if not cut:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    for b in range(2):
+        (begin, end), (first, last) = cu[b : b + 2].tolist(), cu_new[b : b + 2].tolist()
+        flash_attn.flash_attn_with_kvcache(
+            q[None, begin:end],
+            *expected,
+            *(x[None, first:last] for x in (k, v)),
+            cache_seqlens=used[b : b + 1],
+            cache_batch_idx=rows[b : b + 1],
+            block_table=table,
+            **turns,
+        )
+        row = int(rows[b])
+        keys = slice(0 if pads is None else int(pads[b]), int(used[b]) + last - first)
+        own = (x[table[row].long()].flatten(0, 1) if paged else x[row] for x in expected)
+        at = used[b] + torch.arange(end - begin, device=device) * causal
+        turned = rotary.apply_rotary_emb(
+            q[begin:end, None], angles.cos(), angles.sin(), seqlen_offsets=at.int()
+        )
+        alone, alone_lse = fa3.flash_attn_func(
+            turned.transpose(0, 1),
+            *(x[None, keys] for x in own),
+            causal=causal,
+            attention_chunk=chunk,
+            return_attn_probs=True,
+        )
+        torch.testing.assert_close(out[begin:end], alone[0])
+        torch.testing.assert_close(lse[:, begin:end], alone_lse[0])
+    torch.testing.assert_close(written, expected)
+    assert not torch.equal(written, caches)
+
+
 def test_combine() -> None:
     """Two halves of the keys, one of them empty for some query."""
     q, k, v = torch.randn(3, 2, 8, 4, 16)
@@ -424,10 +499,8 @@ def test_attention_chunk_of_each_sequence(device: str, used: bool) -> None:
 UNSUPPORTED = {
     "flash_attn_func": ["qv", "q_descale", "k_descale", "v_descale"],
     "flash_attn_varlen_func": ["qv", "q_descale", "k_descale", "v_descale"],
-    "flash_attn_with_kvcache": [*("qv", "cu_seqlens_k_new", "q_descale", "attention_chunk")],
-    "_flash_attn_forward": [
-        *("qv", "cu_seqlens_k_new", "q_descale", "attention_chunk", "seqused_q")
-    ],
+    "flash_attn_with_kvcache": ["qv", "q_descale"],
+    "_flash_attn_forward": ["qv", "q_descale", "seqused_q"],
     "_flash_attn_backward": ["sequed_q", "sequed_k"],
 }
 
@@ -440,16 +513,24 @@ def test_refused_by_name(function: str, argument: str) -> None:
     lse = torch.zeros(1, 2, 4)
     inputs = {"flash_attn_varlen_func": (q[0], q[0], q[0], CU, CU, 7, 7)}.get(function, (q, q, q))
     inputs = (q, q, q, q, q, lse) if "backward" in function else inputs
-    value = 2 if argument == "attention_chunk" else torch.ones(1)
     with pytest.raises(NotImplementedError, match=f"flash_attn: {argument}: not supported, got"):
-        getattr(fa3, function)(*inputs, **{argument: value})
+        getattr(fa3, function)(*inputs, **{argument: torch.ones(1)})
 
 
-def test_varlen_queries_refuse_an_append() -> None:
-    q, cache = torch.randn(7, 2, 16), torch.randn(2, 8, 2, 16)
-    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="flash_attn: cu_seqlens_q: k, v, rotary_cos"):
-        fa3.flash_attn_with_kvcache(q, cache, cache, cache, cache, cu_seqlens_q=cu, max_seqlen_q=4)
+def test_what_a_cache_refuses_with_lengths_or_chunks() -> None:
+    q, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 8, 2, 16)
+    call = functools.partial(fa3.flash_attn_with_kvcache, q, cache, cache, attention_chunk=2)
+    lens, cu = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="flash_attn: k_descale: not supported, got"):
+        call(k_descale=torch.ones(2))
+    with pytest.raises(RuntimeError, match="flash_attn: attention_chunk: expected at least 0"):
+        call(attention_chunk=-1)
+    with pytest.raises(RuntimeError, match="flash_attn: v: expected k and v together"):
+        call(k=cache)
+    with pytest.raises(RuntimeError, match="flash_attn: rotary_cos: expected k and v to append"):
+        call(rotary_cos=torch.ones(8, 4), rotary_sin=torch.ones(8, 4))
+    with pytest.raises(RuntimeError, match="flash_attn: v: expected 3 dimensions, got shape"):
+        call(k=cache, v=cache, cache_seqlens=lens, cu_seqlens_k_new=cu)
 
 
 def test_never_in_the_place_of_another_build(tmp_path: Path, monkeypatch) -> None:

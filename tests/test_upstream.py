@@ -216,6 +216,7 @@ def test_whole_test_file(theirs: Path) -> None:
     assert whole.stdout.splitlines()[-1] == counted
     assert "test_theirs.py::test_it[9-2-x-dtype1]\n    failed: line 10: Asser" in whole.stdout
     assert "test_theirs.py::test_others[0]\n    refused: line 14: NotImpl" in whole.stdout
+    assert "\n4 of test_it: failed: line 10: AssertionError: case 13" in whole.stdout
     ours = {x.partition("::")[2] for x in whole.stdout.splitlines() if "::" in x}
     assert ours == {x.partition(" - ")[0] for x in named}
 
@@ -228,6 +229,15 @@ def test_sample_of_a_test_file(theirs: Path) -> None:
     assert sum(counts) == 32
     shared = run_files(theirs, "--count", 32, "--seed", 7, "--processes", 3)
     assert failures(shared) == failures(runs[0])
+
+
+def test_sample_without_an_argument(theirs: Path) -> None:
+    run = run_files(theirs, "--without", "b=x", "--without", "i=9")
+    counted = "seed 1: 12 passed, 4 failed, 4 skipped, 1 refused, 1 starved"
+    assert run.stdout.splitlines()[-1] == counted
+    assert len(failures(run)) == 4 and not any("-2-x-" in x or "[9-" in x for x in failures(run))
+    wrong = run_files(theirs, "--without", "b")
+    assert wrong.returncode == 2 and "expected NAME=VALUE, got 'b'" in wrong.stderr
 
 
 def test_who_starves_beside_others_is_run_alone(theirs: Path, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
     python tests/upstream_tests.py PATH/hopper/test_flash_attn.py     # wants flash-attn-3, of fa3/
 
 Nothing of upstream lies in this repository. Every failure is listed with its reason, and, apart
-from them, every option that this library refuses by name. Exit code: 0 without failures, 1 with
-some, 2 where nothing was collected.
+from them, every option that this library refuses by name; then how many of each test there are for
+each reason. Exit code: 0 without failures, 1 with some, 2 where nothing was collected.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ import torch
 
 LEAST = 16  # cases of each test, or all it has
 REFUSED = "NotImplementedError"  # how the library says that it lacks an option
-STARVED = "OutOfMemoryError"  # beside other processes: such a case runs once more, alone
+# For want of memory beside other processes: such a case runs once more, alone.
+STARVED = re.compile("OutOfMemoryError|CUDA error: out of memory|_ALLOC_FAILED")
+WRITING = 1.0  # seconds between two writings of what is known
 
 
 class Cases:
@@ -66,6 +69,10 @@ class Cases:
             chosen.insert(0, axis[place])
         return sum((row for row, _ in chosen), ()), "-".join(name for _, name in chosen)
 
+    def arguments(self, number: int) -> dict[str, str]:
+        """The arguments as one writes them, by name."""
+        return dict(zip(self.names, map(str, self[number][0]), strict=True))
+
 
 class Sample:
     """Keeps `count` of a file's cases, the same ones each time, and notes how they end."""
@@ -73,6 +80,7 @@ class Sample:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
         self.end = time.monotonic() + given.seconds
+        self.written = -math.inf
         self.outcomes: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
         self.wanted = json.loads(given.cases.read_text()) if given.cases else None
@@ -83,15 +91,15 @@ class Sample:
         have a thousandth of the others' cases, and the rest from all."""
         rng = random.Random(self.given.seed)
         tests = {
-            name: len(Cases(test))
+            name: self._kept(Cases(test))
             for name, test in vars(module).items()
             if name.startswith("test") and callable(test) and re.search(self.given.tests, name)
         }
-        everything = [(name, i) for name, size in tests.items() for i in range(size)]
+        everything = [(name, i) for name, numbers in tests.items() for i in numbers]
         drawn = dict.fromkeys(
             (name, i)
-            for name, size in tests.items()
-            for i in rng.sample(range(size), min(size, LEAST))
+            for name, numbers in tests.items()
+            for i in rng.sample(numbers, min(len(numbers), LEAST))
         )
         drawn |= dict.fromkeys(rng.sample(everything, min(len(everything), self.given.count)))
         chosen = [*drawn][: self.given.count]
@@ -101,6 +109,13 @@ class Sample:
         first, step = self.given.part
         kept = chosen[first::step]
         return {name: sorted(i for n, i in kept if n == name) for name in tests}
+
+    def _kept(self, cases: Cases) -> Sequence[int]:
+        """The numbers of the cases to draw from."""
+        if not self.given.without:
+            return range(len(cases))
+        left_out = set(self.given.without)
+        return [i for i in range(len(cases)) if left_out.isdisjoint(cases.arguments(i).items())]
 
     def _is_wanted(self, module: object, name: str, number: int) -> bool:
         case = Cases(getattr(module, name))[number][1]
@@ -142,7 +157,6 @@ class Sample:
         if time.monotonic() < self.end:
             return None
         self.outcomes["not reached"] += 1
-        self.write()
         return True  # as if it had been run
 
     def pytest_runtest_teardown(self) -> None:
@@ -157,18 +171,36 @@ class Sample:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = (crash.message if crash else report.longreprtext).strip()
             outcome = "refused" if message.startswith(REFUSED) else outcome
-            outcome = "starved" if STARVED in message.splitlines()[0] else outcome
+            outcome = "starved" if STARVED.search(message.splitlines()[0]) else outcome
             line = getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", None)
             place = f"line {line[0].reprfileloc.lineno}: " if line and line[0].reprfileloc else ""
             self.reasons[report.nodeid] = f"{outcome}: {place}{message.splitlines()[0][:200]}"
         self.outcomes[outcome] += 1
+        if time.monotonic() > self.written + WRITING:
+            self.write()
+
+    def pytest_sessionfinish(self) -> None:
         self.write()
 
     def write(self) -> None:
-        """What is known so far: a crash or a time limit leaves it behind."""
+        """What is known so far: a crash or a time limit leaves it behind, whole."""
         if self.given.out:
             found = dict(outcomes=self.outcomes, reasons=self.reasons)
-            self.given.out.write_text(json.dumps(found, indent=1))
+            half = self.given.out.with_name(f"{self.given.out.name}.half")
+            half.write_text(json.dumps(found, indent=1))
+            half.replace(self.given.out)
+            self.written = time.monotonic()
+
+
+def by_reason(reasons: dict[str, str]) -> Counter[tuple[str, str]]:
+    """How many cases of each test ended for each reason, whatever fractions it names."""
+    return Counter(
+        (
+            case.partition("[")[0].rpartition("::")[2],
+            re.sub(r"\d+\.\d+(e[-+]?\d+)?|\d+e[-+]?\d+", "#", reason),
+        )
+        for case, reason in reasons.items()
+    )
 
 
 def run(given: argparse.Namespace) -> tuple[int, Sample]:
@@ -216,7 +248,8 @@ def run_processes(given: argparse.Namespace, arguments: list[str]) -> tuple[int,
         if starved:
             cases = folder / "cases.json"
             cases.write_text(json.dumps(starved))
-            more, again = start(given, [*arguments, "--cases", str(cases)], folder, 1, gpus)
+            rest = ("--cases", str(cases), "--seconds", str(whole.end - time.monotonic()))
+            more, again = start(given, [*arguments, *rest], folder, 1, gpus)
             codes, found = codes + more, found + again
         for part in found:
             whole.outcomes.update(part.get("outcomes", {}))
@@ -235,6 +268,13 @@ def part(text: str) -> tuple[int, int]:
     return first, step
 
 
+def argument(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name, value
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="upstream's test files")
@@ -242,6 +282,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
     parser.add_argument(
         "--tests", default="", metavar="REGEX", help="only tests whose names match this"
+    )
+    parser.add_argument(
+        "--without",
+        type=argument,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="draw no case with this argument, as one writes it; may be given more than once",
     )
     parser.add_argument("--processes", type=int, default=1, help="that share the sample and GPUs")
     parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="one of them")
@@ -255,6 +303,8 @@ def main(arguments: list[str]) -> int:
     code, sample = run_processes(given, arguments) if given.processes > 1 else run(given)
     for name, reason in sorted(sample.reasons.items()):
         print(f"{name}\n    {reason}")
+    for (test, reason), count in by_reason(sample.reasons).most_common():
+        print(f"{count} of {test}: {reason}")
     counts = {x: sample.outcomes[x] for x in ("passed", "failed", "skipped")} | +sample.outcomes
     sample.write()
     print(f"seed {given.seed}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))

@@ -95,8 +95,8 @@ Tensor Cache::rows(const Tensor& cache, Block batches, Block positions) const {
     if (count == 1) {
       return cache.narrow(0, pages.item<int64_t>(), 1).narrow(1, slot, positions.size());
     }
-    // Whole pages are copied 5 times as fast as rows (CPU, 16 rows of 128 bf16), but a page may be
-    // far longer than what is wanted of it.
+    // Whole pages are copied several times as fast as rows on a CPU, but a page may be far longer
+    // than what is wanted of it.
     if (page_size_ <= positions.size()) {
       const Tensor whole = as_bytes(cache).index_select(0, pages).view(cache.scalar_type());
       return whole.flatten(0, 1).narrow(0, slot, positions.size()).unsqueeze(0);

@@ -19,8 +19,8 @@ namespace flash_attn {
 
 using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 
-// 8 bits: caches only. kBool: masks only, a byte each. kTf32: fp32 in memory, whose products may be those
-// of its numbers rounded to TF32.
+// Caches alone have 8 bits, and masks alone are kBool, a byte each. kTf32 is fp32 in memory, whose
+// products may be those of its numbers rounded to TF32.
 enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool, kTf32 };
 
 struct Strides {
@@ -29,17 +29,18 @@ struct Strides {
   int64_t head = 0;
 };
 
-// Where a call lies in a larger one, a part of whose dropout mask it draws. Zeros: it is that one.
+// Where a call lies in a larger one, if it draws its share of that one's dropout mask. With zeros
+// it is the larger one itself.
 struct DropoutPlace {
-  int64_t sequence = 0, head = 0;  // the first ones of the part
-  int64_t heads = 0;               // of the larger call; 0: those of the part
+  int64_t sequence = 0, head = 0;  // the first ones of this call
+  int64_t heads = 0;               // of the larger call; 0: those of this one
   int64_t query = 0, key = 0;      // of each sequence, the first ones: multiples of 16 and of 32
 };
 
-// Which elements of P count: a pure function of the state and of an element's place, as
-// aten/dropout.h defines it. What kernels compare an element's number of 8 bits with stands here
-// twice, behind the sign in both halves of a word: as those of two fp16 numbers, whose order is the
-// same, whatever bits follow.
+// Which elements of P count is a pure function of the state and of an element's place, which
+// aten/dropout.h defines. Kernels compare an element's number of 8 bits with `bound`. It stands
+// there twice, behind the sign of both halves of a word, so that two fp16 numbers can be compared
+// with it, whatever bits follow.
 struct DropoutParams {
   const int64_t* rng_state = nullptr;  // (2) seed, offset, on the device; null: no dropout
   uint32_t bound = 0;                  // at most 2^14 a half, so no NaN
@@ -47,9 +48,9 @@ struct DropoutParams {
   float keep = 1;                      // the keep probability
   float scale = 1;                     // of what is kept: its inverse
 
-  // DropoutPlace, as kernels use it: batch · heads_q + head of the larger call's first head here; the
-  // heads of the call, and how many more the larger one has; pairs of queries and fours of keys before
-  // the first ones (cuda/attn/dropout.cuh).
+  // DropoutPlace, as kernels use it. first_number is batch · heads_q + head of this call's first
+  // head, counted in the larger call, which has more_heads more than the `heads` of this one. So
+  // many pairs of queries and fours of keys lie before the first ones (cuda/attn/dropout.cuh).
   int64_t first_number = 0;
   uint32_t heads = 1, more_heads = 0;
   int32_t first_pair = 0, first_four = 0;
@@ -227,8 +228,9 @@ struct BwdParams : AttnParams {
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
   DqPool dq_pool;
-  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), zeroed by the launch: at the first
-  // row of each block of queries, how many blocks of keys have been added to its sums; null: they are added in any order.
+  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), zeroed by the launch. At the
+  // first row of each block of queries it says how many blocks of keys have been added to its sums.
+  // If it is null, they are added in any order.
   int32_t* dq_turns = nullptr;
   BwdSplits splits;
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch; null: no need
@@ -275,12 +277,13 @@ struct AppendParams : CacheParams {
 };
 
 // How the keys of each sequence are cut into pieces, which thread blocks of their own read and whose
-// results are merged. What is 0 belongs to other modes.
+// results are merged. The functions below name the modes; a number that a mode does not use is 0.
 struct Splits {
-  int count = 0;  // pieces of a sequence; by length: at most
+  int count = 0;  // pieces of a sequence; by length: at most so many
   int keys = 0;   // of a piece, by length
-  // By length, for the whole call: pieces that fill the device, and the most that there may be, but
-  // one a sequence more. `keys` gives way to them. most_pieces 0: it never does.
+  // By length, pieces of the whole call. They become shorter than `keys` where there would be fewer
+  // than least_pieces, which fill the device, and longer where there would be more than most_pieces
+  // and one for each sequence. If most_pieces is 0, they keep `keys`.
   int least_pieces = 0, most_pieces = 0;
 
   // The keys of the whole call are dealt out evenly, whatever the lengths.
@@ -298,8 +301,8 @@ struct Splits {
   }
 };
 
-// Plain: a cache of q's dtype with head_dim_v = head_dim; no softcap, no slopes, and nothing to
-// rotate.
+// A call is plain if its cache has q's dtype and head_dim_v = head_dim, and if there is no softcap,
+// no slopes, and nothing to rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
 
@@ -313,9 +316,10 @@ struct DecodeParams : CacheParams {
   int window_left = -1, window_right = -1;  // as in AttnParams, bottom-right
   bool rotate_by_row = false;  // query i rotates by its own position; else all by that of the first
 
-  Splits splits;  // dealt out: not plain ones
+  Splits splits;  // of a plain call, never dealt out
 
-  // (batch) or null. Not plain and not cut: a sequence whose entry is 0 is left to others.
+  // (batch) or null, of calls that are neither plain nor cut. A sequence whose entry is 0 is left
+  // to other kernels.
   const int32_t* sequence_mask = nullptr;
 
   PartialResults partial;  // null where nothing is cut

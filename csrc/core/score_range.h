@@ -9,12 +9,12 @@
 //   |LSE| > 2^22 (fp64 inputs: 2^51)       The row has its O and its LSE but gives no gradient: there
 //                       LSE is too coarse to hold a fraction, and P = exp(S − LSE) could be anything.
 //
-// So no number that a term may have makes a NaN, forward or backward. The border is where kernels can
-// still tell a row's maximum from itself: they compute S · log2 e − m in one rounding, and beyond m has
-// lost up to half of its last place, 2^(±64) at 1e9, which no P of fp16 can be. It costs them nothing:
-// the running maximum starts there. A slope of 1024 leaves nothing of a diagonal key's neighbours, and
-// kernels, which sum it up from a tile's corner, still end at 0 on the diagonal; one of −64 stays below
-// the border for 2^20 keys.
+// So no number that a term may have makes a NaN, forward or backward. The border is where kernels
+// can still tell a row's maximum from itself: they compute S · log2 e − m in one rounding, and
+// beyond it m has lost up to half of its last place. At 1e9 P would be off by a factor of 2^64,
+// which fp16 cannot hold. The border costs kernels nothing, as the running maximum starts there. A
+// slope of 1024 leaves nothing of a diagonal key's neighbours; kernels sum it up from a tile's
+// corner, and still end at 0 on the diagonal. One of −64 stays below the border for 2^20 keys.
 #pragma once
 
 #include <cstdint>

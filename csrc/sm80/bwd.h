@@ -10,9 +10,8 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 512 that are multiples of 8; above 256 with the shared memory of
-// sm_90. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout; above 128 with no score terms, not
-// deterministic, and with the shared memory of sm_90.
+// fp16 and bf16 with any head_dim and head_dim_v up to 512 that are multiples of 8, kFp32 and kTf32
+// with those up to 256. The larger half of either range takes the shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are skipped, with 163 KB of shared memory a thread block. fp16 and
 // bf16 up to 256, dense, with no score terms, not deterministic.
@@ -27,7 +26,7 @@ int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 // dK, dV, and either the sums in dq_accum or, if that is null, dQ itself.
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// fp32, as it is or by TF32; with score terms up to a head dim of 128.
+// fp32, as it is or by TF32.
 template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_bwd_wide(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>

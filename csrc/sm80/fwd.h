@@ -10,9 +10,8 @@
 
 namespace flash_attn::sm80 {
 
-// Any head_dim and head_dim_v up to 512 that are multiples of 8, above 256 with 163 KB of shared memory a
-// thread block. fp16 and bf16; kFp32 and kTf32 up to 256 with no dropout, and with no score terms above
-// 128.
+// fp16 and bf16 with any head_dim and head_dim_v up to 512 that are multiples of 8, kFp32 and kTf32
+// with those up to 256. Above 256 a thread block takes 163 KB of shared memory.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are skipped. fp16 and bf16 up to 256, dense, with no score terms.
 void run_fwd_masked(const Masked<FwdParams>& params, Stream stream);
@@ -21,7 +20,7 @@ void run_fwd_of_sequences(const OfSequences<FwdParams>& params, Stream stream);
 
 template <DType kDType, int kHeadDim>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// fp32, as it is or by TF32; with score terms up to a head dim of 128.
+// fp32, as it is or by TF32.
 template <DType kDType, int kHeadDim, bool kScoreTerms>
 void launch_fwd_wide(const FwdParams& params, Stream stream);
 template <DType kDType, int kHeadDim>

@@ -9,9 +9,9 @@ namespace flash_attn::sm90 {
 
 using cuda::with_dtype;
 
-// Calls f.template operator()<class of q and k, class of v>(). Beside the classes of all kernels:
-// 48, 80 and 160, as the next class would spend a sixth to a quarter of its products on the zeros
-// of d = 40, 72, 80 and 160, which models use; and 192 with a narrower v of 128. Any other v is
+// Calls f.template operator()<class of q and k, class of v>(). Beside the classes of all kernels
+// there are 48, 80 and 160: on head dims of these that models use, the next class would spend a
+// sixth to a quarter of its products on zeros. 192 has one with a narrower v of 128. Any other v is
 // filled up with zeros.
 template <typename F>
 auto with_head_dim_class(int head_dim, int head_dim_v, F&& f) {
@@ -34,10 +34,10 @@ struct FwdTile {
   // 64 (d = 80, 96, 160: 32) columns each of O, on its way out; a divisor of those of O.
   int output_slabs;
   bool ordered;  // consumers take turns at the tensor cores
-  // On a multiprocessor. With one, the next P is made while the tensor cores still read this one: with
-  // more than about 195 of 240 (130 of 160) registers taken by S, O and two P, ptxas serialises
-  // wgmma. With two, one's products run beside the other's softmax and tile ends, so a consumer does
-  // one thing after the other and `ordered` is false.
+  // On a multiprocessor. With one, the next P is made while the tensor cores still read this one.
+  // Then ptxas serialises wgmma if S, O and two P take more than about four fifths of a thread's
+  // registers: 195 of 240. With two, one's products run beside the other's softmax and tile ends,
+  // so a consumer does one thing after the other and `ordered` is false.
   int blocks = 1;
 
   constexpr int block_m() const { return 64 * consumers; }
@@ -83,8 +83,8 @@ inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
                                                 .output_slabs = 1,
                                                 .ordered = false,
                                                 .blocks = 2};
-// With 128 rows to a tile of K and V, TMA seems to bound these two (rows of three boxes of 64
-// bytes, in d = 72 across sectors): 192 rows share each of them.
+// With 128 rows to a tile of K and V, TMA seems to bound these two, as a row is three boxes, which
+// cross sectors at d = 72. So 192 rows share each of them.
 template <>
 inline constexpr FwdTile kFwdTile<80, 80> = {
     .consumers = 3, .block_n = 80, .stages = 3, .q_stages = 2, .output_slabs = 3, .ordered = true};

@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_attn
 from flash_attn import _upstream, masks
 from flash_attn._call import window_sides
+from flash_attn.kvcache import check_append
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
 
@@ -53,6 +54,28 @@ def chunks(
     return is_own if lengths else masks.from_bool(is_own)
 
 
+def chunks_of_sequences(
+    attention_chunk,
+    q,
+    k,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    leftpad_k=None,
+):
+    """chunks of a varlen call; positions count from leftpad_k on."""
+    if not attention_chunk:
+        return None
+    lens_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
+    lens_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    if leftpad_k is not None:
+        lens_k = (lens_k - leftpad_k).clamp(min=0)
+    return chunks(attention_chunk, q, k, (lens_q, lens_k, max_seqlen_q, max_seqlen_k))
+
+
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -76,9 +99,25 @@ def flash_attn_combine(
     return (total if out is None else out.copy_(total)), lse
 
 
-def _varlen_with_cache(q, k, v, cu_seqlens_q, max_seqlen_q, lengths, page_table, rows, **options):
+def _capacity(cache: Tensor, page_table: Tensor | None) -> int:
+    return cache.size(1) * (1 if page_table is None else page_table.size(1))
+
+
+def _varlen_with_cache(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    max_seqlen_q,
+    lengths,
+    page_table,
+    rows,
+    leftpad,
+    attention_chunk,
+    options,
+):
     """Queries of different lengths, one after the other, against caches (batch, capacity, …)."""
-    capacity = k.size(1) * (1 if page_table is None else page_table.size(1))
+    capacity = _capacity(k, page_table)
     cu_seqlens_k, batch = None, cu_seqlens_q.numel() - 1
     if rows is not None:
         page_table = None if page_table is None else page_table[rows]
@@ -86,21 +125,111 @@ def _varlen_with_cache(q, k, v, cu_seqlens_q, max_seqlen_q, lengths, page_table,
     if page_table is None:
         cu_seqlens_k = capacity * torch.arange(batch + 1, dtype=torch.int32, device=k.device)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    elif lengths is None:
-        lengths = torch.full((batch,), capacity, dtype=torch.int32, device=k.device)
+    lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, capacity)
+    bias = chunks_of_sequences(attention_chunk, q, k, *lens, None, lengths, leftpad)
     out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        capacity,
+        *lens,
         block_table=page_table,
         seqused_k=lengths,
+        leftpad_k=leftpad,
+        attn_bias=bias,
         return_attn_probs=True,
         **options,
     )
+    return out, softmax_lse
+
+
+def _one_after_the_other(
+    x: Tensor, cu_seqlens: Tensor | None, name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(batch, seqlen, …), or (total, …) with cu_seqlens, as (total, …). Returns it, its cu_seqlens,
+    and of each token its sequence and its place in that."""
+    dims = 4 if cu_seqlens is None else 3
+    if x.dim() != dims:
+        raise RuntimeError(
+            f"flash_attn: {name}: expected {dims} dimensions, got shape {tuple(x.shape)}"
+        )
+    if cu_seqlens is None:
+        ends = torch.arange(x.size(0) + 1, dtype=torch.int32, device=x.device)
+        cu_seqlens, x = ends * x.size(1), x.flatten(0, 1)
+    token = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)
+    sequence = sequence.clamp(max=cu_seqlens.numel() - 2)
+    return x, cu_seqlens, sequence, token - cu_seqlens[sequence]
+
+
+def _append(k_cache, v_cache, k, v, position, rows, page_table):
+    """Writes tokens (total, heads, d) to these positions of these rows: each is a sequence of its
+    own, whose step of decoding, against itself, nobody looks at."""
+    flash_attn.flash_attn_with_kvcache(
+        torch.zeros_like(k)[:, None],
+        k_cache,
+        v_cache,
+        k[:, None],
+        v[:, None],
+        cache_seqlens=position,
+        cache_batch_idx=rows,
+        block_table=page_table,
+        window_size=(0, 0),
+    )
+
+
+def _with_cache_as_varlen(
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    lengths,
+    rows,
+    leftpad,
+    page_table,
+    cu_seqlens_q,
+    cu_seqlens_k_new,
+    max_seqlen_q,
+    rotary_seqlens,
+    interleaved,
+    attention_chunk,
+    options,
+):
+    """with_cache for what the kernels of a cache do not take: queries or new keys of different
+    lengths, chunks. One thing after the other: rotate, append, attend."""
+    is_dense = cu_seqlens_q is None
+    batch, seqlen = q.shape[:2] if is_dense else (cu_seqlens_q.numel() - 1, max_seqlen_q)
+    capacity = _capacity(k_cache, page_table)
+    q, cu_seqlens_q, sequence_q, place_q = _one_after_the_other(q, cu_seqlens_q, "q")
+    if not isinstance(lengths, Tensor):
+        length = capacity if lengths is None else lengths
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    if k is not None:
+        v, _, _, _ = _one_after_the_other(v, cu_seqlens_k_new, "v")
+        k, cu_seqlens_k_new, sequence, place = _one_after_the_other(k, cu_seqlens_k_new, "k")
+        if rotary_cos is not None:
+            first = lengths if rotary_seqlens is None else rotary_seqlens
+            is_by_position = options["causal"] or window_sides(options["window_size"]) != (-1, -1)
+            q_at = first[sequence_q] + (place_q if is_by_position else 0)
+            turn = partial(
+                apply_rotary_emb, cos=rotary_cos, sin=rotary_sin, interleaved=interleaved
+            )
+            q = turn(q[:, None], seqlen_offsets=q_at).squeeze(1)
+            k = turn(k[:, None], seqlen_offsets=first[sequence] + place).squeeze(1)
+        new = cu_seqlens_k_new.diff()
+        position = (lengths[sequence] + place).where(place < new[sequence], capacity)  # or nowhere
+        into = sequence if rows is None else rows[sequence]
+        _append(k_cache, v_cache, k, v, position, into, page_table)
+        lengths = lengths + new
+    out, softmax_lse = _varlen_with_cache(
+        *(q, k_cache, v_cache, cu_seqlens_q, seqlen, lengths, page_table, rows, leftpad),
+        *(attention_chunk, options),
+    )
+    if is_dense:
+        shape = (batch, seqlen)
+        return out.unflatten(0, shape), softmax_lse.unflatten(1, shape).transpose(0, 1)
     return out, softmax_lse
 
 
@@ -130,16 +259,18 @@ def with_cache(
     cache_leftpad,
     page_table,
     cu_seqlens_q,
+    cu_seqlens_k_new,
     max_seqlen_q,
     k_descale,
     v_descale,
     rotary_interleaved,
     num_splits,
     rotary_seqlens,
+    attention_chunk,
     **options,
 ):
     """out and softmax_lse of queries, dense or varlen, against a cache."""
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None and cu_seqlens_k_new is None and not attention_chunk:
         if rotary_seqlens is not None and rotary_cos is not None:
             is_by_position = options["causal"] or window_sides(options["window_size"]) != (-1, -1)
             turned = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
@@ -164,25 +295,27 @@ def with_cache(
             v_descale=v_descale,
             **options,
         )
-    if any(x is not None for x in (k, v, rotary_cos, rotary_sin, k_descale, v_descale)):
-        raise NotImplementedError(
-            "flash_attn: cu_seqlens_q: k, v, rotary_cos, k_descale and v_descale are not supported"
-            " with it, expected None"
-        )
-    if isinstance(cache_seqlens, int):
-        shape = (cu_seqlens_q.numel() - 1,)
-        cache_seqlens = torch.full(shape, cache_seqlens, dtype=torch.int32, device=q.device)
-    return _varlen_with_cache(
+    refuse(k_descale=k_descale, v_descale=v_descale)
+    check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    return _with_cache_as_varlen(
         q,
         k_cache,
         v_cache,
-        cu_seqlens_q,
-        max_seqlen_q,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
         cache_seqlens,
-        page_table,
         cache_batch_idx,
-        leftpad_k=cache_leftpad,
-        **options,
+        cache_leftpad,
+        page_table,
+        cu_seqlens_q,
+        cu_seqlens_k_new,
+        max_seqlen_q,
+        rotary_seqlens,
+        rotary_interleaved,
+        attention_chunk,
+        options,
     )
 
 
@@ -225,18 +358,13 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of dense, varlen and cached calls, by what is given.
 
-    scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv, cu_seqlens_k_new,
-    q_descale, attention_chunk: NotImplementedError.
+    scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv, q_descale:
+    NotImplementedError.
 
     Returns: out (out_ if given), softmax_lse, and two empty tensors where FlashAttention-3 has its
     unfinished pieces.
     """
-    refuse(
-        qv=qv,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        q_descale=q_descale,
-        attention_chunk=attention_chunk,
-    )
+    refuse(qv=qv, q_descale=q_descale)
     options = {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -245,23 +373,26 @@ def _flash_attn_forward(
     }
     cached = (k_new, page_table, kv_batch_idx, rotary_cos, k_descale, v_descale)
     if cu_seqlens_k is not None and all(x is None for x in cached):
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        used = (seqused_q, seqused_k, leftpad_k)
         out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
             q,
             k,
             v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
+            *lengths,
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             leftpad_k=leftpad_k,
+            attn_bias=chunks_of_sequences(attention_chunk, q, k, *lengths, *used),
             return_attn_probs=True,
             **options,
         )
     elif cu_seqlens_q is None and all(x is None for x in (*cached, seqused_k, leftpad_k)):
         refuse(seqused_q=seqused_q)
-        out, softmax_lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        bias = chunks(attention_chunk, q, k)
+        out, softmax_lse, _ = flash_attn.flash_attn_func(
+            q, k, v, attn_bias=bias, return_attn_probs=True, **options
+        )
     else:
         refuse(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k)
         out, softmax_lse = with_cache(
@@ -277,12 +408,14 @@ def _flash_attn_forward(
             leftpad_k,
             page_table,
             cu_seqlens_q,
+            cu_seqlens_k_new,
             max_seqlen_q,
             k_descale,
             v_descale,
             rotary_interleaved,
             num_splits,
             seqlens_rotary,
+            attention_chunk,
             **options,
         )
     out = out if out_ is None else out_.copy_(out)

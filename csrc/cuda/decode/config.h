@@ -17,9 +17,9 @@ struct DecodeTile {
   int stages;  // tiles of K or V that it holds or has under way
 };
 
-// 96 KiB a block in every class: one block keeps 64 KB under way, where 35 KB an SM saturate an
-// H200's memory. Two blocks fit an SM of sm_90, one the 163 KB of sm_80 and the 99 KB of sm_86, 89
-// and 120. Wide tiles wait and reduce less often.
+// 96 KiB a block in every class. One block keeps more under way than an SM needs to saturate the
+// memory of an H200 (docs/kernels/decode.md). Two blocks fit an SM of sm_90, and one fits the
+// others. Wide tiles wait and reduce less often.
 template <int kHeadDim>
 inline constexpr DecodeTile kDecodeTile = {};
 template <>

@@ -20,9 +20,10 @@ inline constexpr int kKvcacheWideHeadDim = 256;  // of fp32
 
 constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
 
-// Keys of a tile: 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not to be
-// felt; 8-bit tiles have twice the keys, as the work a key is the same. fp32: 32 KB, so that a warp splits
-// its operand of Q for many keys, and two tiles fit the least shared memory in every class.
+// Keys of a tile. It has 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not
+// to be felt. 8-bit tiles have twice the keys, as the work a key is the same. Those of fp32 have
+// 32 KB, so that a warp splits its operand of Q for many keys, and two tiles fit the least shared
+// memory in every class.
 constexpr int kvcache_tile_keys(DType cache_dtype, int head_dim_class) {
   if (cache_dtype == DType::kFp32 && head_dim_class > 128) return 32;
   return head_dim_class <= 64 || is_8bit(cache_dtype) ? 128 : 64;
