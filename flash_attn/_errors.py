@@ -7,8 +7,11 @@ A public function whose arguments the op or torch refused in words of their own 
     except Exception as error:
         explain(error, this_function, locals())
         raise
+
+or is `explained`, where one more Python call costs nothing.
 """
 
+import functools
 import inspect
 import re
 import typing
@@ -18,6 +21,7 @@ from types import NoneType, UnionType
 import torch
 from torch import Tensor
 
+_F = typing.TypeVar("_F", bound=Callable)
 _MAX_CHARACTERS = 300
 _INT64 = range(-(2**63), 2**63)
 _CONVERSIONS = {int: "__index__", float: "__float__", bool: "__bool__"}
@@ -151,3 +155,25 @@ def explain(
         better = _with_forms(error, function, given)
     if better is not None:
         raise better from None
+
+
+def explained(*, of_torch: bool = False) -> Callable[[_F], _F]:
+    """A decorator: the exceptions say which argument is wrong. of_torch: as in explain."""
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                try:
+                    given = inspect.signature(function).bind(*args, **kwargs)
+                except TypeError:  # too many or too few: Python's own words
+                    raise error from None
+                given.apply_defaults()
+                explain(error, function, given.arguments, of_torch=of_torch)
+                raise
+
+        return call
+
+    return decorate

@@ -153,6 +153,9 @@ def differentiable_calls(target: Target) -> dict:
     cu = lengths(target, 0, 3, 6)
     caches = dict(k_cache=new(2, 9, 2, 8), v_cache=new(2, 9, 2, 8))
     step = caches | dict(q=new(2, 1, 2, 8))
+    step |= {name: x for name, x in terms.items() if name != "attn_bias"}
+    of_8_bits = {name: torch.ones_like(x, dtype=torch.int8) for name, x in caches.items()}
+    descales = {name: torch.rand(2, device=target.device) for name in ("k_descale", "v_descale")}
     append = step | dict(k=new(2, 1, 2, 8), v=new(2, 1, 2, 8))
     append |= dict(rotary_cos=new(9, 4), rotary_sin=new(9, 4))
     sdpa = dict(query=new(1, 2, 3, 8), key=new(1, 2, 3, 8), value=new(1, 2, 3, 8))
@@ -187,7 +190,13 @@ def differentiable_calls(target: Target) -> dict:
             sdpa | (dict(attn_mask=new(3, 3)) if terms else {}),
             {},
         ),
+        "masked": (
+            fa.flash_attn_func,
+            {name: x for name, x in (dense | terms).items() if name != "attn_bias"},
+            dict(attn_bias=fa.masks.prefix_lm(2)),
+        ),
         "decode": (fa.flash_decode_func, step, {}),
+        "decode_8_bits": (fa.flash_decode_func, dict(q=new(2, 1, 2, 8)) | descales, of_8_bits),
         "step": (fa.flash_attn_with_kvcache, step, dict(cache_seqlens=lengths(target, 3, 5))),
         "append": (fa.flash_attn_with_kvcache, append, dict(cache_seqlens=lengths(target, 3, 5))),
     }
@@ -202,7 +211,7 @@ def test_forward_mode_is_refused(form: str, target: Target) -> None:
     """In functorch and with dual tensors, for every input: never a tangent that is silently zero.
     Nothing is written."""
     function, inputs, options = differentiable_calls(target)[form]
-    if target.backend != "aten" and form in ("decode", "step", "append"):
+    if target.backend != "aten" and form in ("decode", "decode_8_bits", "step", "append"):
         pytest.skip("sm80 serves no step of decoding")
     before = {name: x.clone() for name, x in inputs.items()}
     for name, x in inputs.items():

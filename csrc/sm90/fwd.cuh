@@ -59,8 +59,8 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
 #pragma unroll 1
   for (;;) {
     const int slot = self.slots.stage();
-    if (smem.work[slot].end) break;
-    const FwdWork& work = smem.work[slot].work();
+    if (smem.queue.slots[slot].end) break;
+    const FwdWork& work = smem.queue.slots[slot].work();
     typename Traits::Output O;
     typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
     if constexpr (Traits::kMaxLogits) {

@@ -44,7 +44,7 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
   int warpgroup, lane;
   int warp_row;     // of the warp's 16 rows in the tile
   int staged = -1;  // slot of the tile whose O lies in shared memory
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots;
+  Ring<kFwdWorkSlots> slots;
   Ring<Traits::kQStages> q_ring;
   Ring<Traits::kStages> k_ring, v_ring;
 
@@ -57,7 +57,7 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
         warpgroup(consumer),
         lane(threadIdx.x % 32),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
-        slots(smem.work_ring),
+        slots(smem.queue.ring),
         q_ring(smem.q_ring),
         k_ring(smem.k_ring),
         v_ring(smem.v_ring) {
@@ -90,7 +90,7 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
   // Starts S = Q K(n)ᵀ of a tile, n its first block. The caller waits.
   __device__ __forceinline__ void start_tile(typename Traits::Scores& S) {
     slots.wait_full();
-    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
     if (!slot.end && slot.work().has_keys()) {
       q_ring.wait_full();
       k_ring.wait_full();
@@ -128,14 +128,14 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
   // The rest of the tile before, and the end of it.
   __device__ __forceinline__ void send_staged() {
     if (staged < 0) return;
-    send_output(smem.work[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
+    send_output(smem.queue.slots[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
     release_work(staged);
     staged = -1;
   }
 
   // The end of a tile.
   __device__ __forceinline__ void release_work(int slot) const {
-    ::cuda::ptx::mbarrier_arrive(&smem.work_ring.empty[slot]);
+    ::cuda::ptx::mbarrier_arrive(&smem.queue.ring.empty[slot]);
   }
 
   // The values of the first keys of the block at hand become 0. By the whole warpgroup.

@@ -54,14 +54,14 @@ template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_keys_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
     int num_tiles, FwdSharedStorage<Traits>& smem) {
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<kFwdWorkSlots> slots(smem.queue.ring);
   Ring<decltype(smem.mask)::kFound> found_ring(smem.mask.ring);
   const bool speaks = threadIdx.x % 32 == 0;
   int tile_idx = blockIdx.x;
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
-    FwdWorkSlot& slot = smem.work[slots.stage()];
+    FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
     slots.wait_empty();
     if (speaks) {
       slot.end = false;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void schedule_and_find_keys_loop(
   }
   slots.wait_empty();
   if (speaks) {
-    smem.work[slots.stage()].end = true;
+    smem.queue.slots[slots.stage()].end = true;
     slots.arrive_full();
   }
 }

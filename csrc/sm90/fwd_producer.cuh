@@ -28,7 +28,7 @@ template <typename Traits>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     const CUtensorMap& k_map, FwdSharedStorage<Traits>& smem) {
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<kFwdWorkSlots> slots(smem.queue.ring);
   Ring<Traits::kStages> k_ring(smem.k_ring);
   const int lane = threadIdx.x % 32;
   int tile_idx = blockIdx.x;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     const TileCoordinates tile = scheduler.tile(tile_idx / num_pieces<Traits>(params));
     const SeqlenInfo seqlen(params, tile.batch_idx);
     const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
-    FwdWorkSlot& slot = smem.work[slots.stage()];
+    FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
     int n = 0, begin = 0, turned = 0;  // blocks of K to load
     if (has_rows && lane == 0) {
       slots.wait_empty();
@@ -62,7 +62,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   }
   if (lane == 0) {
     slots.wait_empty();
-    smem.work[slots.stage()].end = true;
+    smem.queue.slots[slots.stage()].end = true;
     slots.arrive_full();
   }
 }
@@ -70,11 +70,11 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
 // Calls step(work, slot) for each tile. One thread of a loader warp.
 template <typename Traits, typename Step>
 __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, const Step& step) {
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<kFwdWorkSlots> slots(smem.queue.ring);
 #pragma unroll 1
   for (;; slots.advance()) {
     slots.wait_full();
-    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
     if (slot.end) break;
     step(slot.work(), slots.stage());
     slots.arrive_empty();
@@ -156,12 +156,12 @@ __device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
   const BiasParams& bias = params.score.bias;
   const int lane = threadIdx.x % 32;
   const float factor = 1.f / params.softmax_scale;
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<kFwdWorkSlots> slots(smem.queue.ring);
   Ring<Traits::kBiasStages> ring(smem.key_bias.ring);
 #pragma unroll 1
   for (;; slots.advance()) {
     slots.wait_full();
-    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
     if (slot.end) break;
     const FwdWork& work = slot.work();
     with_bias_type<typename Traits::Element>(bias.dtype, [&]<typename Number>(const Number*) {
@@ -195,12 +195,12 @@ __device__ __forceinline__ void draw_key_words_loop(const FwdParams& params,
   constexpr int kWords = Traits::kBlockN / 4;  // of a block, one for each lane
   static_assert(kWords <= 32);
   const int lane = threadIdx.x % 32;
-  Ring<FwdSharedStorage<Traits>::kWorkSlots> slots(smem.work_ring);
+  Ring<kFwdWorkSlots> slots(smem.queue.ring);
   Ring<Traits::kStages> ring(smem.v_ring);
 #pragma unroll 1
   for (;; slots.advance()) {
     slots.wait_full();
-    const FwdWorkSlot& slot = smem.work[slots.stage()];
+    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
     if (slot.end) break;
     const FwdWork& work = slot.work();
     const DropoutHead head =

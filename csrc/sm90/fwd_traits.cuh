@@ -12,6 +12,7 @@
 #include "tile/copy.cuh"
 #include "tile/linear_term.cuh"
 #include "tile/ring.cuh"
+#include "tile/work_queue.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -151,15 +152,11 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
       .batch_idx = tile.batch_idx};
 }
 
-struct FwdWorkSlot {
-  bool end;  // no tile: all is done
-  alignas(FwdWork) unsigned char storage[sizeof(FwdWork)];
-
-  __device__ __forceinline__ const FwdWork& work() const {
-    return *reinterpret_cast<const FwdWork*>(storage);
-  }
-  __device__ __forceinline__ FwdWork& work() { return *reinterpret_cast<FwdWork*>(storage); }
-};
+// The tiles, on their way to all warps. Each loop follows it with a ring of its own, not with a WorkReader:
+// a consumer gives a tile back when the next one is under way, and who writes it loads K in between.
+inline constexpr int kFwdWorkSlots = 3;
+using FwdWorkQueue = WorkQueue<FwdWork, kFwdWorkSlots>;
+using FwdWorkSlot = FwdWorkQueue::Slot;
 
 // Blocks of a staged bias, of each consumer its own: who comes first need not wait for the others.
 template <typename Traits, bool kStaged = Traits::kStagedBias>
@@ -238,7 +235,6 @@ struct FwdAlibiStorage<Traits, true> {
 
 template <typename Traits>
 struct FwdSharedStorage : FwdBiasStorage<Traits> {
-  static constexpr int kWorkSlots = 3;
   using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::QTile q[Traits::kQStages];
@@ -249,9 +245,8 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
   [[no_unique_address]] FwdAlibiStorage<Traits> alibi;
-  FwdWorkSlot work[kWorkSlots];
-  alignas(ScorePolicy) unsigned char score_storage[kWorkSlots][sizeof(ScorePolicy)];
-  RingBarriers<kWorkSlots> work_ring;
+  FwdWorkQueue queue;
+  alignas(ScorePolicy) unsigned char score_storage[kFwdWorkSlots][sizeof(ScorePolicy)];
   RingBarriers<Traits::kQStages> q_ring;
   RingBarriers<Traits::kStages> k_ring, v_ring;
 
@@ -279,8 +274,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
     // loaders a thread each of Q's, V's, a staged bias's and, with a mask, K's, and the warp of a key
     // bias or of words.
     constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
-    work_ring.init(
-        1, 2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders + 32 * kConsumerWarps);
+    queue.init(2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders + 32 * kConsumerWarps);
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
     v_ring.init(Traits::kDropout ? 1 + 32 : 1, (Traits::kDropout ? 32 : 1) * kConsumerWarps);

@@ -7,12 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._call import decode, decode_arguments, expect, window_sides
+from flash_attn._errors import explained, shown
 from flash_attn.context_parallel.merge import compute_dtype, merge_attention
 from flash_attn.context_parallel.shards import Group, ranks_of
 
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 Window = Sequence[int | None] | Tensor
 
 
+@explained()
 def flash_decode_func(
     q: Tensor,
     k_cache: Tensor,
@@ -70,6 +73,22 @@ def flash_decode_func(
     """
     ranks = ranks_of(group)
     left, right = window_sides(window_size)
+    for name, x, dims in (
+        ("q", q, 4),
+        ("k_cache", k_cache, 4),
+        ("v_cache", v_cache, 4),
+        ("block_table", block_table, 2),
+    ):
+        if x is not None:
+            expect(x.dim() == dims, name, f"{dims} dimensions", x.dim())
+    _check_numbers(q, "cache_seqlens", cache_seqlens, (torch.int32,))
+    _check_numbers(q, "cache_batch_idx", cache_batch_idx, (torch.int32,))
+    _check_numbers(q, "seqlens", seqlens, _INTEGERS)
+    _check_numbers(q, "first_key", first_key, _INTEGERS)
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is not None:
+            expect(x.dim() in (1, 2), name, "one dimension or two", x.dim())
+    _check_terms(q, alibi_slopes, learnable_sink)
     tokens, wide = q.size(1), compute_dtype(q.dtype)
     options = dict(
         softmax_scale=softmax_scale,
@@ -116,6 +135,29 @@ def flash_decode_func(
             sink = learnable_sink.to(wide)[:, None].expand_as(lse)
             out, lse = merge_attention((out, torch.zeros_like(out)), (lse, sink))
     return (out.to(q.dtype), lse) if return_softmax_lse else out.to(q.dtype)
+
+
+def _check_numbers(q: Tensor, name: str, x: Tensor | None, dtypes: tuple) -> None:
+    """One for each sequence."""
+    if x is None:
+        return
+    fits = x.dtype in dtypes and tuple(x.shape) == (q.size(0),) and x.layout == torch.strided
+    words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    wanted = f"{words} ({q.size(0)}) on {q.device} as q is"
+    expect(fits and x.device == q.device, name, wanted, shown(x))
+
+
+def _check_terms(q: Tensor, slopes: Tensor | None, sink: Tensor | None) -> None:
+    """What this rank works out beside the kernels."""
+    batch, heads = q.size(0), q.size(2)
+    if slopes is not None:
+        fits = tuple(slopes.shape) in ((heads,), (batch, heads)) and slopes.device == q.device
+        wanted = f"float32 ({heads}) or ({batch}, {heads}) on {q.device} as q is"
+        expect(fits and slopes.dtype == torch.float32, "alibi_slopes", wanted, shown(slopes))
+    if sink is not None:
+        fits = tuple(sink.shape) == (heads,) and sink.device == q.device
+        wanted = f"a floating dtype of shape ({heads}) on {q.device} as q is"
+        expect(fits and sink.is_floating_point(), "learnable_sink", wanted, shown(sink))
 
 
 def _check_positions(seqlens, first_key, alibi_slopes, causal: bool, tokens: int) -> None:

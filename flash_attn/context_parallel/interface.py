@@ -18,6 +18,7 @@ from flash_attn._call import (
     is_top_left,
     window_sides,
 )
+from flash_attn._errors import explained, shown
 from flash_attn.context_parallel.attention import context_parallel_fwd
 from flash_attn.context_parallel.exchange import from_first_rank
 from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows
@@ -37,6 +38,7 @@ Lengths = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
+@explained()
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -137,6 +139,7 @@ def flash_attn_func(
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
+@explained()
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -366,7 +369,7 @@ def _check_scheme(scheme: str, ranks: Ranks) -> None:
     if scheme not in allowed:
         raise ValueError(
             f"flash_attn: scheme: expected one of {allowed} for a group of"
-            f" {1 if ranks.inner is None else 2} dimensions, got {scheme!r}"
+            f" {1 if ranks.inner is None else 2} dimensions, got {shown(scheme)}"
         )
 
 
@@ -390,6 +393,9 @@ def _check(call: _WholeCall, ranks: Ranks, shards: list[Shards], tensors) -> Non
     expect(divides, "k", f"a number of heads that divides {heads}", heads_kv)
     for name, x, held in (("q", q, shards[0]), ("k", k, shards[1])):
         ranks.check_rows(held, x.size(1), name)
+    for name, x in (("alibi_slopes", slopes), ("learnable_sink", sink)):
+        if x is not None:
+            expect(x.device == q.device, name, f"device {q.device} as q has", x.device)
     if slopes is not None:
         sequences = len(call.cu_seqlens_q) - 1 if call.varlen else q.size(0)
         fits = tuple(slopes.shape) in ((heads,), (sequences, heads))
@@ -409,6 +415,9 @@ def _described(x: Tensor) -> str:
 
 
 def _on_host(lengths: Lengths, argument: str) -> tuple[int, ...]:
+    if isinstance(lengths, Tensor):
+        readable = lengths.dim() == 1 and lengths.device.type != "meta"
+        expect(readable, argument, "numbers in one dimension", shown(lengths))
     numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     numbers = tuple(as_int(n, argument) for n in numbers)
     rises = all(a <= b for a, b in pairwise(numbers))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn._call import expect
+from flash_attn._errors import explained
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,6 +34,7 @@ def _check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         expect(tuple(lse.shape) == rows, "lses", f"shape {rows}", tuple(lse.shape))
 
 
+@explained(of_torch=True)
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from the result over each; differentiable.
 

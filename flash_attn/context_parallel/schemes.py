@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn._call import window_sides
+from flash_attn._call import as_int, window_sides
+from flash_attn._errors import explained
 from flash_attn.context_parallel.shards import Group, ranks_of
 
 SCHEMES = ("ring", "all-gather", "ulysses")
@@ -21,6 +22,7 @@ LINK_BYTES = {True: 370e9, False: 45e9}
 LAUNCH_SECONDS = 150e-6
 
 
+@explained(of_torch=True)
 def choose_scheme(
     group: Group = None,
     *,
@@ -58,6 +60,9 @@ def choose_scheme(
     Returns: "ring", "all-gather" or "ulysses".
     """
     ranks = ranks_of(group)
+    seqlen_q, heads_q = as_int(seqlen_q, "seqlen_q"), as_int(heads_q, "heads_q")
+    causal, alibi = bool(causal), bool(alibi)
+    heads_kv, head_dim = as_int(heads_kv, "heads_kv"), as_int(head_dim, "head_dim")
     left, right = window_sides(window_size)
     two_dimensions = ranks.inner is not None
     if left >= 0 and (causal or right >= 0) and not alibi:

@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flash_attn._errors import shown
+
 LAYOUTS = ("zigzag", "contiguous")
 
 Range = tuple[int, int]  # tokens [first, last)
@@ -95,7 +97,7 @@ def in_order(held: tuple[Ranges, ...]) -> tuple[tuple[int, int, int], ...]:
 
 def check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"flash_attn: layout: expected one of {LAYOUTS}, got {layout!r}")
+        raise ValueError(f"flash_attn: layout: expected one of {LAYOUTS}, got {shown(layout)}")
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,17 @@ def ranks_of(group: Group) -> Ranks:
             raise ValueError(
                 f"flash_attn: group: expected (outer, inner), got a tuple of {len(group)}"
             )
-        return Ranks(*group)
-    return Ranks(group)
+        return Ranks(*(_process_group(member) for member in group))
+    return Ranks(_process_group(group))
+
+
+def _process_group(group: object) -> dist.ProcessGroup:
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "flash_attn: group: expected a ProcessGroup that this rank is in, a DeviceMesh, a tuple"
+            f" of two ProcessGroups or None, got {shown(group)}"
+        )
+    return group
 
 
 def global_length(length: int | None, rows: int, ranks: Ranks) -> int:

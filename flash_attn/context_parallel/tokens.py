@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_attn._call import expect
+from flash_attn._errors import explained
 from flash_attn.context_parallel.exchange import all_to_all
 from flash_attn.context_parallel.shards import (
     Group,
@@ -16,6 +18,7 @@ from flash_attn.context_parallel.shards import (
 )
 
 
+@explained(of_torch=True)
 def split(x: Tensor, group: Group = None, dim: int = 1, *, layout: str = "zigzag") -> Tensor:
     """This rank's part of x, which every rank of the group has whole. Communicates nothing.
 
@@ -41,6 +44,7 @@ def split(x: Tensor, group: Group = None, dim: int = 1, *, layout: str = "zigzag
         ValueError: layout or group is none of those above.
     """
     check_layout(layout)
+    _check_dim(x, dim)
     ranks = ranks_of(group)
     shards = ranks.shards(x.size(dim), layout)
     parts = [
@@ -52,6 +56,7 @@ def split(x: Tensor, group: Group = None, dim: int = 1, *, layout: str = "zigzag
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+@explained()
 def join(
     x: Tensor,
     group: Group = None,
@@ -76,6 +81,7 @@ def join(
             time-out, a rank that is gone. ValueError: layout or group.
     """
     check_layout(layout)
+    _check_dim(x, dim)
     ranks = ranks_of(group)
     shards = ranks.shards(global_length(length, x.size(dim), ranks), layout)
     ranks.check_rows(shards, x.size(dim), "x")
@@ -84,6 +90,10 @@ def join(
         rows = _gather(rows, shards.inner_ranges(ranks.outer_rank), ranks.inner)
     outer = tuple(shards.outer_ranges(rank) for rank in range(ranks.outer_size))
     return _gather(rows, outer, ranks.outer).movedim(0, dim)
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    expect(-x.dim() <= dim < x.dim(), "dim", f"one of the {x.dim()} dimensions of x", dim)
 
 
 def _gather(rows: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) -> Tensor:
@@ -95,6 +105,7 @@ def _gather(rows: Tensor, held: tuple[Ranges, ...], group: dist.ProcessGroup) ->
     return torch.cat(pieces) if pieces else parts[0]
 
 
+@explained(of_torch=True)
 def position_ids(
     length: int,
     group: Group = None,

@@ -88,7 +88,7 @@ def window(left: int | None, right: int | None) -> Mask:
         side = -1 if side is None else side
         if not isinstance(side, int):
             raise TypeError(f"flash_attn: {name}: expected int or None, got {shown(side)}")
-        expect(side >= -1, name, "at least -1 (-1: no limit)", side)
+        expect(-1 <= side < 2**63, name, "-1 (no limit) to 2^63 - 1", side)
         sides.append(side)
     return Window(*sides)
 
@@ -140,7 +140,7 @@ def packed_documents(cu_seqlens: Tensor) -> Mask:
 
 def _prefix(lengths: int | Tensor, is_causal: bool) -> Mask:
     if isinstance(lengths, int):
-        expect(lengths >= 0, "lengths", "at least 0", lengths)
+        expect(0 <= lengths < 2**63, "lengths", "0 to 2^63 - 1", lengths)
     else:
         _expect_tensor(lengths, "lengths", (torch.int32, torch.int64), (1,))
     return Prefix(lengths, is_causal)

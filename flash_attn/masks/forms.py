@@ -280,8 +280,9 @@ class BlockSparse(Mask):
             f"at least {-(-size_q // times)} by {-(-size_k // times)} blocks",
             self.blocks,
         )
-        rows = self.blocks.repeat_interleave(times, 2)[:, :, :size_q]
-        return rows.repeat_interleave(times, 3)[..., :size_k]
+        # No more than there are, however large a block is.
+        rows = self.blocks.repeat_interleave(min(times, size_q), 2)[:, :, :size_q]
+        return rows.repeat_interleave(min(times, size_k), 3)[..., :size_k]
 
     def seen_at(self, at):
         return self._repeated(at.seqlen_q, at.seqlen_k, self.block_size)

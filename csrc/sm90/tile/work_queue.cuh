@@ -13,6 +13,11 @@ struct WorkQueue {
   struct Slot {
     bool end;  // no work: all is done
     alignas(Work) unsigned char storage[sizeof(Work)];
+
+    __device__ __forceinline__ const Work& work() const {
+      return *reinterpret_cast<const Work*>(storage);
+    }
+    __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(storage); }
   };
   Slot slots[kSlots];
   RingBarriers<kSlots> ring;
@@ -40,12 +45,11 @@ class WorkWriter {
   __device__ __forceinline__ Work& draft(const Work& work) {
     ring_.wait_empty();
     auto& slot = queue_.slots[ring_.stage()];
-    auto* const drafted = reinterpret_cast<Work*>(slot.storage);
     if (threadIdx.x % 32 == 0) {
       slot.end = false;
       new (slot.storage) Work(work);
     }
-    return *drafted;
+    return slot.work();
   }
   __device__ __forceinline__ void publish() {
     if (threadIdx.x % 32 == 0) ring_.arrive_full();
@@ -75,7 +79,7 @@ class WorkReader {
   __device__ __forceinline__ const Work* read() const {
     Ring<kSlots>(queue_.ring, visit_).wait_full();
     const auto& slot = queue_.slots[visit_ % kSlots];
-    return slot.end ? nullptr : reinterpret_cast<const Work*>(slot.storage);
+    return slot.end ? nullptr : &slot.work();
   }
   // The place of what was read in a ring that is visited in step with the queue.
   __device__ __forceinline__ Ring<kSlots> in(RingBarriers<kSlots>& barriers) const {
