@@ -161,7 +161,8 @@ def main() -> int:
     if len(names) > 1 and len({"before", "again", *names}) < len(names) + 2:
         parser.error(f"AFTER: expected folders of different names, got {', '.join(names)}")
     checkouts = {"before": args.before, "again": args.before}
-    checkouts |= {"after": args.after[0]} if len(names) == 1 else dict(zip(names, args.after, strict=True))
+    called = ["after"] if len(names) == 1 else names
+    checkouts |= dict(zip(called, args.after, strict=True))
     contestants = {
         name: Contestant(checkout.resolve(), args, device) for name, checkout in checkouts.items()
     }
