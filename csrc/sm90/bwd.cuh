@@ -38,6 +38,8 @@
 //   issue      │ S (i)    │ dP (i) │ dV (i), half │ dV (i), half │ dQ (i-1), dK (i) │
 //   meanwhile  │ read LSE │ exp    │ dS           │ dS, store    │ reduce dQ        │
 //
+// Where LSE and delta are columns of S and dP (bwd_row_terms.cuh), nobody reads them.
+//
 // dS comes from P as fp32, dV from P as rounded, and there are no registers for both. So only half of P
 // is rounded beside the other, and dV begins with it; the rest is rounded in its place, when its dS is
 // done.

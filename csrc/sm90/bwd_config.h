@@ -13,9 +13,11 @@ inline constexpr int kBwdBlockN = 64 * kBwdConsumers;
 inline constexpr int kBwdMaxSingleHeadDim = 128;
 
 struct BwdTile {
-  int block_m;  // queries of an iteration
-  int stages;   // blocks of Q, and of dO, in shared memory
-  bool pools;   // where sequences are short, the sums of dQ may be a pool
+  int block_m;              // queries of an iteration
+  int stages;               // blocks of Q, and of dO, in shared memory
+  bool pools;               // where sequences are short, the sums of dQ may be a pool
+  bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
+  bool holds_k = false;     // K of a consumer's keys is an operand in registers
 };
 
 // dK and dV take kHeadDim registers of a thread, S and dP block_m: together at most 192 of 240.
@@ -24,13 +26,16 @@ inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {.block_m = 128, .stages = 2, .pools = false};
 template <>
-inline constexpr BwdTile kBwdTile<64> = {.block_m = 128, .stages = 2, .pools = true};
+inline constexpr BwdTile kBwdTile<64> = {
+    .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
 template <>
 inline constexpr BwdTile kBwdTile<80> = {.block_m = 64, .stages = 2, .pools = false};
 template <>
-inline constexpr BwdTile kBwdTile<96> = {.block_m = 64, .stages = 2, .pools = false};
+inline constexpr BwdTile kBwdTile<96> = {
+    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
 template <>
-inline constexpr BwdTile kBwdTile<128> = {.block_m = 64, .stages = 2, .pools = true};
+inline constexpr BwdTile kBwdTile<128> = {
+    .block_m = 64, .stages = 2, .pools = true, .folds_rows = true};
 
 // Columns of a class's tiles in shared memory, and of its sums of dQ.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
@@ -58,21 +63,30 @@ struct BwdPairTile {
   // dV and dK of a block beside the arithmetic of the next one's scores, not beside their products:
   // Q and dO stay for longer.
   bool late_products;
-  int dq_registers;   // of a thread that computes dQ
-  int key_registers;  // of one that computes dK or dV
+  bool folds_rows;  // as BwdTile's; wider heads leave no room in shared memory
+  // Of a thread that computes dQ, P and dV, or dS and dK. What is left of the last two holds slabs of
+  // K and V.
+  int dq_registers, s_registers, d_registers;
 };
 template <int kHeadDim>
 inline constexpr BwdPairTile kBwdPairTile = {};
 // Q is needed longer than dO: from S to dK.
 template <>
-inline constexpr BwdPairTile kBwdPairTile<192> = {
-    .q_slots = 9, .dout_slots = 6, .late_products = true, .dq_registers = 88, .key_registers = 200};
+inline constexpr BwdPairTile kBwdPairTile<192> = {.q_slots = 9,
+                                                  .dout_slots = 6,
+                                                  .late_products = true,
+                                                  .folds_rows = true,
+                                                  .dq_registers = 64,
+                                                  .s_registers = 216,
+                                                  .d_registers = 208};
 template <>
 inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
                                                   .dout_slots = 6,
                                                   .late_products = false,
+                                                  .folds_rows = false,
                                                   .dq_registers = 72,
-                                                  .key_registers = 208};
+                                                  .s_registers = 208,
+                                                  .d_registers = 208};
 
 // The gradient of a bias that is shared (bwd_bias.cuh): blocks of Q and dO, and of K and V, in shared memory.
 struct BwdBiasStages {

@@ -3,6 +3,7 @@
 
 #include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/ptx/opaque.cuh"
+#include "../cuda/tile/smem_operand.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_traits.cuh"
 #include "ptx/warpgroup.cuh"
@@ -53,7 +54,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
         params(params),
         smem(smem),
         warpgroup(consumer),
-        scale_log2(params.softmax_scale * kLog2E),
+        scale_log2(Traits::RowValues::scale_log2(params.softmax_scale)),
         q_ring(smem.q_ring),
         ds_ring(smem.ds_ring),
         k_ring(smem.k_ring),
@@ -112,15 +113,33 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.term_ring);
   }
 
+  // This warp's keys become an operand in registers, once they are there.
+  __device__ __forceinline__ void hold(typename Traits::KeyOperand& K) const {
+    if constexpr (Traits::kHoldsK) {
+      const SmemOperand<Side::kA, Layout::kKInner, typename Traits::KTile> rows(smem.k, warp_row,
+                                                                                lane);
+#pragma unroll
+      for (int k = 0; k < Traits::kHeadDim; k += 16) rows.load(K.data[0][k / 16], 0, k);
+    }
+  }
+
   // Starts Sᵀ = K Qᵀ of this consumer's keys; dPᵀ = V dOᵀ.
-  __device__ __forceinline__ void start_scores(Scores& S) const {
-    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, keys(smem.k),
-                                                    queries(smem.q[q_ring.stage()]));
+  __device__ __forceinline__ void start_scores(Scores& S, typename Traits::KeyOperand& K) const {
+    const auto ones = Traits::RowValues::ones();
+    const auto Q = queries(smem.q[q_ring.stage()]);
+    if constexpr (Traits::kHoldsK) {
+      gemm_rs<Element, Into::kZero>(S, K, Q);
+    } else {
+      gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, keys(smem.k), Q);
+    }
+    smem.row_values[q_ring.stage()].subtract_lse(S, ones);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void start_score_gradient(Scores& dP) const {
+    const auto ones = Traits::RowValues::ones();
     gemm_ss<Element, Traits::kHeadDim, Into::kZero>(dP, keys(smem.v),
                                                     queries(smem.dout[q_ring.stage()]));
+    smem.row_values[q_ring.stage()].subtract_delta(dP, ones);
     ptx::wgmma_commit();
   }
 

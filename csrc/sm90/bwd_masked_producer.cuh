@@ -87,6 +87,7 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   Ring<decltype(smem.mask)::kFound> found_ring(smem.mask.ring);
+  const RowScales scales = {.scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
   const bool speaks = threadIdx.x % 32 == 0;
   int tile_idx = blockIdx.x;
 #pragma unroll 1
@@ -109,14 +110,15 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
         smem.mask.found[found_ring.stage()] = queries;
         found_ring.arrive_full();
       }
-      load_row_values(params, work, queries.block(), smem.row_values, ring, RowScales{}, 0.f, [&] {
-        if (speaks) smem.mask.of_q[ring.stage()] = queries;
-        constexpr uint32_t kLowBits = 0x55;  // of two for each tile
-        static_assert(kTileMixed == 1 && kTileSeen == 2);
-        if ((queries.states() & kLowBits) != 0) {
-          copy_mask_rows(smem.mask.rows[ring.stage()], params.mask, work, queries.block());
-        }
-      });
+      load_row_values<Traits::kBlockM>(
+          params, work, queries.block(), smem.row_values, ring, scales, 0.f, [&] {
+            if (speaks) smem.mask.of_q[ring.stage()] = queries;
+            constexpr uint32_t kLowBits = 0x55;  // of two for each tile
+            static_assert(kTileMixed == 1 && kTileSeen == 2);
+            if ((queries.states() & kLowBits) != 0) {
+              copy_mask_rows(smem.mask.rows[ring.stage()], params.mask, work, queries.block());
+            }
+          });
     }
     int next = tile_idx + gridDim.x;
     if (speaks) next = gridDim.x + atomicAdd(params.tile_counter, 1);

@@ -17,9 +17,11 @@
 //   warpgroup 3, D          dPᵀ = V dOᵀ; dS = P ∘ (dP - delta)          → dS to both blocks
 //                           dK += dSᵀ Q
 //
-// Each warpgroup is a block of queries ahead of the next, as far as the rings between them have
-// slots, so that the tensor cores always have somebody's product to do; within a warpgroup nothing is
-// overlapped but the product that ends an iteration.
+// S and D hold K and V of their keys in registers, as many slabs as there is room for; where shared memory has
+// room, LSE and delta are columns of the products (bwd_row_terms.cuh). Each warpgroup is a block of
+// queries ahead of the next, as far as the rings between them have slots, so that the tensor cores
+// always have somebody's product to do; within a warpgroup nothing is overlapped but the product
+// that ends an iteration.
 //
 // Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │ slabs of Q and of dO │
 //                 │ P, in its place dS × 2 │ the peer's dS × 2 │ LSE, delta × 2 │ work, barriers │
@@ -43,10 +45,11 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
   using Element = typename Traits::Element;
   auto& smem = self.smem;
   const BwdWork& work = self.work;
-  const float scale_log2 = self.params.softmax_scale * kLog2E;
+  const float scale_log2 = Traits::RowValues::scale_log2(self.params.softmax_scale);
   Ring<Traits::kQSlots> q_ring(smem.q_ring);
   Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
   Ring<Traits::kSlots> row_ring(smem.row_ring);
+  HeldSlabs<Traits::kHeldSlabsK> held_k;
   typename Traits::ScoresOperand P;  // of the block before, until its dV is done
   Accumulator<1, Traits::kHeadDimV> dV;
   dV.fill(0.f);
@@ -64,18 +67,25 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     constexpr bool kLate = !decltype(is_first)::value && Traits::kTile.late_products;
     typename Traits::Scores S;
     if constexpr (kEarly) start_dv();
-    start_scores<Traits>(S, smem.k, smem.q, q_ring);  // Sᵀ = K Qᵀ
+    start_scores<Traits>(S, smem.k, held_k, smem.q, q_ring, [&] {  // Sᵀ = K Qᵀ
+      if constexpr (Traits::kFoldsRows) {
+        row_ring.wait_full();
+        const auto ones = Traits::RowValues::ones();
+        ptx::wgmma_fence();
+        smem.row_values[row_ring.stage()].subtract_lse(S, ones);
+      }
+    });
     if constexpr (kEarly) {
       ptx::wgmma_wait<1>();
       end_dv();
     }
-    row_ring.wait_full();
+    if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
     ptx::wgmma_wait<0>();
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
     if constexpr (kLate) start_dv();
-    LaneValues<Traits::kBlockM> lse;
-    lse.read(smem.row_values[row_ring.stage()].lse_log2, self.lane);
+    typename Traits::RowValues::template OfLane<Traits::kBlockM> lse;
+    smem.row_values[row_ring.stage()].read_lse(lse, self.lane);
     exponentiate(S, scale_log2, lse, m < work.range.full_begin || m >= work.range.full_end, work,
                  self.warp_row, m * Traits::kBlockM, self.lane);
     row_ring.arrive_empty();
@@ -96,6 +106,7 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
   int left = work.num_query_blocks();
   if (left > 0) {
     Ring<1>(smem.k_ring).wait_full();
+    held_k.read(smem.k, self.warp_row, self.lane);
     int m = work.range.begin;
     step(m, std::true_type{});
 #pragma unroll 1
@@ -122,6 +133,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
   Ring<Traits::kQSlots> q_ring(smem.q_ring);
   Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
   Ring<Traits::kSlots> row_ring(smem.row_ring);
+  HeldSlabs<Traits::kHeldSlabsV> held_v;
   typename Traits::ScoresOperand dS;  // of the block before, until its dK is done
   Accumulator<1, Traits::kHeadDim> dK;
   dK.fill(0.f);
@@ -139,20 +151,31 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     constexpr bool kLate = !decltype(is_first)::value && Traits::kTile.late_products;
     typename Traits::Scores dP;
     if constexpr (kEarly) start_dk();
-    start_scores<Traits>(dP, smem.v, smem.dout, dout_ring);  // dPᵀ = V dOᵀ
+    start_scores<Traits>(dP, smem.v, held_v, smem.dout, dout_ring, [&] {  // dPᵀ = V dOᵀ
+      if constexpr (Traits::kFoldsRows) {
+        row_ring.wait_full();
+        const auto ones = Traits::RowValues::ones();
+        ptx::wgmma_fence();
+        smem.row_values[row_ring.stage()].subtract_delta(dP, ones);
+      }
+    });
     if constexpr (kEarly) {
       ptx::wgmma_wait<1>();
       end_dk();
     }
     row_ring.in(smem.p_ring).wait_full();
-    row_ring.wait_full();
+    if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
     ptx::wgmma_wait<0>();
     pin(dP);
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
     if constexpr (kLate) start_dk();
     auto& scores = smem.scores[row_ring.stage()];
-    differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row,
-                                          smem.row_values[row_ring.stage()].delta, self.lane);
+    if constexpr (Traits::kFoldsRows) {
+      differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, self.lane);
+    } else {
+      differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row,
+                                            smem.row_values[row_ring.stage()].delta, self.lane);
+    }
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();
       end_dk();
@@ -180,6 +203,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
   const int num_blocks = self.work.num_query_blocks();
   if (num_blocks > 0) {
     Ring<1>(smem.v_ring).wait_full();
+    held_v.read(smem.v, self.warp_row, self.lane);
     step(std::true_type{});
 #pragma unroll 1
     for (int i = 1; i < num_blocks; ++i) step(std::false_type{});
@@ -303,9 +327,12 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
       }
     } else if (warp == 2) {
       Ring<Traits::kSlots> ring(smem.row_ring);
-      load_row_values(params, work, smem.row_values, ring,
-                      {.p = kExactScale, .delta = 1 / kExactScale},
-                      [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
+      load_row_values<Traits::kBlockM>(
+          params, work, smem.row_values, ring,
+          {.p = kExactScale,
+           .delta = Traits::kFoldsRows ? 1 : 1 / kExactScale,
+           .scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)},
+          [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
     } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
       if (warp == 0) {
         const Ring<1> ring(smem.k_ring);
@@ -330,10 +357,11 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
       ptx::lower_registers<Traits::kDqRegisters>();
       reduce_query_gradients_loop(self);
     } else {
-      ptx::raise_registers<Traits::kKeyRegisters>();
       if (warp < 12) {
+        ptx::raise_registers<Traits::kSRegisters>();
         compute_probabilities_loop(self);
       } else {
+        ptx::raise_registers<Traits::kDRegisters>();
         compute_score_gradients_loop(self);
       }
     }

@@ -3,6 +3,7 @@
 
 #include "../cuda/attn/key_gradient.cuh"
 #include "../cuda/ptx/opaque.cuh"
+#include "../cuda/tile/smem_operand.cuh"
 #include "bwd_pair_traits.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
@@ -59,23 +60,50 @@ __device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>
   }
 }
 
-// C (+)= A B over the columns of the slabs: B's are taken from the ring as they come.
-template <typename Traits, int kSlabs, int kSlots>
+// Of K's or V's slabs the first ones, of this warp's 16 keys, as operands in registers for as long as the tile
+// lasts. With none there is a place all the same, which takes no register.
+template <int kSlabs>
+struct HeldSlabs {
+  static constexpr int kCount = kSlabs;
+  OperandA<1, 64> slabs[kSlabs > 0 ? kSlabs : 1];
+
+  // Once they are there.
+  template <typename Slab>
+  __device__ __forceinline__ void read(const Slab* from, int warp_row, int lane) {
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+      const SmemOperand<Side::kA, Layout::kKInner, Slab> rows(from[s], warp_row, lane);
+#pragma unroll
+      for (int k = 0; k < Slab::kCols; k += 16) rows.load(slabs[s].data[0][k / 16], 0, k);
+    }
+  }
+};
+
+// C = A B over the columns of the slabs, of which some are held: B's are taken from the ring as they come.
+// add_rows: what is started behind them.
+template <typename Traits, int kSlabs, int kHeld, int kSlots, typename AddRows>
 __device__ __forceinline__ void start_scores(typename Traits::Scores& C,
                                              const typename Traits::Slab (&A)[kSlabs],
+                                             HeldSlabs<kHeld>& held,
                                              const typename Traits::Slab (&B)[kSlots],
-                                             Ring<kSlots> ring) {
+                                             Ring<kSlots> ring, const AddRows& add_rows) {
+  using Element = typename Traits::Element;
   using Operand = WgmmaOperand<Layout::kKInner, typename Traits::Slab>;
 #pragma unroll
   for (int s = 0; s < kSlabs; ++s, ring.advance()) {
     ring.wait_full();
     const Operand a(A[s]), b(B[ring.stage()]);
-    if (s == 0) {
-      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kZero>(C, a, b);
+    if (s < kHeld && s == 0) {
+      gemm_rs<Element, Into::kZero>(C, held.slabs[s], b);
+    } else if (s < kHeld) {
+      gemm_rs<Element, Into::kSum>(C, held.slabs[s], b);
+    } else if (s == 0) {
+      gemm_ss<Element, Traits::kSlabCols, Into::kZero>(C, a, b);
     } else {
-      gemm_ss<typename Traits::Element, Traits::kSlabCols, Into::kSum>(C, a, b);
+      gemm_ss<Element, Traits::kSlabCols, Into::kSum>(C, a, b);
     }
   }
+  add_rows();
   ptx::wgmma_commit();
 }
 

@@ -85,4 +85,23 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
   }
 }
 
+// The same where dP has delta subtracted from it.
+template <typename Exact, typename Tile, int kBlockM>
+__device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
+                                              int first_row, int lane) {
+  const uint32_t address = P.address(first_row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int col = 0; col < kBlockM; col += 16) {
+    uint32_t p_pairs[4];
+    flash_attn::ptx::ldmatrix_x4(p_pairs, Tile::advance(address, 0, col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 p = Exact::unpack(p_pairs[i]);
+      float* const dp = dP.data[0][col / 8 + i / 2] + i % 2 * 2;
+      dp[0] *= p.x * (1 / kExactScale);
+      dp[1] *= p.y * (1 / kExactScale);
+    }
+  }
+}
+
 }  // namespace flash_attn::sm90

@@ -1,10 +1,12 @@
 // What the roles of the backward kernel for wide heads share: types of tiles, shared memory.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "bwd_config.h"
 #include "bwd_pair_scores.cuh"
+#include "bwd_row_terms.cuh"
 #include "bwd_work.cuh"
 #include "ptx/cluster.cuh"
 #include "tile/ring.cuh"
@@ -23,8 +25,8 @@ struct BwdPairTraits {
   static constexpr int kBlockM = 64, kBlockN = 64, kPairN = kBlocks * kBlockN;
   static constexpr int kConsumerThreads = 384, kThreads = 128 + kConsumerThreads;
   static constexpr int kProducerRegisters = 24, kDqRegisters = kTile.dq_registers,
-                       kKeyRegisters = kTile.key_registers;
-  static_assert(kProducerRegisters + kDqRegisters + 2 * kKeyRegisters <= 512);
+                       kSRegisters = kTile.s_registers, kDRegisters = kTile.d_registers;
+  static_assert(kProducerRegisters + kDqRegisters + kSRegisters + kDRegisters <= 512);
 
   // All operands lie in slabs of 64 rows and 64 columns, each with a place of its own in its ring.
   static constexpr int kSlabCols = 64;
@@ -33,6 +35,21 @@ struct BwdPairTraits {
   static constexpr int kQSlots = kTile.q_slots, kDoutSlots = kTile.dout_slots;
   static constexpr int kSlots = 2;       // of what a block of queries has one of
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
+  static constexpr bool kFoldsRows = kTile.folds_rows && kDType == DType::kBf16;
+  using RowValues =
+      std::conditional_t<kFoldsRows, RowTerms<Element, kBlockM>, sm90::RowValues<kBlockM>>;
+
+  // Slabs of K and of V that S and D hold as operands in registers: as many as these have room for beside
+  // dV or dK, the scores, the same rounded, and what else a thread keeps. A product of 64 columns
+  // whose left operand lies in shared memory takes all that can be read there; beside it nobody else
+  // loads or stores.
+  static constexpr int held_slabs(int slabs, int gradient_cols, int registers, int others) {
+    constexpr int kScores = kBlockM / 2 + kBlockM / 4;
+    const int left = registers - kScores - gradient_cols / 2 - others;
+    return std::min(slabs, std::max(left, 0) / (kSlabCols / 4));
+  }
+  static constexpr int kHeldSlabsK = held_slabs(kSlabs, kHeadDimV, kSRegisters, 36),
+                       kHeldSlabsV = held_slabs(kSlabsV, kHeadDim, kDRegisters, 28);
   // dQ goes to the two blocks of a cluster by slabs. With an odd number of them the one in the middle
   // goes to either in turn; each block has the columns of the other's keys that it may need.
   static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
@@ -75,7 +92,8 @@ struct BwdPairSharedStorage {
   alignas(1024) Slab dout[Traits::kDoutSlots];
   alignas(1024) Slab scores[Traits::kSlots];  // P, in its place dS: keys are rows
   alignas(1024) Slab peer_ds[Traits::kSlots];
-  alignas(16) RowValues<Traits::kBlockM> row_values[Traits::kSlots];
+  typename Traits::RowValues row_values[Traits::kSlots];
+  [[no_unique_address]] BehindRows<typename Traits::RowValues> behind_rows;
   RingBarriers<Traits::kQSlots> q_ring;
   RingBarriers<Traits::kDoutSlots> dout_ring;
   RingBarriers<Traits::kSlots> row_ring;

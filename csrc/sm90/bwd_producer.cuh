@@ -28,18 +28,18 @@ __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUten
             ptx::CacheHint::kEvictLast);
 }
 
-// What a kernel multiplies P and delta by.
+// What a kernel multiplies P and delta by; and what S, where LSE is subtracted from it.
 struct RowScales {
-  float p = 1, delta = 1;
+  float p = 1, delta = 1, scale_log2 = 1;
 };
 
 // LSE and delta, scaled, of a block of queries; they start at any address in varlen: no bulk copy. A whole
 // warp, each thread of which says what it has written. The loads are under way while the slot is waited
 // for. write_more(): what else belongs into the slot.
-template <int kBlockM, int kStages, typename WriteMore>
+template <int kBlockM, int kStages, typename Values, typename WriteMore>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 const QueryBlock& block,
-                                                RowValues<kBlockM> (&row_values)[kStages],
+                                                Values (&row_values)[kStages],
                                                 const Ring<kStages>& ring, const RowScales& scales,
                                                 float log2_p, const WriteMore& write_more) {
   constexpr int kRows = kBlockM / 32;  // of a lane
@@ -55,28 +55,28 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
     delta[i] = exists ? params.delta[first + query] : 0.f;
   }
   ring.wait_empty();
-  RowValues<kBlockM>& values = row_values[ring.stage()];
+  Values& values = row_values[ring.stage()];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    values.lse_log2[i * 32 + lane] = to_lse_log2(lse[i]) - log2_p;
-    values.delta[i * 32 + lane] = delta[i] * scales.delta;
+    values.write(i * 32 + lane, to_lse_log2(lse[i]) - log2_p, delta[i] * scales.delta,
+                 scales.scale_log2);
   }
+  values.publish();
   write_more();
   ring.arrive_full();
 }
 
 // Of each block of queries of a piece of work. before(block, new_head, ring): before each block.
-template <int kBlockM, int kStages, typename Before>
+template <int kBlockM, int kStages, typename Values, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
-                                                RowValues<kBlockM> (&row_values)[kStages],
-                                                Ring<kStages>& ring, const RowScales& scales,
-                                                const Before& before) {
+                                                Values (&row_values)[kStages], Ring<kStages>& ring,
+                                                const RowScales& scales, const Before& before) {
   const float log2_p = log2f(scales.p);
   bool new_head = true;
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); new_head = block.advance(), ring.advance()) {
     before(block, new_head, ring);
-    load_row_values(params, work, block, row_values, ring, scales, log2_p, [] {});
+    load_row_values<kBlockM>(params, work, block, row_values, ring, scales, log2_p, [] {});
   }
 }
 

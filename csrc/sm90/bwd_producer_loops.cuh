@@ -22,7 +22,9 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   using ScorePolicy = typename Traits::ScorePolicy;
   constexpr bool kDrops = Traits::kStashesWeights || Traits::kWeighted;
   constexpr float kScale = Traits::kScaleOfP;
-  const RowScales scales = {.p = kScale, .delta = (kDrops ? params.dropout.keep : 1.f) / kScale};
+  const RowScales scales = {.p = kScale,
+                            .delta = (kDrops ? params.dropout.keep : 1.f) / kScale,
+                            .scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   // Where tiles wait for those before them, only thread blocks that run may take them.
@@ -63,7 +65,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
           }
         }
       };
-      load_row_values(params, work, smem.row_values, ring, scales, before);
+      load_row_values<Traits::kBlockM>(params, work, smem.row_values, ring, scales, before);
     }
     if (next == 0) take_next();
     number = next;

@@ -13,6 +13,8 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   using Blocks = std::conditional_t<Traits::kMasked, FoundBlocks, QueryBlocks>;
+  template <int kQueries>
+  using OfLane = typename Traits::RowValues::template OfLane<kQueries>;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
   static constexpr int kEarly = Traits::kEarly;
   // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
@@ -37,6 +39,7 @@ class QueryWalk {
     if (!block.more()) return;
     self.k_ring.wait_full();
     self.v_ring().wait_full();
+    self.hold(K);
     step<true>();
 #pragma unroll 1
     while (block.more()) step<false>();
@@ -59,12 +62,12 @@ class QueryWalk {
     const auto& row_values = self.smem.row_values[self.q_ring.stage()];
     if constexpr (kFirst) self.await_start();
     self.q_ring.wait_full();
-    self.start_scores(S);  // Sᵀ = K Qᵀ
+    self.start_scores(S, K);  // Sᵀ = K Qᵀ
     [[maybe_unused]] uint2 of_key;
     if constexpr (Traits::kWeighted) of_key = draw_key_word();
     if constexpr (Traits::kAdditive) bring_key_bias();
-    LaneValues<Traits::kBlockM> lse;
-    if constexpr (kReadsAhead) lse.read(row_values.lse_log2, self.lane);
+    OfLane<Traits::kBlockM> lse;
+    if constexpr (kReadsAhead) row_values.read_lse(lse, self.lane);
     uint32_t seen[Traits::kBlockM / kMaskTile];
     if constexpr (Traits::kMasked) find_seen_queries(seen);
     ptx::wgmma_wait<0>();
@@ -89,7 +92,7 @@ class QueryWalk {
                                      self.opaque_lane());
     } else if constexpr (Traits::kWeighted) {
       if (drops()) {
-        lse.read(row_values.lse_log2, self.opaque_lane());
+        row_values.read_lse(lse, self.opaque_lane());
         exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
                      block.m * Traits::kBlockM, self.opaque_lane());
         negate_dropped(S, of_key);
@@ -110,21 +113,21 @@ class QueryWalk {
       differentiate_weighted<0, kEarly>(S, dP, row_values.delta);
     } else {
       if constexpr (kGeneral) finish_scores(S);
-      if constexpr (!kReadsAhead) lse.read(row_values.lse_log2, self.lane);
+      if constexpr (!kReadsAhead) row_values.read_lse(lse, self.lane);
       exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row, block.m * Traits::kBlockM,
                    self.lane);
       if constexpr (Traits::kMasked) hide(S, seen);
       round_scores<Element, 0, kEarly>(P, S);
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
-      LaneValues<kEarly> delta;
-      if constexpr (kReadsAhead) delta.read(row_values.delta + kEarly, self.lane);
+      OfLane<kEarly> delta;
+      if constexpr (kReadsAhead) row_values.read_delta(delta, kEarly, self.lane);
       ptx::wgmma_wait<1>();
       pin(dP);
-      if constexpr (!kReadsAhead) delta.read(row_values.delta + kEarly, self.lane);
+      if constexpr (!kReadsAhead) row_values.read_delta(delta, kEarly, self.lane);
       differentiate<Element, kEarly>(dS, S, dP, delta);
       round_scores<Element, kEarly, Traits::kBlockM>(P, S);
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      delta.read(row_values.delta, self.lane);
+      row_values.read_delta(delta, 0, self.lane);
       differentiate<Element, 0>(dS, S, dP, delta);
     }
     if constexpr (!kFirst) self.ds_ring.before().wait_full();
@@ -309,6 +312,7 @@ class QueryWalk {
   typename Traits::KeyGradient &dK, &dV;
   typename Traits::ScoresOperand
       dS;  // of the block before; then this one's weights, if there are any
+  [[no_unique_address]] typename Traits::KeyOperand K;
   Blocks block;
   QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads

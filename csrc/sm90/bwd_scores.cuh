@@ -12,34 +12,19 @@
 
 namespace flash_attn::sm90 {
 
-// LSE or delta of a lane's queries: two of every eight of some of a block's queries.
-template <int kQueries>
-struct LaneValues {
-  float2 pairs[kQueries / 8];
-
-  // values: of the block's queries, in shared memory, the first one wanted ahead.
-  __device__ __forceinline__ void read(const float* values, int lane) {
-#pragma unroll
-    for (int n = 0; n < kQueries / 8; ++n) {
-      pairs[n] = *reinterpret_cast<const float2*>(values + n * 8 + lane % 4 * 2);
-    }
-  }
-};
-
 // P = exp(S - LSE), 0 where nothing is seen: after the exponential, which may overflow there. row: the
 // first of the warp's 16 keys, counted from work.first_key.
-template <int kBlockM>
+template <int kBlockM, typename Values>
 __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
-                                             const LaneValues<kBlockM>& lse_log2, bool masked,
+                                             const Values& lse_log2, bool masked,
                                              const BwdWork& work, int row, int first_query,
                                              int lane) {
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
-    const float2 lse = lse_log2.pairs[n];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& s = S.data[0][n][i];
-      s = flash_attn::ptx::exp2(fmaf(s, scale_log2, -(i % 2 == 0 ? lse.x : lse.y)));
+      s = flash_attn::ptx::exp2(lse_log2.exponent(s, scale_log2, n, i));
     }
   }
   if (masked) {
@@ -62,20 +47,20 @@ __device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
 
 // dS = P ∘ (dP - delta), the gradient of softmax_scale · S, of kQueries queries from kFirst on, whose delta
 // this is.
-template <typename Element, int kFirst, int kQueries, int kBlockM>
+template <typename Element, int kFirst, int kQueries, int kBlockM, template <int> typename Values>
 __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
                                               const Accumulator<1, kBlockM>& P,
                                               const Accumulator<1, kBlockM>& dP,
-                                              const LaneValues<kQueries>& delta) {
+                                              const Values<kQueries>& delta) {
 #pragma unroll
   for (int n = kFirst / 8; n < (kFirst + kQueries) / 8; ++n) {
-    const float2 pair = delta.pairs[n - kFirst / 8];
+    const auto of = [&](int i) {
+      return P.data[0][n][i] * delta.difference(dP.data[0][n][i], n - kFirst / 8, i);
+    };
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float* const p = P.data[0][n] + 2 * row;
-      const float* const dp = dP.data[0][n] + 2 * row;
       dS.data[0][n / 2][n % 2 * 2 + row] =
-          flash_attn::ptx::pack<Element>(p[0] * (dp[0] - pair.x), p[1] * (dp[1] - pair.y));
+          flash_attn::ptx::pack<Element>(of(2 * row), of(2 * row + 1));
     }
   }
 }

@@ -5,6 +5,7 @@
 
 #include "../cuda/attn/score_policy.cuh"
 #include "bwd_config.h"
+#include "bwd_row_terms.cuh"
 #include "bwd_work.cuh"
 #include "masked_scores.cuh"
 #include "tile/ring.cuh"
@@ -58,6 +59,15 @@ struct BwdTraits {
   // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
   static constexpr int kEarly = kBlockM / 2;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
+  // In fp16 three parts of a number would not have its bits. A pool, splits and masks take the shared memory or
+  // the registers that this needs with 128 queries.
+  static constexpr bool kFoldsRows = kTile.folds_rows && kPlainScores && kDType == DType::kBf16 &&
+                                     (kTile.block_m == 64 || !(kPools || kSplits || kMasked));
+  using RowValues =
+      std::conditional_t<kFoldsRows, RowTerms<Element, kBlockM>, sm90::RowValues<kBlockM>>;
+  static constexpr bool kHoldsK = kTile.holds_k && kPlainScores;
+  struct Nothing {};
+  using KeyOperand = std::conditional_t<kHoldsK, OperandA<1, kHeadDim>, Nothing>;
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -196,7 +206,8 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
   alignas(1024) typename Traits::QTile q[Traits::kStages];
   alignas(1024) typename Traits::QTile dout[Traits::kStages];
   alignas(1024) typename Traits::ScoreTile ds[Traits::kScoreStages];
-  alignas(16) RowValues<Traits::kBlockM> row_values[Traits::kStages];
+  typename Traits::RowValues row_values[Traits::kStages];
+  [[no_unique_address]] BehindRows<typename Traits::RowValues> behind_rows;
   [[no_unique_address]] BwdDropoutStorage<Traits> dropout;
   [[no_unique_address]] BwdMaskStorage<Traits> mask;
   RingBarriers<Traits::kStages> q_ring;  // with row_values

@@ -92,13 +92,6 @@ class QueryBlocks : public QueryBlock {
 // rounding: it keeps 11 bits down to 2^-27, and some to 2^-37.
 inline constexpr float kExactScale = 0x1p13f;
 
-// LSE and delta of a block of queries: P = exp2(scale_log2 · S - lse_log2), and delta is multiplied by
-// dropout's keep probability.
-template <int kBlockM>
-struct RowValues {
-  float lse_log2[kBlockM], delta[kBlockM];
-};
-
 struct BwdTensorMaps {
   CUtensorMap q, k, v, dout;
 };

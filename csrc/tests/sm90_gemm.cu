@@ -84,6 +84,30 @@ __global__ void __launch_bounds__(kThreads)
   finish(C, sum);
 }
 
+// B's rows are n, from first_n on.
+template <int kN, int kK, typename TileB>
+__global__ void __launch_bounds__(kThreads)
+    gemm_rs_inner_kernel(const uint32_t* a, const typename TileB::Element* b, const float* c,
+                         float* sum, float* product, int first_n) {
+  using Element = typename TileB::Element;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  auto& smem = *reinterpret_cast<TileB*>(dynamic_smem);
+  fill(smem, b);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncthreads();
+
+  OperandA<1, kK> A;
+#pragma unroll
+  for (int i = 0; i < kK / 4; ++i) A.data[0][i / 4][i % 4] = a[i * kThreads + threadIdx.x];
+  const WgmmaOperand<Layout::kKInner, TileB> B(smem, first_n);
+  Accumulator<1, kN> C;
+  load(C, c);
+  sm90::gemm_rs<Element, Into::kSum>(C, A, B);
+  finish(C, sum);
+  sm90::gemm_rs<Element, Into::kZero>(C, A, B);
+  finish(C, product);
+}
+
 template <typename Element, int kN>
 __global__ void __launch_bounds__(kThreads)
     linear_term_kernel(const float* c, float slope, float* sum) {
@@ -250,6 +274,29 @@ void test_gemm_rs(Random& random, const Shape& shape, GemmRs<Element> kernel, in
   }
 }
 
+template <typename Element>
+using GemmRsInner = void (*)(const uint32_t* a, const Element* b, const float* c, float* sum,
+                             float* product, int first_n);
+
+template <typename Element>
+void test_gemm_rs_inner(Random& random, const Shape& shape, GemmRsInner<Element> kernel,
+                        int smem_bytes) {
+  const int n = shape.n, k = shape.k;
+  for (const int first_n : {0, 8, 16}) {
+    const auto a = whole_numbers(random, kRows * k), b = whole_numbers(random, n * k);
+    const auto c = whole_numbers(random, kRows * n);
+    DeviceArray<uint32_t> registers(operand_registers<Element>(a, k));
+    DeviceArray<Element> tile_b(tile_image<Element>(b, k, first_n, shape.rows_b(), shape.cols));
+    DeviceArray<float> device_c(c), sum(c.size()), product(c.size());
+    run(kernel, smem_bytes, registers.data(), tile_b.data(), device_c.data(), sum.data(),
+        product.data(), first_n);
+    const auto B = transposed(b, k);
+    expect_equal("C += A B", sum.read(), multiply(c, a, B, n, k));
+    const std::vector<float> zeros(c.size());
+    expect_equal("C = A B", product.read(), multiply(zeros, a, B, n, k));
+  }
+}
+
 // Slopes of as few bits as leave the sums exact: two parts of the three.
 template <typename Element, int kN>
 void test_linear_term(Random& random) {
@@ -305,6 +352,14 @@ void add_rs(Tests& tests) {
                                 gemm_rs_kernel<kN, kK, TileB>, sizeof(TileB));
 }
 
+template <typename Element, int kN, int kCols, int kK>
+void add_rs_inner(Tests& tests) {
+  constexpr Shape kShape = {.n = kN, .k = kK, .cols = kCols};
+  using TileB = SmemTile<Element, kShape.rows_b(), kCols>;
+  add<Element, GemmRsInner<Element>>(tests, test_gemm_rs_inner<Element>, "sm90/gemm_rs_inner",
+                                     kShape, gemm_rs_inner_kernel<kN, kK, TileB>, sizeof(TileB));
+}
+
 // The width of the slabs matters to descriptors, the type to the instruction: one type meets both
 // widths. k ends inside a slab that is not the first.
 template <int kN>
@@ -338,6 +393,8 @@ void add_sm90_gemm_tests(Tests& tests) {
   add_ss_outer<__nv_bfloat16, 96, 32, 48>(tests);
   add_ss_outer<__nv_bfloat16, 40, 32, 128>(tests);
   add_ss_outer<__half, 128, 64, 80>(tests);
+  add_rs_inner<__nv_bfloat16, 64, 96, 96>(tests);
+  add_rs_inner<__half, 64, 64, 64>(tests);
   add_linear_term<__nv_bfloat16, 128>(tests);
   add_linear_term<__half, 128>(tests);
   add_linear_term<__nv_bfloat16, 96>(tests);

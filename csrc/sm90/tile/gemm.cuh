@@ -95,6 +95,20 @@ __device__ __forceinline__ void gemm_ss(Accumulator<1, kN>& C,
   }
 }
 
+// The same, A in registers.
+template <typename Element, Into kInto, int kN, int kK, typename TileB>
+__device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& A,
+                                        const WgmmaOperand<Layout::kKInner, TileB>& B) {
+  pin(C);
+  pin(A);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kK; k += 16) {
+    ptx::Wgmma<Element, kN>::template rs<B.kMajor>(C.data[0], A.data[0][k / 16], B.descriptor(k),
+                                                   kInto == Into::kSum || k > 0);
+  }
+}
+
 // Starts C[first_col …] += A B, A in registers, B in shared memory with k in its rows: of the columns
 // of C that B's tile has, over k from kFirstK to kEndK (-1: to the end).
 template <typename Element, int kFirstK = 0, int kEndK = -1, int kN, int kK, typename TileB>

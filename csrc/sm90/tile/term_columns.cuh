@@ -1,0 +1,49 @@
+// 16 more columns of the operands of a product, for what is added to all rows or columns alike: beside a
+// busy tensor core an instruction for each score costs more than such a step of the product.
+#pragma once
+
+#include <cstdint>
+
+#include "../../cuda/ptx/math.cuh"
+#include "../ptx/wgmma.cuh"
+#include "gemm.cuh"
+
+namespace flash_attn::sm90 {
+
+// The bits of an fp32 number in three of 16 bits: first and second in x, third and 0 in y.
+template <typename Element>
+__device__ __forceinline__ uint2 in_three_parts(float value) {
+  const auto rounded = [](float x) {
+    return flash_attn::ptx::unpack<Element>(flash_attn::ptx::pack<Element>(x, 0.f)).x;
+  };
+  const float first = rounded(value), second = rounded(value - first);
+  return {flash_attn::ptx::pack<Element>(first, second),
+          flash_attn::ptx::pack<Element>(value - first - second, 0.f)};
+}
+
+// Of the right operand, a row for each of kN columns of the product: as it would lie without a swizzle,
+// in blocks of 8 × 8. The second eight columns are the first eight once more; those of the left operand
+// are 0.
+template <typename Element, int kN>
+struct TermColumns {
+  // The left operand's, the same in all rows, from the first four of them as in_three_parts() gives them.
+  using Left = OperandA<1, 16>;
+
+  alignas(128) Element columns[kN][8];
+
+  __device__ __forceinline__ static Left left(uint2 first_four, int lane) {
+    const uint32_t of_lane = lane % 4 == 0 ? first_four.x : lane % 4 == 1 ? first_four.y : 0;
+    return {{{{of_lane, of_lane, 0, 0}}}};
+  }
+
+  // In the batch of the products of C, which come first; their fence is that of `left`, too.
+  __device__ __forceinline__ void start(Accumulator<1, kN>& C, const Left& left) const {
+    constexpr uint32_t kOwnMemory = 0x3ffff;
+    constexpr uint64_t kNextBlock = sizeof(Element[8][8]) / 16;  // of 8 rows
+    const uint64_t descriptor =
+        kNextBlock << 32 | (flash_attn::ptx::smem_address(columns) & kOwnMemory) / 16;
+    ptx::Wgmma<Element, kN>::template rs<ptx::Major::kK>(C.data[0], left.data[0][0], descriptor, 1);
+  }
+};
+
+}  // namespace flash_attn::sm90
