@@ -38,6 +38,17 @@ def expect(condition: bool, argument: str, requirement: str, got: object) -> Non
         raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
 
 
+def check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
+    """What the op cannot say, as it exists only with k and v."""
+    expect((k is None) == (v is None), "v", "k and v together", "one of them")
+    if k is not None:
+        expect(cache_seqlens is not None, "cache_seqlens", "where to append k and v", "None")
+        return
+    both = (rotary_cos is None) == (rotary_sin is None)
+    expect(both, "rotary_sin", "rotary_cos and rotary_sin together", "one of them")
+    expect(rotary_cos is None, "rotary_cos", "k and v to append with it", "none")
+
+
 def as_int(value, argument: str):
     """A SymInt, or as an int what has __index__: bools, NumPy's ints, 0-dim tensors."""
     if type(value) is int or isinstance(value, torch.SymInt):

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import as_int, decode, decode_arguments, dense_seqlen, expect, kvcache
+from flash_attn._call import (
+    as_int,
+    check_append,
+    decode,
+    decode_arguments,
+    dense_seqlen,
+    expect,
+    kvcache,
+)
 from flash_attn._errors import explain
 from flash_attn.shared_prefix import SharedPrefix
 
@@ -122,17 +130,6 @@ def flash_decode_func(
     except Exception as error:
         explain(error, flash_decode_func, locals())
         raise
-
-
-def check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
-    """What the op cannot say, as it exists only with k and v."""
-    expect((k is None) == (v is None), "v", "k and v together", "one of them")
-    if k is not None:
-        expect(cache_seqlens is not None, "cache_seqlens", "where to append k and v", "None")
-        return
-    both = (rotary_cos is None) == (rotary_sin is None)
-    expect(both, "rotary_sin", "rotary_cos and rotary_sin together", "one of them")
-    expect(rotary_cos is None, "rotary_cos", "k and v to append with it", "none")
 
 
 def _at_length(q, k_cache, v_cache, block_table, length, new):

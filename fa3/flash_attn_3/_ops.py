@@ -10,8 +10,7 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import _upstream, masks
-from flash_attn._call import window_sides
-from flash_attn.kvcache import check_append
+from flash_attn._call import check_append, window_sides
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
 
