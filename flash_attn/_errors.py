@@ -56,6 +56,28 @@ def shown(value: object) -> str:
     return short if isinstance(value, (str, int, float, NoneType)) else f"{_name(value)} {short}"
 
 
+def check_wide(name: str, x: Tensor, dims: Sequence[int], shape: str) -> None:
+    """That x has a floating dtype of 16 bits or more, and one of these numbers of dimensions."""
+    is_dense = x.layout in (torch.strided, torch.jagged)
+    if not (is_dense and x.is_floating_point() and x.dtype.itemsize > 1 and x.dim() in dims):
+        raise RuntimeError(
+            f"flash_attn: {name}: expected a floating dtype of at least 16 bits and shape {shape},"
+            f" got {shown(x)}"
+        )
+
+
+def check_floats(
+    name: str, x: Tensor, shape: Sequence[int], device: torch.device, like: str = "x"
+) -> None:
+    """That x has a floating dtype, and this shape and device, which the argument `like` has."""
+    is_dense = x.layout in (torch.strided, torch.jagged)
+    if not (is_dense and x.is_floating_point() and x.shape == shape and x.device == device):
+        raise RuntimeError(
+            f"flash_attn: {name}: expected a floating dtype and shape {tuple(shape)} on {device} as"
+            f" {like} has, got {shown(x)} on {x.device}"
+        )
+
+
 def _name(value: object) -> str:
     return type(value).__name__
 
@@ -120,7 +142,7 @@ def _with_forms(error: Exception, function: Callable, given: Mapping) -> Excepti
         return shown(value)[:24]
 
     forms = (f"{name} {form(value)}" for name, value in given.items() if value is not None)
-    text = f"flash_attn: {function.__name__}: expected arguments that fit together, got "
+    text = f"flash_attn: {function.__qualname__}: expected arguments that fit together, got "
     words = f"{text}{', '.join(forms)}: {' '.join(str(error).split())}"
     kind = RuntimeError if isinstance(error, (ArithmeticError, AttributeError)) else type(error)
     return kind(words[:_MAX_CHARACTERS])
@@ -143,8 +165,9 @@ def explain(
     """
     if type(error) not in _ARGUMENT_ERRORS:
         return
-    parameters = inspect.signature(function).parameters
-    given = {name: variables[name] for name in parameters}
+    signature = inspect.signature(function).parameters
+    parameters = {name: p for name, p in signature.items() if p.annotation is not p.empty}
+    given = {name: variables[name] for name in parameters}  # all but self
     better = _wrong_type(parameters, given)
     if str(error).startswith("flash_attn: "):
         # An argument of the wrong type may make another one look wrong.
@@ -157,8 +180,10 @@ def explain(
         raise better from None
 
 
-def explained(*, of_torch: bool = False) -> Callable[[_F], _F]:
-    """A decorator: the exceptions say which argument is wrong. of_torch: as in explain."""
+def explained(
+    names: Mapping[str, str] | None = None, *, of_torch: bool = False
+) -> Callable[[_F], _F]:
+    """A decorator: the exceptions say which argument is wrong. Arguments: as in explain."""
 
     def decorate(function: _F) -> _F:
         @functools.wraps(function)
@@ -171,7 +196,7 @@ def explained(*, of_torch: bool = False) -> Callable[[_F], _F]:
                 except TypeError:  # too many or too few: Python's own words
                     raise error from None
                 given.apply_defaults()
-                explain(error, function, given.arguments, of_torch=of_torch)
+                explain(error, function, given.arguments, names, of_torch=of_torch)
                 raise
 
         return call
