@@ -23,6 +23,7 @@ from torch import Tensor
 
 _F = typing.TypeVar("_F", bound=Callable)
 _MAX_CHARACTERS = 300
+_MISFIT = "expected arguments that fit together"
 _INT64 = range(-(2**63), 2**63)
 _CONVERSIONS = {int: "__index__", float: "__float__", bool: "__bool__"}
 _WORDS = {Tensor: "torch.Tensor", NoneType: "None", int: "int (of 64 bits)"}
@@ -93,11 +94,20 @@ def _is(value: object, choice: object) -> bool:
         members = _choices(typing.get_args(choice)[0])
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         return listed and all(any(_is(x, member) for member in members) for x in value)
+    if typing.get_origin(choice) is tuple:
+        return isinstance(value, Sequence) and len(value) == len(typing.get_args(choice))
     if choice in _CONVERSIONS:  # NumPy's and torch's numbers, too
         in_range = choice is not int or not isinstance(value, int) or value in _INT64
         is_scalar = getattr(value, "ndim", 0) == 0
         return in_range and is_scalar and hasattr(value, _CONVERSIONS[choice])
     return not isinstance(choice, type) or isinstance(value, choice)
+
+
+def flag(name: str, value: object) -> bool:
+    """What a module keeps of an argument whose truth it asks for later."""
+    if not _is(value, bool):
+        raise TypeError(f"flash_attn: {name}: expected bool, got {shown(value)}")
+    return bool(value)
 
 
 def _words(choices: tuple) -> str:
@@ -134,15 +144,19 @@ def _renamed(error: Exception, names: Mapping[str, str]) -> Exception | None:
 
 
 def _with_forms(error: Exception, function: Callable, given: Mapping) -> Exception:
-    """torch's own words, with what each argument was."""
+    """torch's own words, with what each argument was that is not its default."""
 
     def form(value: object) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
         return shown(value)[:24]
 
-    forms = (f"{name} {form(value)}" for name, value in given.items() if value is not None)
-    text = f"flash_attn: {function.__qualname__}: expected arguments that fit together, got "
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    chosen = (x for x in given.items() if x[1] is not None and x[1] is not defaults[x[0]])
+    forms = (f"{name} {form(value)}" for name, value in chosen)
+    if _MISFIT in str(error):  # said so of a function that this one calls
+        error = error.__context__ or error
+    text = f"flash_attn: {function.__qualname__}: {_MISFIT}, got "
     words = f"{text}{', '.join(forms)}: {' '.join(str(error).split())}"
     kind = RuntimeError if isinstance(error, (ArithmeticError, AttributeError)) else type(error)
     return kind(words[:_MAX_CHARACTERS])
@@ -169,7 +183,7 @@ def explain(
     parameters = {name: p for name, p in signature.items() if p.annotation is not p.empty}
     given = {name: variables[name] for name in parameters}  # all but self
     better = _wrong_type(parameters, given)
-    if str(error).startswith("flash_attn: "):
+    if str(error).startswith("flash_attn: ") and not (of_torch and _MISFIT in str(error)):
         # An argument of the wrong type may make another one look wrong.
         named = str(error).split(": ", 2)[1]
         if better is None or f"flash_attn: {named}: " in str(better):

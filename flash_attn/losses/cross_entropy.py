@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from flash_attn._errors import explained, shown
+from flash_attn._errors import explained, flag, shown
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
 
@@ -38,7 +38,7 @@ class CrossEntropyLoss(nn.Module):
         self.lse_square_scale = lse_square_scale
         self.inplace_backward = inplace_backward
         self.process_group = process_group
-        self.return_z_loss = bool(return_z_loss)
+        self.return_z_loss = flag("return_z_loss", return_z_loss)
 
     @explained({"logits": "input", "labels": "target"})
     def forward(
