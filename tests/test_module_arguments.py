@@ -16,21 +16,24 @@ from wrong_values import (
     FLOATS,
     INTEGERS,
     MANY,
+    MOST_CHARACTERS,
     NUMBERS,
     TRUTH,
     check_wrong_values,
     is_optional,
     normal,
     numbers,
+    wrong_values,
 )
 
+from flash_attn.integrations import transformers
 from flash_attn.layers import rotary as layers
 from flash_attn.losses import cross_entropy as losses
 from flash_attn.modules import attention, mha
 from flash_attn.ops import rms_norm
 from flash_attn.ops.triton import cross_entropy, layer_norm, rotary
 
-WALKED = (rms_norm, cross_entropy, layer_norm, rotary, losses, attention, mha, layers)
+WALKED = (rms_norm, cross_entropy, layer_norm, rotary, losses, attention, mha, layers, transformers)
 
 
 def made(module: type[nn.Module], **inputs: torch.Tensor) -> Callable[..., object]:
@@ -179,6 +182,16 @@ def of_cache() -> dict:
     return dict(batch_size=2, max_seqlen=5)
 
 
+def of_transformers() -> dict:
+    q, k, v = normal(2, 4, 4, 8), normal(2, 2, 5, 8), normal(2, 2, 5, 8)
+    bias = dict(attention_mask=normal(2, 1, 4, 5), position_bias=normal(1, 4, 4, 5))
+    return dict(module=nn.Identity(), query=q, key=k, value=v, s_aux=normal(4)) | bias
+
+
+def of_transformers_causal() -> dict:
+    return of_transformers() | dict(attention_mask=None)
+
+
 CONSTRUCTORS: dict[Callable, list[Callable[[], dict]]] = {
     made(layer_norm.RMSNorm, **of_norm()): [size],
     made(rms_norm.RMSNorm, **x_alone()): [size],
@@ -212,6 +225,7 @@ CALLS: dict[Callable, list[Callable[[], dict]]] = {
     mha.MHA(32, 4, layer_idx=0).forward: [tokens, tokens_padded],
     mha.MHA(32, 4, layer_idx=0, use_flash_attn=True).forward: [tokens_varlen],
     mha.MHA(32, 4, cross_attn=True).forward: [tokens_and_memory],
+    transformers.attention: [of_transformers, of_transformers_causal],
     mha.MHA(32, 4).allocate_inference_cache: [of_cache],
 } | CONSTRUCTORS
 WIDE = FLOATS - {"float8_e4m3fn"}
@@ -240,6 +254,12 @@ TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(["use_alibi", "use_flash_attn"], TRUTH),
     **dict.fromkeys(["rotary_emb_interleaved", "return_residual"], {"None", *NUMBERS}),
     **dict.fromkeys(["checkpointing", "return_z_loss"], {"None", *NUMBERS}),
+    **dict.fromkeys(["attention_mask", "position_bias"], FLOATS | {"rank - 1", "0-dim"}),
+    **dict.fromkeys(["scaling", "softcap"], NUMBERS),
+    "is_causal": TRUTH,
+    "output_attentions": {"None"},
+    "s_aux": FLOATS,
+    "module": ANYTHING,  # whose is_causal counts, if it has one
     "layer_idx": ANYTHING,  # a key
     "mixer_subset": {"list", "array"},  # an index
 }
@@ -259,6 +279,10 @@ MORE: dict[Callable[[], dict], dict[str, set[str]]] = {
     **dict.fromkeys([tokens, tokens_padded, tokens_and_memory], UNREAD),
     tokens_varlen: {"x": {"sparse"}},  # torch has that product
     layer: UNREAD,
+    of_transformers: {
+        "is_causal": ANYTHING,
+        "attention_mask": FLOATS | {"bool", "rank - 1", "0-dim"},
+    },
 }
 # What a wrong value is held against.
 BESIDE = {
@@ -268,6 +292,7 @@ BESIDE = {
     "num_heads": "embed_dim|num_heads_kv",
 }
 OF_OTHERS = {
+    transformers.register,  # below
     mha.ParallelMHA,  # refuses everything
     # walked in test_wrong_arguments.py; the classes' apply hands on to them
     layers.apply_rotary_emb,
@@ -307,3 +332,11 @@ def test_every_public_function_is_here(module: ModuleType) -> None:
     names = {x.__qualname__ for x in own - OF_OTHERS if not x.__qualname__.startswith("_")}
     names |= {f"{name}.forward" for name in names if inspect.isclass(getattr(module, name))}
     assert names <= {x.__qualname__ for x in CALLS if x.__module__ == module.__name__}
+
+
+def test_a_name_for_transformers() -> None:
+    for kind, value in wrong_values("flash"):
+        if kind != "string":
+            with pytest.raises(ValueError, match="^flash_attn: name: expected a str") as caught:
+                transformers.register(value)
+            assert len(str(caught.value)) <= MOST_CHARACTERS
