@@ -23,6 +23,7 @@ from torch import Tensor
 
 _F = typing.TypeVar("_F", bound=Callable)
 _MAX_CHARACTERS = 300
+_MISFIT = "expected arguments that fit together"
 _INT64 = range(-(2**63), 2**63)
 _CONVERSIONS = {int: "__index__", float: "__float__", bool: "__bool__"}
 _WORDS = {Tensor: "torch.Tensor", NoneType: "None", int: "int (of 64 bits)"}
@@ -56,6 +57,28 @@ def shown(value: object) -> str:
     return short if isinstance(value, (str, int, float, NoneType)) else f"{_name(value)} {short}"
 
 
+def check_wide(name: str, x: Tensor, dims: Sequence[int], shape: str) -> None:
+    """That x has a floating dtype of 16 bits or more, and one of these numbers of dimensions."""
+    is_dense = x.layout in (torch.strided, torch.jagged)
+    if not (is_dense and x.is_floating_point() and x.dtype.itemsize > 1 and x.dim() in dims):
+        raise RuntimeError(
+            f"flash_attn: {name}: expected a floating dtype of at least 16 bits and shape {shape},"
+            f" got {shown(x)}"
+        )
+
+
+def check_floats(
+    name: str, x: Tensor, shape: Sequence[int], device: torch.device, like: str = "x"
+) -> None:
+    """That x has a floating dtype, and this shape and device, which the argument `like` has."""
+    is_dense = x.layout in (torch.strided, torch.jagged)
+    if not (is_dense and x.is_floating_point() and x.shape == shape and x.device == device):
+        raise RuntimeError(
+            f"flash_attn: {name}: expected a floating dtype and shape {tuple(shape)} on {device} as"
+            f" {like} has, got {shown(x)} on {x.device}"
+        )
+
+
 def _name(value: object) -> str:
     return type(value).__name__
 
@@ -71,11 +94,20 @@ def _is(value: object, choice: object) -> bool:
         members = _choices(typing.get_args(choice)[0])
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         return listed and all(any(_is(x, member) for member in members) for x in value)
+    if typing.get_origin(choice) is tuple:
+        return isinstance(value, Sequence) and len(value) == len(typing.get_args(choice))
     if choice in _CONVERSIONS:  # NumPy's and torch's numbers, too
         in_range = choice is not int or not isinstance(value, int) or value in _INT64
         is_scalar = getattr(value, "ndim", 0) == 0
         return in_range and is_scalar and hasattr(value, _CONVERSIONS[choice])
     return not isinstance(choice, type) or isinstance(value, choice)
+
+
+def flag(name: str, value: object) -> bool:
+    """What a module keeps of an argument whose truth it asks for later."""
+    if not _is(value, bool):
+        raise TypeError(f"flash_attn: {name}: expected bool, got {shown(value)}")
+    return bool(value)
 
 
 def _words(choices: tuple) -> str:
@@ -112,15 +144,19 @@ def _renamed(error: Exception, names: Mapping[str, str]) -> Exception | None:
 
 
 def _with_forms(error: Exception, function: Callable, given: Mapping) -> Exception:
-    """torch's own words, with what each argument was."""
+    """torch's own words, with what each argument was that is not its default."""
 
     def form(value: object) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
         return shown(value)[:24]
 
-    forms = (f"{name} {form(value)}" for name, value in given.items() if value is not None)
-    text = f"flash_attn: {function.__name__}: expected arguments that fit together, got "
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    chosen = (x for x in given.items() if x[1] is not None and x[1] is not defaults[x[0]])
+    forms = (f"{name} {form(value)}" for name, value in chosen)
+    if _MISFIT in str(error):  # said so of a function that this one calls
+        error = error.__context__ or error
+    text = f"flash_attn: {function.__qualname__}: {_MISFIT}, got "
     words = f"{text}{', '.join(forms)}: {' '.join(str(error).split())}"
     kind = RuntimeError if isinstance(error, (ArithmeticError, AttributeError)) else type(error)
     return kind(words[:_MAX_CHARACTERS])
@@ -143,10 +179,11 @@ def explain(
     """
     if type(error) not in _ARGUMENT_ERRORS:
         return
-    parameters = inspect.signature(function).parameters
-    given = {name: variables[name] for name in parameters}
+    signature = inspect.signature(function).parameters
+    parameters = {name: p for name, p in signature.items() if p.annotation is not p.empty}
+    given = {name: variables[name] for name in parameters}  # all but self
     better = _wrong_type(parameters, given)
-    if str(error).startswith("flash_attn: "):
+    if str(error).startswith("flash_attn: ") and not (of_torch and _MISFIT in str(error)):
         # An argument of the wrong type may make another one look wrong.
         named = str(error).split(": ", 2)[1]
         if better is None or f"flash_attn: {named}: " in str(better):
@@ -157,8 +194,10 @@ def explain(
         raise better from None
 
 
-def explained(*, of_torch: bool = False) -> Callable[[_F], _F]:
-    """A decorator: the exceptions say which argument is wrong. of_torch: as in explain."""
+def explained(
+    names: Mapping[str, str] | None = None, *, of_torch: bool = False
+) -> Callable[[_F], _F]:
+    """A decorator: the exceptions say which argument is wrong. Arguments: as in explain."""
 
     def decorate(function: _F) -> _F:
         @functools.wraps(function)
@@ -171,7 +210,7 @@ def explained(*, of_torch: bool = False) -> Callable[[_F], _F]:
                 except TypeError:  # too many or too few: Python's own words
                     raise error from None
                 given.apply_defaults()
-                explain(error, function, given.arguments, of_torch=of_torch)
+                explain(error, function, given.arguments, names, of_torch=of_torch)
                 raise
 
         return call

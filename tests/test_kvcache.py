@@ -397,6 +397,22 @@ def test_negative_views_are_appended(target: Target) -> None:
     assert (caches[0][0, 1] == 3).all() and (caches[1][0, 1] == 1).all()
 
 
+@each_target(ATEN_CPU)
+def test_one_length_at_the_end_of_the_caches(target: Target) -> None:
+    """Tokens beyond the end: an int as cache_seqlens means the same as a tensor of it."""
+    q, k, v, *caches, _ = problem(target)
+    length = caches[0].size(1) - 1
+    results = []
+    with use(target):
+        for lengths in (length, torch.full((len(q),), length, dtype=torch.int32)):
+            written = [x.clone() for x in caches]
+            out = flash_attn.flash_attn_with_kvcache(
+                q, *written, k[:, :3], v[:, :3], cache_seqlens=lengths
+            )
+            results.append((out, *written))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("new", [0, 3])
 @pytest.mark.parametrize("length", [0, 5, 29])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn.modules.mha import (
     MHA,
     CrossAttention,
@@ -223,3 +223,13 @@ def test_alibi_slopes() -> None:
     assert get_alibi_slopes(4) == [2**-2, 2**-4, 2**-6, 2**-8]
     assert get_alibi_slopes(3) == [2**-4, 2**-8, 2**-2]
     assert FlashSelfAttention(alibi_slopes=torch.ones(2)).state_dict() == {}
+
+
+def test_a_refused_call_leaves_the_tables() -> None:
+    """Tables that could not be made do not count as made."""
+    rotary, qkv = RotaryEmbedding(8), torch.randn(2, 9, 3, 4, 8)
+    expected = RotaryEmbedding(8)(qkv.clone())
+    rotary(qkv[:, :4].clone())
+    with pytest.raises(TypeError, match="flash_attn: max_seqlen: expected int"):
+        rotary(qkv.clone(), max_seqlen=2**63)
+    assert torch.equal(rotary(qkv), expected)

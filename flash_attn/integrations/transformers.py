@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flash_attn._errors import explained, shown
 from flash_attn.flash_attn_interface import flash_attn_func
 
 __all__ = ["attention", "register"]
@@ -65,13 +66,35 @@ def _bias(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor
     """Both as one attn_bias. A bool mask is True where a key takes part; a float one is added."""
     if position_bias is None:
         return attention_mask
+    if not position_bias.is_floating_point():
+        raise RuntimeError(
+            f"flash_attn: position_bias: expected a floating dtype, got {shown(position_bias)}"
+        )
     if attention_mask is None:
         return position_bias
+    if not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
+        raise RuntimeError(
+            "flash_attn: attention_mask: expected bool or a floating dtype, got"
+            f" {shown(attention_mask)}"
+        )
     if attention_mask.dtype == torch.bool:
         return position_bias.masked_fill(~attention_mask, float("-inf"))
     return position_bias + attention_mask
 
 
+# flash_attn_func's names of the arguments.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attn_bias": "attention_mask, position_bias",
+    "dropout_p": "dropout",
+    "learnable_sink": "s_aux",
+    "softmax_scale": "scaling",
+}
+
+
+@explained(_NAMES, of_torch=True)
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -119,6 +142,11 @@ def attention(
             "flash_attn: output_attentions: expected False, as the weights are never stored"
             ' (attn_implementation="eager" has them), got True'
         )
+    if query.dim() != 4:
+        raise RuntimeError(
+            "flash_attn: query: expected shape (batch or 1, heads, seqlen_q, d), got"
+            f" {tuple(query.shape)}"
+        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and is_causal and bool(query.size(2) > 1)
@@ -154,10 +182,10 @@ def register(name: str = "exact_attention") -> str:
     Raises:
         ValueError: name. ImportError: there is no transformers with AttentionMaskInterface.
     """
-    if "flash" in name:
+    if not isinstance(name, str) or "flash" in name:
         raise ValueError(
-            'flash_attn: name: expected one without "flash" in it, which transformers would look'
-            f" for on its hub, got {name!r}"
+            'flash_attn: name: expected a str without "flash" in it, which transformers would look'
+            f" for on its hub, got {shown(name)}"
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flash_attn._errors import explain, shown
+from flash_attn._errors import explain, explained, flag, shown
 from flash_attn._functions import applied
 
 
@@ -246,6 +246,7 @@ class RotaryEmbedding(nn.Module):
         device: of the buffers.
     """
 
+    @explained(of_torch=True)
     def __init__(
         self,
         dim: int,
@@ -255,10 +256,12 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if dim <= 0 or dim % 2:
+            raise RuntimeError(f"flash_attn: dim: expected an even number, got {shown(dim)}")
         self.dim = dim
         self.base = float(base)
-        self.interleaved = interleaved
-        self.scale_base = scale_base
+        self.interleaved = flag("interleaved", interleaved)
+        self.scale_base = None if scale_base is None else float(scale_base)
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
@@ -282,7 +285,6 @@ class RotaryEmbedding(nn.Module):
             and not (self.training and cached.is_inference())
         ):
             return
-        self._seq_len_cached = seqlen
         # Angles in fp32 whatever the model's dtype: a large position times a frequency has no
         # digits to spare. A model cast to 16 bits has cast inv_freq as well, so that is computed
         # anew.
@@ -292,12 +294,15 @@ class RotaryEmbedding(nn.Module):
         cos, sin = torch.outer(position, inv_freq).cos(), torch.outer(position, inv_freq).sin()
         if self.scale is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            self._seq_len_cached = seqlen
             return
         power = (position - seqlen // 2) / self.scale_base
         scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+        self._seq_len_cached = seqlen
 
+    @explained({"x": "qkv", "cos": "max_seqlen", "cos, cos_k": "max_seqlen"}, of_torch=True)
     def forward(
         self,
         qkv: Tensor,
@@ -316,6 +321,10 @@ class RotaryEmbedding(nn.Module):
         if max_seqlen is None and isinstance(seqlen_offset, Tensor):
             raise RuntimeError(
                 "flash_attn: max_seqlen: expected an int with a tensor seqlen_offset, got None"
+            )
+        if kv is not None and kv.device != qkv.device:
+            raise RuntimeError(
+                f"flash_attn: kv: expected device {qkv.device} as qkv has, got {kv.device}"
             )
         rows = qkv.size(1) + seqlen_offset if max_seqlen is None else max_seqlen
         self._update_cos_sin_cache(rows, device=qkv.device, dtype=qkv.dtype)

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from flash_attn._errors import explained, flag, shown
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
 
@@ -13,6 +14,7 @@ class CrossEntropyLoss(nn.Module):
         return_z_loss: also return the z-loss, reduced in the same way; for logging, no gradient.
     """
 
+    @explained()
     def __init__(
         self,
         ignore_index: int = -100,
@@ -25,9 +27,9 @@ class CrossEntropyLoss(nn.Module):
         return_z_loss: bool = False,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "none", "sum"):
+        if not isinstance(reduction, str) or reduction not in ("mean", "none", "sum"):
             raise NotImplementedError(
-                f'flash_attn: reduction: expected "mean", "none" or "sum", got {reduction!r}'
+                f'flash_attn: reduction: expected "mean", "none" or "sum", got {shown(reduction)}'
             )
         self.ignore_index = ignore_index
         self.reduction = reduction
@@ -36,8 +38,9 @@ class CrossEntropyLoss(nn.Module):
         self.lse_square_scale = lse_square_scale
         self.inplace_backward = inplace_backward
         self.process_group = process_group
-        self.return_z_loss = return_z_loss
+        self.return_z_loss = flag("return_z_loss", return_z_loss)
 
+    @explained({"logits": "input", "labels": "target"})
     def forward(
         self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:

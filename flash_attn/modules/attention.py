@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from flash_attn._errors import explained, flag, shown
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -12,12 +13,17 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
 )
 
+_MOST_HEADS = 1 << 20
 
+
+@explained()
 def get_alibi_slopes(nheads: int) -> list[float]:
     """The ALiBi slopes of Press et al. 2022: 2^(-8/n), 2^(-16/n), … for n heads, a power of 2.
 
     For another number: those of the power of 2 below, then every second one of the power above.
     """
+    if not 1 <= nheads <= _MOST_HEADS:
+        raise RuntimeError(f"flash_attn: nheads: expected 1 to {_MOST_HEADS}, got {shown(nheads)}")
     power = 2 ** math.floor(math.log2(nheads))
     slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
     if power == nheads:
@@ -40,6 +46,10 @@ class _FlashAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
         self.window_size = window_size
+        if alibi_slopes is not None and not alibi_slopes.is_floating_point():
+            raise RuntimeError(
+                f"flash_attn: alibi_slopes: expected a floating dtype, got {shown(alibi_slopes)}"
+            )
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.deterministic = deterministic
 
@@ -62,6 +72,7 @@ class FlashSelfAttention(_FlashAttention):
     Arguments: as the function's; attention_dropout is its dropout_p.
     """
 
+    @explained(of_torch=True)
     def __init__(
         self,
         causal: bool = False,
@@ -100,6 +111,7 @@ class FlashCrossAttention(_FlashAttention):
     Arguments: as the function's; attention_dropout is its dropout_p.
     """
 
+    @explained(of_torch=True)
     def __init__(
         self,
         causal: bool = False,
@@ -113,6 +125,7 @@ class FlashCrossAttention(_FlashAttention):
             causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic
         )
 
+    @explained({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"})
     def forward(
         self,
         q: Tensor,
@@ -135,12 +148,21 @@ class FlashCrossAttention(_FlashAttention):
         )
 
 
+def _check_padding(key_padding_mask: Tensor) -> None:
+    if key_padding_mask.dtype != torch.bool or key_padding_mask.dim() != 2:
+        raise RuntimeError(
+            "flash_attn: key_padding_mask: expected bool and shape (batch, seqlen_k), got"
+            f" {shown(key_padding_mask)}"
+        )
+
+
 class CrossAttention(nn.Module):
     """Attention with padding given as a mask; dropout in training mode only.
 
     Arguments: as flash_attn_func's; attention_dropout is its dropout_p.
     """
 
+    @explained(of_torch=True)
     def __init__(
         self,
         causal: bool = False,
@@ -148,10 +170,11 @@ class CrossAttention(nn.Module):
         attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal = flag("causal", causal)
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
 
+    @explained({"attn_bias": "key_padding_mask"}, of_torch=True)
     def forward(
         self,
         q: Tensor,
@@ -167,6 +190,7 @@ class CrossAttention(nn.Module):
         causal = self.causal if causal is None else causal
         seen = None
         if key_padding_mask is not None:
+            _check_padding(key_padding_mask)
             seen = key_padding_mask[:, None, None]
             if causal:
                 key = torch.arange(kv.size(1), device=q.device)
@@ -186,6 +210,7 @@ class CrossAttention(nn.Module):
 class SelfAttention(CrossAttention):
     """CrossAttention of packed q, k and v."""
 
+    @explained({"attn_bias": "key_padding_mask"}, of_torch=True)
     def forward(
         self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
@@ -194,6 +219,8 @@ class SelfAttention(CrossAttention):
         key_padding_mask: bool (batch, seqlen), True: a key. With causal, query i sees the keys up
         to i. causal overrides the module's.
         """
+        if key_padding_mask is not None:
+            _check_padding(key_padding_mask)
         return flash_attn_qkvpacked_func(
             qkv,
             self.drop.p if self.training else 0.0,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._errors import explain, explained, flag, shown
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.attention import (
@@ -53,6 +54,15 @@ def _expect(condition: bool, argument: str, requirement: str, got: object) -> No
         raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
 
 
+_OF_ROTARY = {
+    "dim": "rotary_emb_dim",
+    "base": "rotary_emb_base",
+    "scale_base": "rotary_emb_scale_base",
+    "interleaved": "rotary_emb_interleaved",
+    "nheads": "num_heads",
+}
+
+
 class MHA(nn.Module):
     """The attention layer with its projections, for training and generation.
 
@@ -77,6 +87,7 @@ class MHA(nn.Module):
         device, dtype: of the parameters.
     """
 
+    @explained(_OF_ROTARY, of_torch=True)
     def __init__(
         self,
         embed_dim: int,
@@ -111,8 +122,8 @@ class MHA(nn.Module):
         self.dwconv = dwconv
         self.rotary_emb_dim = rotary_emb_dim
         self.use_flash_attn = use_flash_attn
-        self.return_residual = return_residual
-        self.checkpointing = checkpointing
+        self.return_residual = flag("return_residual", return_residual)
+        self.checkpointing = flag("checkpointing", checkpointing)
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         _expect(
@@ -175,6 +186,7 @@ class MHA(nn.Module):
     def _convolution(channels: int) -> nn.Conv1d:
         return nn.Conv1d(channels, channels, kernel_size=3, padding=2, groups=channels)
 
+    @explained(of_torch=True)
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -205,6 +217,11 @@ class MHA(nn.Module):
         """Appends kv to this layer's cache and attends to it, with the rotation of both."""
         _expect(not self.dwconv, "inference_params", "None with dwconv", "a cache")
         _expect(self.layer_idx is not None, "layer_idx", "an int with inference_params", "None")
+        if not hasattr(inference_params, "key_value_memory_dict"):
+            raise RuntimeError(
+                "flash_attn: inference_params: expected an object with key_value_memory_dict, got"
+                f" {shown(inference_params)}"
+            )
         lengths, table = inference_params.lengths_per_sample, None
         start = inference_params.seqlen_offset if lengths is None else lengths[: q.size(0)]
         generates = inference_params.seqlen_offset > 0 and self.use_flash_attn
@@ -235,6 +252,7 @@ class MHA(nn.Module):
             alibi_slopes=None if slopes is None else slopes.float(),
         )
 
+    @explained({"qkv": "x", "q": "x", "kv": "x, x_kv"})
     def forward(
         self,
         x: Tensor,
@@ -285,11 +303,22 @@ class MHA(nn.Module):
             "None without cross_attn",
             "one of them",
         )
+        rank = 3 if cu_seqlens is None else 2
+        for name, tokens in (("x", x), ("x_kv", x_kv)):
+            if tokens is not None and (tokens.dim(), *tokens.shape[-1:]) != (rank, self.embed_dim):
+                shape = f"({'batch, seqlen' if rank == 3 else 'total'}, {self.embed_dim})"
+                raise RuntimeError(
+                    f"flash_attn: {name}: expected shape {shape}, got {tuple(tokens.shape)}"
+                )
         if self.use_flash_attn:
             options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, **options}
         else:
             options = {"key_padding_mask": key_padding_mask, **options}
-        parts = self._project(x, x_kv, mixer_subset)
+        try:
+            parts = self._project(x, x_kv, mixer_subset)
+        except Exception as error:
+            explain(error, MHA.forward, locals(), of_torch=True)
+            raise
         if inference_params is not None:
             q, kv = (parts[0][:, :, 0], parts[0][:, :, 1:]) if self._is_packed else parts
             out = self._attend_to_cache(q, kv, inference_params)

@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor, nn
 
+from flash_attn._errors import check_floats, check_wide, explained
 from flash_attn.ops.triton.layer_norm import rms_norm_fn
 
 
+@explained({"eps": "epsilon"})
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x²) + epsilon) · weight over the last dimension."""
     return rms_norm_fn(x, weight, None, eps=epsilon)
 
 
+@explained({"x": "x0", "eps": "epsilon"}, of_torch=True)
 def dropout_add_rms_norm(
     x0: Tensor,
     residual: Tensor | None,
@@ -32,6 +35,9 @@ def dropout_add_rms_norm(
 
     Returns: y, then h with prenorm and the mask of what is kept, all True without dropout.
     """
+    if layerscale is not None:
+        check_wide("x0", x0, range(1, 65), "(…, n)")
+        check_floats("layerscale", layerscale, x0.shape[-1:], x0.device, "x0")
     results = rms_norm_fn(
         x0 if layerscale is None else x0 * layerscale,
         weight,
@@ -54,6 +60,7 @@ def dropout_add_rms_norm(
 class RMSNorm(nn.Module):
     """rms_norm as a module. Arguments: hidden_size is n; eps; of the weight device and dtype."""
 
+    @explained(of_torch=True)
     def __init__(
         self,
         hidden_size: int,
@@ -73,7 +80,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, n) → (…, n)."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm_fn(x, self.weight, None, eps=self.eps)
 
 
 class DropoutAddRMSNorm(nn.Module):
@@ -82,6 +89,7 @@ class DropoutAddRMSNorm(nn.Module):
     Arguments: hidden_size is n, p is dropout_p; the others as in dropout_add_rms_norm.
     """
 
+    @explained(of_torch=True)
     def __init__(
         self,
         hidden_size: int,
@@ -105,6 +113,7 @@ class DropoutAddRMSNorm(nn.Module):
         """Every factor becomes 1."""
         nn.init.ones_(self.weight)
 
+    @explained({"dropout_p": "p", "epsilon": "eps"})
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """(…, n) → (…, n); with prenorm also the sum of x0 and residual."""
         return dropout_add_rms_norm(

@@ -4,7 +4,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from flash_attn._errors import check_wide, explained, shown
 
+
+def _check(logits: Tensor, labels: Tensor) -> None:
+    check_wide("logits", logits, (2,), "(batch, vocabulary)")
+    is_index = labels.dtype in (torch.int32, torch.int64) and labels.layout == torch.strided
+    if not is_index or labels.shape != logits.shape[:1] or labels.device != logits.device:
+        raise RuntimeError(
+            f"flash_attn: labels: expected int32 or int64 and shape {tuple(logits.shape[:1])} on"
+            f" {logits.device} as logits has, got {shown(labels)} on {labels.device}"
+        )
+
+
+@explained(of_torch=True)
 def cross_entropy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -37,6 +50,7 @@ def cross_entropy_loss(
             "flash_attn: process_group: a vocabulary split over processes is not supported,"
             f" expected None, got {type(process_group).__name__}"
         )
+    _check(logits, labels)
     labels = labels.long()
     scores = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = cross_entropy(

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
+from flash_attn._errors import check_floats, check_wide, explained, shown
+
 
 def _dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     """x after dropout, and the mask of what is kept."""
@@ -16,6 +18,18 @@ def _dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return (x * keep) / (1.0 - p), keep
 
 
+def _check(x: Tensor, of_columns: dict, like_x: dict, rowscale: Tensor | None) -> None:
+    """That the tensors beside x fit it: those that are (n), those that are (…, n), and rowscale."""
+    check_wide("x", x, range(1, 65), "(…, n)")
+    for tensors, shape in ((of_columns, x.shape[-1:]), (like_x, x.shape)):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                check_floats(name, tensor, shape, x.device)
+    if rowscale is not None:
+        check_floats("rowscale", rowscale, x.shape[:-1], x.device)
+
+
+@explained(of_torch=True)
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -56,6 +70,15 @@ def layer_norm_fn(
     """
     if x1 is not None and rowscale is not None:
         raise RuntimeError("flash_attn: rowscale: expected None with x1, got both")
+    of_columns = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1}
+    like_x = {"x1": x1, "residual": residual, "out": out, "residual_out": residual_out}
+    _check(x, of_columns, like_x, rowscale)
+    if not 0.0 <= dropout_p < 1.0:
+        raise RuntimeError(
+            f"flash_attn: dropout_p: expected a probability in [0, 1), got {shown(dropout_p)}"
+        )
+    if not eps >= 0.0:
+        raise RuntimeError(f"flash_attn: eps: expected at least 0, got {shown(eps)}")
     wide = torch.promote_types(x.dtype, torch.float32)
     hidden = x.to(wide)
     if rowscale is not None:
@@ -77,7 +100,7 @@ def layer_norm_fn(
         else:
             y = rms_norm(hidden, weight.shape, factor, eps)
             y = y if summand is None else y + summand
-        return y.to(x.dtype if out_dtype is None else out_dtype)
+        return y.to(dtype=x.dtype if out_dtype is None else out_dtype)
 
     y = normed(weight, bias)
     results = [y if out is None else out.copy_(y)]
@@ -140,6 +163,7 @@ class RMSNorm(nn.Module):
     dtype.
     """
 
+    @explained(of_torch=True)
     def __init__(
         self,
         hidden_size: int,

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from flash_attn._errors import explained
 from flash_attn.layers.rotary import apply_rotary_emb
 
 
+@explained(of_torch=True)
 @torch.no_grad()
 def apply_rotary(
     x: Tensor,
