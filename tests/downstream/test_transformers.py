@@ -176,7 +176,7 @@ def test_dropout_of_attention_weights(device: str) -> None:
 
 
 def test_the_name_is_checked() -> None:
-    with pytest.raises(ValueError, match='name: expected one without "flash" in it'):
+    with pytest.raises(ValueError, match='name: expected a str without "flash" in it'):
         register("my_flash_attention")
 
 
