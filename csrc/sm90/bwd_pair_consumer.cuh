@@ -64,7 +64,6 @@ __device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>
 // lasts. With none there is a place all the same, which takes no register.
 template <int kSlabs>
 struct HeldSlabs {
-  static constexpr int kCount = kSlabs;
   OperandA<1, 64> slabs[kSlabs > 0 ? kSlabs : 1];
 
   // Once they are there.
