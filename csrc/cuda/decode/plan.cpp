@@ -16,7 +16,7 @@ constexpr int kInvariantKeys = 2048;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of the rows that read one kv head of one sequence.
+// Tiles of the rows that read one kv head of one sequence.
 int64_t row_tiles(const CallShape& call) {
   return ceil_div(call.tokens * call.heads_q / call.heads_kv, kDecodeRows);
 }
@@ -27,8 +27,8 @@ struct DecodeCost {
   int64_t row_tiles;
   int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
   int num_sms, blocks_per_sm;
-  // Of the SMs, with one block each: fewer do not read faster each. Half of them saturate the memory,
-  // all of them where page numbers are looked up.
+  // The share of the SMs, with one block each, below which a block does not read faster. Half of
+  // them saturate the memory, all of them where page numbers are looked up.
   double least_share;
 
   double of(int splits) const {
@@ -59,7 +59,7 @@ int64_t all_row_tiles(const CallShape& call) {
   return row_tiles(call) * call.heads_kv * call.batch;
 }
 
-// Into how many equal pieces.
+// Into how many equal pieces each sequence is cut, by the cost of a call.
 int best_num_splits(const CallShape& call) {
   constexpr int kMaxSplits = 256, kAlwaysTried = 4;
   const int tile_keys = with_head_dim_class(static_cast<int>(call.head_dim), [&]<int kHeadDim> {
@@ -93,7 +93,7 @@ bool cuts_by_length(const CallShape& call, int64_t places) {
   constexpr int64_t kLongBytes = int64_t{256} << 20;
   constexpr int kShortKeys = 2048;
   const int64_t keys = most_keys(call);
-  // Whole sequences, enough of them, that blocks which come and go even out.
+  // There are enough whole sequences for blocks that come and go to even out.
   const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * places;
   return call.paged && call.batch > 1 && !even &&
          4 * call.batch * keys * call.heads_kv * call.head_dim > kLongBytes;
@@ -148,7 +148,7 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   if (!call.batch_invariant) {
     return keeps_whole(call, grid) ? Splits::alike(1) : Splits::dealt_out();
   }
-  // leftpad may add one.
+  // Left padding may add a piece.
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
@@ -170,7 +170,7 @@ bool reads_prefix_once(const CallShape& call) {
          sequence_rows(call) <= kPrefixRows;
 }
 
-// Of a shared prefix, as many as fill the device if all sequences share one.
+// A shared prefix is cut into as many pieces as fill the device if all sequences share one.
 int prefix_pieces(const CallShape& call) {
   constexpr int64_t kMostPieces = 32, kLeastKeys = 256;
   const int64_t members = prefix_tile_rows(static_cast<int>(call.head_dim)) / sequence_rows(call);
@@ -180,8 +180,8 @@ int prefix_pieces(const CallShape& call) {
       places / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
 }
 
-// What a sequence has beyond the shared keys. Nobody knows how long it is: thread blocks without keys
-// end at once.
+// How what a sequence has beyond the shared keys is cut. Nobody knows how long it is: thread blocks
+// without keys end at once.
 Splits own_splits(const CallShape& call) {
   constexpr int64_t kMostPieces = 4;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));

@@ -30,7 +30,7 @@ template <int kStages>
 class Ring {
  public:
   __device__ __forceinline__ explicit Ring(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
-  // At a later visit.
+  // Begins at a later visit.
   __device__ __forceinline__ Ring(RingBarriers<kStages>& barriers, unsigned visit)
       : barriers_(barriers), stage_(visit % kStages), phase_(visit / kStages % 2) {}
 
@@ -57,7 +57,7 @@ class Ring {
   __device__ __forceinline__ void wait_full() const { wait(barriers_.full[stage_], phase_); }
   __device__ __forceinline__ void wait_empty() const { wait(barriers_.empty[stage_], phase_ ^ 1); }
 
-  // Without waiting.
+  // Says whether the slot is full, without waiting for it.
   __device__ __forceinline__ bool is_full() const {
     return ::cuda::ptx::mbarrier_test_wait_parity(&barriers_.full[stage_], phase_);
   }
@@ -65,7 +65,7 @@ class Ring {
   // The slot is full (empty) as far as this thread is concerned.
   __device__ __forceinline__ void arrive_full() const { arrive(barriers_.full[stage_]); }
   __device__ __forceinline__ void arrive_empty() const { arrive(barriers_.empty[stage_]); }
-  // The slot is full once so many bytes have come by TMA. Before the copies start.
+  // The slot is full once so many bytes have come by TMA. It is called before the copies start.
   __device__ __forceinline__ void expect_bytes(uint32_t bytes) const {
     ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
                                            ::cuda::ptx::space_shared, &full(), bytes);
