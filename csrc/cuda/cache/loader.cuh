@@ -14,8 +14,9 @@ struct RowSource {
 
 // One warp starts the copies of kRows rows: eight lanes copy 128 neighbouring bytes (four copy 64).
 // destination: the place of the lane's row and byte among the first rows that are copied at once.
-// source_of(row): of the row so many below the lane's. Columns from num_bytes on become 0. Of rows that are
-// copied four at a time, the swizzle of row r + 4 is that of r XOR that of 4.
+// source_of(row) says where the row lies that is so many below the lane's. Columns from num_bytes
+// on become 0. Of rows that are copied four at a time, the swizzle of row r + 4 is that of r XOR
+// that of 4.
 template <typename Tile, int kRows, typename SourceOf>
 __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, int num_bytes,
                                           const SourceOf& source_of) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, i
   }
 }
 
-// Of a dense cache: the tiles of one warp from first_key on, for 16-bit elements.
+// Loads the tiles of one warp from a dense cache, from first_key on, for 16-bit elements.
 template <typename Tile>
 class DenseTileLoader {
   using Element = typename Tile::Element;
@@ -83,8 +84,9 @@ class CacheLoader {
   static constexpr int kTilesAhead = Traits::kTilesAhead;
 
  public:
-  // Of the keys [first_key, end_key), which lie below capacity. next_key: where the warp's first tile
-  // begins, a multiple of kKeys. first_row: of KvTile, where the warp's tiles go, a multiple of 8.
+  // Loads from the keys [first_key, end_key), which lie below capacity. next_key is where the
+  // warp's first tile begins, a multiple of kKeys. first_row is the row of KvTile where the warp's
+  // tiles go, a multiple of 8.
   __device__ __forceinline__ CacheLoader(const DecodeParams& params, int batch_idx, int kv_head,
                                          int first_key, int end_key, int next_key, int lane,
                                          int first_row = 0)
@@ -100,7 +102,7 @@ class CacheLoader {
     for (int tile = 0; tile < kTilesAhead; ++tile) look_up(tile);
   }
 
-  // Where the rows of the next tile lie, whose page numbers were asked for before.
+  // Finds where the rows of the next tile lie, whose page numbers were asked for before.
   __device__ __forceinline__ void locate() {
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) {
@@ -128,7 +130,7 @@ class CacheLoader {
     }
     load(tile, k_row_, params_.head_dim);
   }
-  // The tile of V that goes with it.
+  // Starts the copies of the tile of V that goes with it.
   __device__ __forceinline__ void values(const KvTile& tile) const {
     load(tile, v_row_, params_.head_dim_v);
   }
