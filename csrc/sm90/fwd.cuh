@@ -10,7 +10,7 @@
 //   (few registers)       warp 1: Q     warp 2: V           (many registers)       S, P, O in registers
 //                         warp 3: what a score term needs: a bias, dropout's words of keys
 //
-// Each role runs ahead of the next as far as its ring has slots: while consumers finish a tile, K
+// Each role runs ahead of the next as far as its ring has stages: while consumers finish a tile, K
 // and V of the next one come in.
 //
 // The plain loop of a consumer:

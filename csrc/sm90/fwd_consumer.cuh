@@ -11,14 +11,14 @@ namespace flash_attn::sm90 {
 
 // Where a consumer stands in the ring of its blocks of a bias.
 template <typename Traits, bool kHasBias = Traits::kStagedBias || Traits::kKeyBias>
-struct FwdBiasPlace {
-  __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>&, int /*consumer*/) {}
+struct FwdBiasRing {
+  __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>&, int /*consumer*/) {}
 };
 template <typename Traits>
-struct FwdBiasPlace<Traits, true> {
+struct FwdBiasRing<Traits, true> {
   Ring<Traits::kBiasStages> bias_ring;
 
-  __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>& smem, int consumer)
+  __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>& smem, int consumer)
       : bias_ring(ring_of(smem, consumer)) {}
 
  private:
@@ -34,7 +34,7 @@ struct FwdBiasPlace<Traits, true> {
 
 // What a consumer keeps from tile to tile.
 template <typename Traits>
-struct FwdConsumer : FwdBiasPlace<Traits> {
+struct FwdConsumer : FwdBiasRing<Traits> {
   using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
   using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
 
@@ -50,7 +50,7 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
 
   __device__ __forceinline__ FwdConsumer(const FwdParams& params, const CUtensorMap& out_map,
                                          FwdSharedStorage<Traits>& smem, int consumer)
-      : FwdBiasPlace<Traits>(smem, consumer),
+      : FwdBiasRing<Traits>(smem, consumer),
         params(params),
         out_map(out_map),
         smem(smem),
@@ -75,14 +75,14 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
     }
   }
 
-  // The warp is done with the slot.
+  // The warp is done with the stage.
   template <int kStages>
   __device__ __forceinline__ void release(Ring<kStages>& ring) const {
     if (lane == 0) ring.arrive_empty();
     ring.advance();
   }
 
-  // Gives back the place of V and of dropout's words, which come with V. Each lane that has read
+  // Gives back the stage of V and of dropout's words, which come with V. Each lane that has read
   // words arrives, as racecheck follows nothing else.
   __device__ __forceinline__ void release_values(const Ring<Traits::kStages>& ring) const {
     if (Traits::kDropout || lane == 0) ring.arrive_empty();

@@ -300,7 +300,7 @@ class KeyWalk {
   // While the products run, reads which block has come, and what the mask lets the lane's queries
   // see of it.
   __device__ __forceinline__ BlockMask::RowPair bring_mask() {
-    // The lane that releases the place is the one that reads it.
+    // The lane that releases the stage is the one that reads it.
     if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
     found = found.of_first_lane();
     if (!is_masked()) return {};

@@ -136,7 +136,7 @@ class OnlineSoftmax : Record {
     }
     if (!__any_sync(~0u, exceeds)) return false;
     if (!__any_sync(~0u, overflows)) {
-      spare_largest<Element>(S, correction, step);
+      make_largest_exact<Element>(S, correction, step);
       return true;
     }
     step.complete(S);
@@ -151,8 +151,8 @@ class OnlineSoftmax : Record {
   // to where that P is what it was rounded to. The block's other P are not computed again: they are
   // off by the same factor, no more than by their own rounding.
   template <typename Element, typename Step, int kMBlocks, int kN>
-  __device__ __forceinline__ void spare_largest(const Accumulator<kMBlocks, kN>& S,
-                                                float (&correction)[kRows], const Step& step) {
+  __device__ __forceinline__ void make_largest_exact(const Accumulator<kMBlocks, kN>& S,
+                                                     float (&correction)[kRows], const Step& step) {
     float maximum[kRows];
     row_maxima(S, maximum);
     Record::note(maximum, scale_log2_);

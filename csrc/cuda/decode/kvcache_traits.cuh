@@ -66,7 +66,7 @@ struct KvcacheStorage {
   uint64_t full[kKvcacheMaxStages], empty[kKvcacheMaxStages];
 };
 
-// A place in the ring; the parity of the visit tells one round from the next.
+// A stage of the ring; the parity of the visit tells one round from the next.
 struct RingVisit {
   unsigned stage = 0;
   uint32_t phase = 0;

@@ -82,7 +82,7 @@ class WorkReader {
     const auto& slot = queue_.slots[visit_ % kSlots];
     return slot.end ? nullptr : &slot.work();
   }
-  // The place of what was read in a ring that is visited in step with the queue.
+  // The stage that goes with what was read, in a ring that is visited in step with the queue.
   __device__ __forceinline__ Ring<kSlots> in(RingBarriers<kSlots>& barriers) const {
     return Ring<kSlots>(barriers, visit_);
   }
