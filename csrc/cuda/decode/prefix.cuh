@@ -5,8 +5,8 @@
 // Thread blocks of two kinds take turns, so that each multiprocessor has both: some read what a
 // sequence has beyond its shared keys, as decode.cuh does, and want memory; the others want tensor
 // cores. Their rows are those of all sequences that share a prefix: one kv head, all rows of some
-// sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Their warps bring tiles
-// of 64 keys into a ring that they share, a quarter of each:
+// sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Their warps bring
+// tiles of 64 keys (of 32 above d = 128) into a ring that they share, a quarter of each:
 //
 //   wait K, V(j)   barrier   copy K, V(j + stages - 1)   S = Q K(j)ᵀ   mask, softmax   O += P V(j)
 //
