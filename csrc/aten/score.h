@@ -55,9 +55,9 @@ struct ScoreTerms {
   at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1)
   Dropout dropout;
 
-  // Of `keys`, a superset of those that a block of rows sees.
+  // Some of `keys`: at least those that a block of rows sees.
   Block visible_keys(Block rows, Block keys) const;
-  // Of `visible`, the keys that all of the rows see by the band alone.
+  // The keys of `visible` that all of the rows see by the band alone.
   Block full_keys(Block rows, Block visible) const;
 
   // Whether scores end at core/score_range.h's border.

@@ -213,7 +213,7 @@ BwdResult bwd(const BwdArgs& given) {
   BwdResult result = on_kernels ? run(plan, args) : run_aten(args);
   if (args.wide_key_gradients) {
     for (at::Tensor* gradient : {&std::get<1>(result), &std::get<2>(result)}) {
-      // Of kernels that write 16 bits alone.
+      // Some kernels write 16 bits alone.
       if (gradient->scalar_type() != at::kDouble) *gradient = gradient->to(at::kFloat);
     }
   }

@@ -72,7 +72,7 @@ DecodeArgs without_shared_prefix(DecodeArgs args) {
   return args;
 }
 
-// As the plan's kernels read it.
+// The call as the plan's kernels read it.
 DecodeArgs planned(const Plan& plan, const DecodeArgs& args) {
   return plan.prefix_pieces > 0 ? args : without_shared_prefix(args);
 }

@@ -17,13 +17,13 @@
 
 namespace flash_attn {
 
-// Forms and dtypes, with symbolic sizes.
+// Checks forms and dtypes, with symbolic sizes.
 void check_mask(const AttnArgs& args, const c10::SymInt& batch);
 
 // The same call with the mask as a bool attn_bias, which every backend reads.
 AttnArgs with_bool_mask(AttnArgs args);
 
-// Of readable() arguments.
+// The mask as kernels read it. args are readable() ones.
 TileMask tile_mask_params(const AttnArgs& args);
 
 }  // namespace flash_attn

@@ -281,9 +281,10 @@ struct AppendParams : CacheParams {
 struct Splits {
   int count = 0;  // pieces of a sequence; by length: at most so many
   int keys = 0;   // of a piece, by length
-  // By length, pieces of the whole call. They become shorter than `keys` where there would be fewer
-  // than least_pieces, which fill the device, and longer where there would be more than most_pieces
-  // and one for each sequence. If most_pieces is 0, they keep `keys`.
+  // Where sequences are cut by length, these count the pieces of the whole call. Pieces become
+  // shorter than `keys` where there would be fewer than least_pieces, which fill the device, and
+  // longer where there would be more than most_pieces and one for each sequence. If most_pieces is
+  // 0, they keep `keys`.
   int least_pieces = 0, most_pieces = 0;
 
   // The keys of the whole call are dealt out evenly, whatever the lengths.

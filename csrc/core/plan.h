@@ -15,7 +15,7 @@ struct KvcacheGrid {
   int smem_optin_bytes = 0;  // of DeviceInfo
 };
 
-// By the name of its file.
+// Which kernel runs, by the name of its file.
 enum class Kernel : uint8_t { kFwd, kBwd, kDecode, kKvcache };
 
 struct Plan {

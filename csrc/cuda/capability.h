@@ -15,7 +15,7 @@ void refuse_without_code(Reasons& reasons, const CallShape& call);
 // Most CUDA kernels: fp16 and bf16, head dims up to kMostHeadDim.
 inline constexpr int64_t kMostHeadDim = 256;
 void refuse_tensors(Reasons& reasons, const CallShape& call);
-// The two halves of it.
+// What it consists of. refuse_dtype_of_three() allows fp32, too.
 void refuse_dtype(Reasons& reasons, const CallShape& call);
 void refuse_dtype_of_three(Reasons& reasons, const CallShape& call);  // fp32 too
 void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest);
@@ -24,8 +24,8 @@ void refuse_cache(Reasons& reasons, const CallShape& call);
 // The forward kernels, where they serve decode.
 void refuse_cache_of_forward(Reasons& reasons, const CallShape& call);
 
-// Of a forward or backward that reads a mask of tiles as a bias, whatever it hides. Not a time: where another
-// kernel skips hidden tiles, it is the first choice.
+// The cost of a forward or backward that reads a mask of tiles as a bias, whatever it hides. It is
+// not a time: where another kernel skips hidden tiles, that one is the first choice.
 inline constexpr double kReadMaskCost = 1;
 
 // Costs of decode calls, in the time that one of decode's thread blocks, of 16 rows of one kv head,

@@ -1,4 +1,4 @@
-// From run-time dtype and head dim to a compiled instance.
+// Chooses a compiled instance by the dtype and head dim that are known at run time.
 #pragma once
 
 #include "../core/failure.h"

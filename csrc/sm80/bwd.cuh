@@ -96,10 +96,10 @@ struct BwdTraits {
   static constexpr int kDqPasses = kHeadDim / kDqPassCols;
   static_assert(!kTile.spread_dq || kDqPasses <= 2);  // one under dK, one under dV
   using DqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kDqPassCols>;
-  // Share the sums of a score over the head dim. Score terms leave no registers for that.
+  // So many warps share the sums of a score over the head dim. Terms leave no registers for it.
   static constexpr int kDepthWarps = kHeadDim > kMaxHeadDim && !ScorePolicy::kGeneral ? 4 : 1;
   using Scheduler = TileScheduler<kBlockN, TileOrder::kFirstBlocksFirst>;
-  // Of bwd_large_head.cuh.
+  // bwd_large_head.cuh uses these.
   using WholeDqGrid = WarpGrid<kTile.num_warps, kTile.dq_warps, kBlockM, kHeadDim>;
   using QueryScheduler = TileScheduler<kBlockM>;
 
@@ -107,14 +107,14 @@ struct BwdTraits {
     KTile k, v;  // in the end dK, dV
     QTile q[kStages], dout[kStages];
     PTile p, ds;
-    // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
+    // It stands here, as nvcc 13.0 places it by the bytes before it, not by its alignment.
     [[no_unique_address]] SplitScoreSums<BwdTraits> exchange;
     float lse[2][kBlockM], delta[2][kBlockM];  // of this iteration and the next
     SeqlenInfo seqlen;  // read here where it is needed: no registers for it in the loop
     BwdKeyBlock keys;
     BlockRange range;      // of queries
     ScorePolicy score[2];  // of this query head and the next, by turns
-    // Of dS, by the rows of the warps' grid: for a bias that broadcasts the queries.
+    // Sums of dS, for each row of the warps' grid: a bias that broadcasts the queries needs them.
     float column_sums[ScorePolicy::kGeneral ? kTile.score_warps : 1]
                      [ScorePolicy::kGeneral ? kBlockN : 1];
   };
@@ -141,15 +141,15 @@ class QueryLoader {
     load(tile, params_.dout, params_.dout_strides, params_.head_dim_v, block);
   }
 
-  // For a block of another head than the one before.
+  // Is called for a block of another head than the one before.
   __device__ __forceinline__ void start_head(int head) const {
     if (!kSkipsTiles<typename Traits::ScorePolicy> && threadIdx.x == 0) {
       smem_.score[head % 2] = {params_, smem_.keys.batch_idx, head, smem_.seqlen.diagonal(params_)};
     }
   }
 
-  // The first kBlockM threads bring in one LSE each, the next kBlockM one delta. 0 for rows that do
-  // not exist: as their Q and dO are 0 too, so are their dP, dS and Pᵀ dO.
+  // The first kBlockM threads bring in one LSE each, the next kBlockM one delta. Both are 0 for
+  // rows that do not exist: as their Q and dO are 0 too, so are their dP, dS and Pᵀ dO.
   __device__ __forceinline__ void start_row_values(int parity, const BwdQueryBlock& block) const {
     const int thread = threadIdx.x, row = thread % Traits::kBlockM;
     if (thread >= 2 * Traits::kBlockM) return;
@@ -177,7 +177,7 @@ class QueryLoader {
   typename Traits::SharedStorage& smem_;
 };
 
-// kBlockN rows of K or V. The caller commits.
+// Starts the copy of kBlockN rows of K or V. The caller commits.
 template <typename Traits>
 __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
                                           const typename Traits::SharedStorage& smem,
@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_keys(const typename Traits::KTile& tile,
       .load(tile, first_key, smem.seqlen.len_k);
 }
 
-// P and dS of this block of queries, to shared memory.
+// Brings P and dS of this block of queries to shared memory.
 template <typename Traits, typename Mask>
 __device__ __forceinline__ void compute_scores(const typename Traits::Params& params,
                                                typename Traits::SharedStorage& smem,
@@ -247,7 +247,7 @@ __device__ __forceinline__ void compute_scores(const typename Traits::Params& pa
   store_rounded(smem.ds, dS, first_row, first_col, lane);
 }
 
-// Once all warps' column_sums are there. A thread owns a key: of this head, nobody else adds to it.
+// Call it once all column_sums are there. A thread owns a key: nobody else adds to this head's.
 template <typename Traits>
 __device__ __forceinline__ void add_column_sums(const BwdParams& params,
                                                 const typename Traits::SharedStorage& smem,

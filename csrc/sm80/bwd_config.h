@@ -239,7 +239,7 @@ template <>
 inline constexpr BwdDqTile kBwdDqWideScoresTile<64> = {
     .block_m = 64, .block_n = 32, .num_warps = 4};
 
-// With score terms, which take registers.
+// Tiles with score terms, which take registers.
 template <int kHeadDim>
 inline constexpr BwdDqTile kBwdDqScoresTile = kBwdDqTile<kHeadDim>;
 template <>

@@ -19,7 +19,7 @@ struct SplitScoreSums<Traits> {
   float4 sums[Traits::kThreads / 32][Traits::kDepthWarps - 1][2][32];
 };
 
-// A Bᵀ for this warp's part of the scores.
+// Computes A Bᵀ for this warp's part of the scores.
 template <typename Traits>
 __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& S,
                                               const SplitScoreSums<Traits>&,
@@ -104,7 +104,7 @@ __device__ __forceinline__ decltype(auto) score_of(const typename Traits::Params
   }
 }
 
-// -inf for the scores that attention does not see.
+// Sets the scores that attention does not see to -inf.
 template <typename Traits>
 __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
                                             const typename Traits::Params& params,
@@ -128,14 +128,14 @@ __device__ __forceinline__ void mask_scores(typename Traits::ScoreGrid::Part& S,
   }
 }
 
-// Until what was started lies in shared memory, which is about to be written otherwise.
+// Waits until what was started lies in shared memory, which is about to be written otherwise.
 __device__ __forceinline__ void drain_loads() {
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
 }
 
-// Of the blocks of queries from `block` on, those of the next heads behind them, the first that the mask
-// does not hide from the keys; of head end_head: none.
+// Returns the first block of queries from `block` on, with those of the next heads behind them,
+// that the mask does not hide from the keys. If its head is end_head, there is none.
 template <typename Traits>
 __device__ __forceinline__ BwdQueryBlock
 seen_query_block(const typename Traits::Params& params, const typename Traits::SharedStorage& smem,

@@ -41,7 +41,7 @@ struct FwdTile {
   int blocks_per_sm;  // that the register allocation must leave room for
 };
 
-// 32 rows a warp where the accumulators fit into 255 registers (O 128, S 64 at d = 128): every
+// A warp has 32 rows where the accumulators fit into 255 registers (O 128, S 64 at d = 128): every
 // fragment of K and V read from shared memory then feeds two products. From 192 on O leaves room
 // for 16 rows. Two blocks of 4 warps on a multiprocessor beat one of 8 wherever shared memory
 // allows it: one's softmax hides behind the other's products.

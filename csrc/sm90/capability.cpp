@@ -19,7 +19,7 @@ std::string_view why_not_op(Op) { return ""; }
 
 void refuse_here(Reasons& reasons, const CallShape& call) {
   cuda::refuse_without_gpu(reasons, call);
-  // Of a cache, other kernels gather pages, rotate queries and merge pieces.
+  // For a call with a cache, other kernels gather pages, rotate queries and merge pieces.
   if (call.op == Op::kDecode) cuda::refuse_without_code(reasons, call);
   reasons.refuse_if(
       call.device != nullptr && !call.compiled->none() && call.device->compute_capability != 90,
@@ -62,8 +62,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 
-// Of a decode call: pieces that each tile's keys are cut into, as there are fewer tiles than
-// multiprocessors; 1: not cut.
+// Into how many pieces the keys of each tile of a decode call are cut, where there are fewer tiles
+// than multiprocessors. With 1 they are not cut.
 int decode_splits(const CallShape& call) {
   constexpr int64_t kMaxSplits = 16;
   const bool cut = call.head_dim == call.head_dim_v && call.head_dim <= kPiecesHeadDim;

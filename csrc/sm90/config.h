@@ -31,19 +31,22 @@ struct FwdTile {
   int block_n;    // keys of an iteration
   int stages;     // tiles of K, and of V, in shared memory
   int q_stages;   // tiles of Q; with two, a tile begins before the one before has ended
-  // 64 (d = 80, 96, 160: 32) columns each of O, on its way out; a divisor of those of O.
+  // Slabs of O on its way out, of 64 columns each (of 32 for d = 80, 96 and 160). Together their
+  // columns divide those of O.
   int output_slabs;
   bool ordered;  // consumers take turns at the tensor cores
-  // On a multiprocessor. With one, the next P is made while the tensor cores still read this one.
-  // Then ptxas serialises wgmma if S, O and two P take more than about four fifths of a thread's
-  // registers: 195 of 240. With two, one's products run beside the other's softmax and tile ends,
-  // so a consumer does one thing after the other and `ordered` is false.
+  // How many thread blocks share a multiprocessor. With one, the next P is made while the tensor
+  // cores still read this one. Then ptxas serialises wgmma if S, O and two P take more than about
+  // four fifths of a thread's registers: 195 of 240. With two, one's products run beside the
+  // other's softmax and tile ends, so a consumer does one thing after the other and `ordered` is
+  // false.
   int blocks = 1;
 
   constexpr int block_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
-  // Of 64 K registers; the producers have enough with the rest. setmaxnreg deals with what the block
-  // got at the start, the same for each thread in eights: asking for more hangs.
+  // A multiprocessor has 64 K registers, and the producers have enough with the rest. setmaxnreg
+  // deals with what the block got at the start, the same for each thread in eights: asking for more
+  // hangs.
   constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
   constexpr int consumer_registers() const {
     return blocks == 2 ? 104 : consumers == 3 ? 160 : 240;
@@ -63,7 +66,7 @@ inline constexpr FwdTile kFwdTile<48, 48> = {
 template <>
 inline constexpr FwdTile kFwdTile<64, 64> = {
     .consumers = 3, .block_n = 96, .stages = 2, .q_stages = 2, .output_slabs = 1, .ordered = true};
-// Three consumers with few queries: 192 rows do not divide short sequences.
+// With few queries, classes of three consumers take two, as 192 rows do not divide short sequences.
 inline constexpr int kFewQueries = 1024;
 template <int kHeadDim>
 inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
@@ -72,8 +75,8 @@ inline constexpr FwdTile kFewQueriesTile = {.consumers = 2,
                                             .q_stages = 2,
                                             .output_slabs = kHeadDim < 64 ? 1 : 3,
                                             .ordered = true};
-// d = 64: at the end of a tile both consumers of a block stand still at once; another block's do
-// not.
+// At d = 64 two thread blocks share a multiprocessor: at the end of a tile both consumers of a
+// block stand still at once, but another block's do not.
 inline constexpr int kFewMaskedQueries = 2048;
 template <>
 inline constexpr FwdTile kFewQueriesTile<64> = {.consumers = 2,
@@ -107,8 +110,8 @@ template <>
 inline constexpr FwdTile kFwdTile<256, 256> = {
     .consumers = 2, .block_n = 64, .stages = 2, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// With several score terms: as many keys as leave room for the terms in registers, and for dropout a
-// multiple of 32.
+// With several score terms a block has as many keys as leave room for the terms in registers, and
+// for dropout a multiple of 32.
 using cuda::has_score_terms;
 template <typename F>
 auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
@@ -141,8 +144,9 @@ auto with_one_term_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<128>();
 }
 
-// With the keys in pieces: few queries in any case. Two classes, head dims up to 128: this is one more
-// kernel for each. d = 256 would spill registers at its end, where O goes out in fp32.
+// Calls whose keys are cut into pieces have few queries. There are two classes, for head dims up to
+// 128, as each is one more kernel. d = 256 would spill registers at its end, where O goes out in
+// fp32.
 template <int kHeadDim>
 inline constexpr FwdTile kPiecesTile = kFwdTile<kHeadDim, kHeadDim>;
 template <>
@@ -153,8 +157,8 @@ auto with_pieces_class(int head_dim, F&& f) {
   return f.template operator()<128>();
 }
 
-// With max_logits: four classes, as each is one more kernel; among them that of multi-head latent
-// attention.
+// With max_logits there are four classes, as each is one more kernel. Among them is that of
+// multi-head latent attention.
 template <typename F>
 auto with_max_logits_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
@@ -164,7 +168,8 @@ auto with_max_logits_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<256, 256>();
 }
 
-// With a mask whose hidden tiles are passed over: blocks of two by two of its tiles. Head dims up to 128.
+// With a mask whose hidden tiles are passed over, a block has two by two of its tiles. Head dims go
+// up to 128.
 template <int kHeadDim>
 inline constexpr FwdTile kMaskedTile = {.consumers = 2,
                                         .block_n = 128,

@@ -10,7 +10,7 @@
 //   (few registers)       warp 1: Q     warp 2: V           (many registers)       S, P, O in registers
 //                         warp 3: what a score term needs: a bias, dropout's words of keys
 //
-// Each role runs ahead of the next as far as its ring has slots: while consumers finish a tile, K
+// Each role runs ahead of the next as far as its ring has stages: while consumers finish a tile, K
 // and V of the next one come in.
 //
 // The plain loop of a consumer:
@@ -18,22 +18,22 @@
 //   for n:  S = Q K(n)ᵀ; score terms; mask; P, m, l = online_softmax(S); dropout
 //           O = O · exp(m_old - m) + P V(n)
 //
-// The loop here (fwd_key_walk.cuh) departs from it in four ways. S = Q K(n)ᵀ is issued before
-// O += P V(n + 1), so that softmax(n) hides behind that product. Consumers take turns to issue, so
-// that one's softmax also hides behind the others' products. The exponentials do not wait for the maxima of their own block
-// (OnlineSoftmax::step_ahead): O is rescaled only where it must be. And a tile's first S is issued
-// before the tile before ends: beside its last product, its epilogue and the way of its O out.
-// (With two blocks on a multiprocessor, for few queries of d = 64, another block's products fill the
-// gaps instead: KeyWalk::next_in_steps.)
+// The loop here (fwd_key_walk.cuh) departs from it in four ways. S = Q K(n)ᵀ is issued before O +=
+// P V(n + 1), so that softmax(n) hides behind that product. Consumers take turns to issue, so that
+// one's softmax also hides behind the others' products. The exponentials do not wait for the maxima
+// of their own block (OnlineSoftmax::step_ahead): O is rescaled only where it must be. And a tile's
+// first S is issued before the tile before ends: beside its last product, its epilogue and the way
+// of its O out. (With two blocks on a multiprocessor, for few queries of d = 64, another block's
+// products fill the gaps instead: KeyWalk::next_in_steps.)
 //
 //   consumer 0   │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ issue Q K(n-1)ᵀ, P V(n) │ …
 //   consumer 1   │ softmax(n+1)            │ issue Q K(n)ᵀ, P V(n+1) │ softmax(n)              │ …
 //   products     │ consumer 0's            │ consumer 1's            │ consumer 0's            │ …
 //
-// Compiled for several forms (FwdForm): without score terms, with all of them, with one of them
-// (fwd_steps.cuh), without them for a piece of the keys, whose O and LSE are partial results, and without
-// them for a mask whose hidden tiles are passed over (fwd_masked_producer.cuh): there warp 0 takes tiles
-// and finds their blocks of keys, and warp 3 loads K.
+// It is compiled for several forms (FwdForm): without score terms, with all of them, with one of
+// them (fwd_steps.cuh), without them for a piece of the keys, whose O and LSE are partial results,
+// and without them for a mask whose hidden tiles are passed over (fwd_masked_producer.cuh): there
+// warp 0 takes tiles and finds their blocks of keys, and warp 3 loads K.
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
@@ -151,9 +151,10 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   auto scheduler = Traits::Scheduler::make(
       params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
       keys * (params.head_dim + params.head_dim_v) * 2 / group);
-  // Tiles of one length, which need no counter.
+  // Tiles of one length need no counter.
   const bool alike = !Traits::kMasked && sequences_are_alike(params);
-  // Head after head, as no length has to come first: the blocks walk over the same K and V together.
+  // They come head after head, as no length has to come first: the thread blocks walk over the same
+  // K and V together.
   if (alike) scheduler.section_heads = 1;
   if constexpr (Traits::kStagedBias) scheduler.share(params.score.bias);
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);

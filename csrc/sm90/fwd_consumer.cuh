@@ -9,16 +9,16 @@
 
 namespace flash_attn::sm90 {
 
-// A consumer's place among its blocks of a bias in shared memory.
+// Where a consumer stands in the ring of its blocks of a bias.
 template <typename Traits, bool kHasBias = Traits::kStagedBias || Traits::kKeyBias>
-struct FwdBiasPlace {
-  __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>&, int /*consumer*/) {}
+struct FwdBiasRing {
+  __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>&, int /*consumer*/) {}
 };
 template <typename Traits>
-struct FwdBiasPlace<Traits, true> {
+struct FwdBiasRing<Traits, true> {
   Ring<Traits::kBiasStages> bias_ring;
 
-  __device__ __forceinline__ FwdBiasPlace(FwdSharedStorage<Traits>& smem, int consumer)
+  __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>& smem, int consumer)
       : bias_ring(ring_of(smem, consumer)) {}
 
  private:
@@ -34,7 +34,7 @@ struct FwdBiasPlace<Traits, true> {
 
 // What a consumer keeps from tile to tile.
 template <typename Traits>
-struct FwdConsumer : FwdBiasPlace<Traits> {
+struct FwdConsumer : FwdBiasRing<Traits> {
   using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
   using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
 
@@ -50,7 +50,7 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
 
   __device__ __forceinline__ FwdConsumer(const FwdParams& params, const CUtensorMap& out_map,
                                          FwdSharedStorage<Traits>& smem, int consumer)
-      : FwdBiasPlace<Traits>(smem, consumer),
+      : FwdBiasRing<Traits>(smem, consumer),
         params(params),
         out_map(out_map),
         smem(smem),
@@ -75,14 +75,15 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
     }
   }
 
-  // The warp is done with the slot.
+  // The warp is done with the stage.
   template <int kStages>
   __device__ __forceinline__ void release(Ring<kStages>& ring) const {
     if (lane == 0) ring.arrive_empty();
     ring.advance();
   }
 
-  // Of V, with which dropout's words come.
+  // Gives back the stage of V and of dropout's words, which come with V. Each lane that has read
+  // words arrives, as racecheck follows nothing else.
   __device__ __forceinline__ void release_values(const Ring<Traits::kStages>& ring) const {
     if (Traits::kDropout || lane == 0) ring.arrive_empty();
   }
@@ -125,7 +126,7 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
     }
   }
 
-  // The rest of the tile before, and the end of it.
+  // Sends what still lies in shared memory of the tile before, and is done with that tile.
   __device__ __forceinline__ void send_staged() {
     if (staged < 0) return;
     send_output(smem.queue.slots[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
@@ -133,12 +134,12 @@ struct FwdConsumer : FwdBiasPlace<Traits> {
     staged = -1;
   }
 
-  // The end of a tile.
+  // This thread is done with the tile: once all threads are, its slot in the queue is free.
   __device__ __forceinline__ void release_work(int slot) const {
     ::cuda::ptx::mbarrier_arrive(&smem.queue.ring.empty[slot]);
   }
 
-  // The values of the first keys of the block at hand become 0. By the whole warpgroup.
+  // Sets the values of the first keys of the block at hand to 0. The whole warpgroup calls it.
   __device__ __forceinline__ void clear_values(int num_keys) const {
     auto& tile = smem.v[v_ring.stage()];
     constexpr int kRowChunks = Traits::VTile::kCols / kChunk;

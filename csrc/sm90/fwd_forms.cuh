@@ -42,8 +42,8 @@ constexpr ScoreTerms terms_of(FwdForm form) {
   return kAllTerms;
 }
 
-// PlainScores beside a record of the largest score (LogitRecord): what is known of the head when a tile
-// begins, in units of log 2.
+// PlainScores, and the largest score of the head that is known when a tile begins, in units of log
+// 2 (LogitRecord).
 class RecordedScores : public PlainScores {
  public:
   template <typename Params>
@@ -57,7 +57,7 @@ class RecordedScores : public PlainScores {
   float known_;
 };
 
-// The terms of kAlibi beside turned_blocks().
+// The terms of kAlibi, and by how many blocks the walk over the keys is turned (turned_blocks()).
 class TurnedScores : public TermScores<terms_of(FwdForm::kAlibi)> {
  public:
   using TermScores::TermScores;
@@ -69,7 +69,7 @@ class TurnedScores : public TermScores<terms_of(FwdForm::kAlibi)> {
   int turned_;
 };
 
-// Softcap beside what its polynomials consist of: written by a producer warp once a tile.
+// Softcap, and the coefficients of its polynomials, which a producer warp writes once a tile.
 class SoftcapScores : public TermScores<terms_of(FwdForm::kSoftcap)> {
  public:
   template <typename Params>

@@ -21,7 +21,7 @@ class KeyWalk {
   static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
 
  public:
-  // S: of the first block.
+  // S holds the scores of the first block.
   __device__ __forceinline__ KeyWalk(const FwdWork& work, const typename Traits::ScorePolicy& score,
                                      FwdConsumer<Traits>& self, typename Traits::Scores& S,
                                      typename Traits::Output& O, typename Traits::Softmax& softmax)
@@ -60,7 +60,8 @@ class KeyWalk {
   }
 
  private:
-  // To the next block, if there is one. With a mask, K says which it is.
+  // Goes on to the next block, and says whether there is one. With a mask, its number comes beside
+  // K.
   __device__ __forceinline__ bool advance() {
     if constexpr (Traits::kMasked) return !found.is_last();
     return --n >= range.begin;
@@ -118,7 +119,8 @@ class KeyWalk {
     if (moved) scale_rows(O, correction);  // O = O · exp(m_old - m)
   }
 
-  // One after the other, S in the registers of P: another block's products fill the gaps.
+  // Does one thing after the other, with S in the registers of P: the products of another thread
+  // block fill the gaps.
   __device__ __forceinline__ void next_in_steps(Probabilities& P) {
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
@@ -162,18 +164,19 @@ class KeyWalk {
     gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
   }
 
-  // What part of a thread's sum so far a P may reach without being exact, where exponentials go ahead:
-  // an eighth of what the sum will be in the end, by the blocks that are left, and at most a half. (An
-  // eighth of the sum so far would make nearly every P above 1 of the first blocks exact, though few
-  // of those keys come to dominate their row, and each takes a scan of S and a rescale of O.)
+  // Where exponentials go ahead, a P may reach this share of a thread's sum so far without being
+  // exact: an eighth of what the sum will be in the end, by the blocks that are left, and at most a
+  // half. (An eighth of the sum so far would make nearly every P above 1 of the first blocks exact,
+  // though few of those keys come to dominate their row, and each takes a scan of S and a rescale
+  // of O.)
   __device__ __forceinline__ float share() const {
     if constexpr (Traits::kMasked) return fminf(kShare * found.whole_walk(), 0.5f);
     const BlockRange& blocks = work.range;  // read again, not kept: registers are short
     return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
   }
 
-  // P of the next block, by the maxima of those before. Its score terms: in step with the exponentials
-  // where they can be.
+  // Computes P of the next block by the maxima of the blocks before. Score terms are computed in
+  // step with the exponentials where they can be.
   __device__ __forceinline__ bool step_ahead(Probabilities& P_next) {
     const auto with = [&](auto& step) {
       return softmax.template step_ahead<Element>(P_next, S, correction, share(), step);
@@ -225,8 +228,8 @@ class KeyWalk {
     return with(step);
   }
 
-  // What the block at hand needs beside its scores, while the products run: shared memory answers slowly
-  // beside them, and the exponentials would wait for it.
+  // Reads what the block at hand needs beside its scores while the products run: shared memory
+  // answers slowly beside them, and the exponentials would wait for it.
   __device__ __forceinline__ void look_ahead() {
     if constexpr (kLooksAhead) {
       const BlockRange& blocks = work.range;
@@ -256,8 +259,9 @@ class KeyWalk {
     }
   }
 
-  // ALiBi: what scores gain from a column of the block to the next, if all its keys lie before the diagonals
-  // of this consumer's queries or all behind them; 0: the general form serves.
+  // What scores gain by ALiBi from a column of the block to the next, if all its keys lie before
+  // the diagonals of this consumer's queries or all behind them. Else it is 0, and the general form
+  // serves.
   __device__ __forceinline__ float slope_of(int block) const {
     const BlockRange& blocks = work.range;
     const int to_diagonal = score.to_diagonal(
@@ -269,7 +273,7 @@ class KeyWalk {
         (before || behind) && is_full && !softmax.negates() && fabsf(slope) <= Term::kLargestSlope;
     return serves ? before ? slope : -slope : 0.f;
   }
-  // It seldom changes in a tile.
+  // Prepares the slope of the block at hand, which seldom changes within a tile.
   __device__ __forceinline__ void follow_slope() {
     if (next_slope != slope) {
       slope = next_slope;
@@ -278,8 +282,8 @@ class KeyWalk {
     pin(slope_parts);
   }
 
-  // Of a staged bias, while the products run: what the queries of this warp add to the next S, in the
-  // registers of their P. Of one of the keys alone, that it is there.
+  // While the products run, brings what a staged bias adds to the next S of this warp's queries
+  // into the registers of their P. For a bias of the keys alone it only waits until that is there.
   __device__ __forceinline__ void bring_bias(Probabilities& P) {
     if constexpr (Traits::kKeyBias) self.bias_ring.wait_full();
     if constexpr (Traits::kStagedBias) {
@@ -293,9 +297,10 @@ class KeyWalk {
     }
   }
 
-  // Of a mask, while the products run: which block has come, and what the lane's queries see of it.
+  // While the products run, reads which block has come, and what the mask lets the lane's queries
+  // see of it.
   __device__ __forceinline__ BlockMask::RowPair bring_mask() {
-    // By the lane that releases it.
+    // The lane that releases the stage is the one that reads it.
     if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
     found = found.of_first_lane();
     if (!is_masked()) return {};
@@ -308,7 +313,7 @@ class KeyWalk {
   __device__ __forceinline__ uint32_t states() const {
     return found.template states_of<kTiles>(self.warpgroup);
   }
-  // S = -inf where the mask hides it.
+  // Sets S to -inf where the mask hides it.
   __device__ __forceinline__ void hide(const BlockMask::RowPair& rows) const {
     if (is_masked()) score.hide(S, rows, states(), place(), self.lane);
   }
@@ -331,13 +336,13 @@ class KeyWalk {
     if constexpr (kLooksAhead) return (facts & kFull) != 0;
     return block() >= blocks().full_begin && block() < blocks().full_end;
   }
-  // With score terms registers are too short to keep them.
+  // With score terms there are too few registers to keep the range, so it is read again.
   __device__ __forceinline__ const BlockRange& blocks() const {
     if constexpr (Traits::kPlainScores) return range;
     return work.range;
   }
 
-  // Score terms; S = -inf where nothing is seen. P: a staged bias.
+  // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias.
   __device__ __forceinline__ void finish_scores(const Probabilities& P) {
     score.finish(S, place(), self.lane);
     if constexpr (Traits::kStagedBias) {
@@ -374,12 +379,12 @@ class KeyWalk {
     }
   }
 
-  // Of this warp's scores.
+  // Where this warp's scores lie: their first query and their first key.
   __device__ __forceinline__ ScorePlace place() const {
     return {work.first_row + self.warp_row, work.first_key + block() * Traits::kBlockN};
   }
 
-  // V(n) is there. The values of keys in front of the first that the tile's queries see become 0:
+  // Waits for V(n). The values of keys in front of the first that the tile's queries see become 0:
   // their P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();

@@ -8,8 +8,8 @@
 
 namespace flash_attn::sm90 {
 
-// Those blocks of one tile of queries, from the last to the first. A whole warp, each lane of which looks at
-// one of 32 blocks.
+// Finds those blocks of one tile of queries, from the last to the first. A whole warp uses it, each
+// lane of which looks at one of 32 blocks.
 template <typename Traits>
 class KeyFinder {
  public:
@@ -49,7 +49,7 @@ class KeyFinder {
   uint32_t states_ = 0;  // of this lane's
 };
 
-// Takes tiles, finds their blocks of keys and publishes both. A whole warp.
+// Takes tiles, finds their blocks of keys and publishes both. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_keys_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,

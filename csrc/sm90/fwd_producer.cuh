@@ -8,7 +8,7 @@
 
 namespace flash_attn::sm90 {
 
-// The block of K or V in the place of block n. One thread.
+// Loads the block of K or V that comes in the place of block n. One thread calls it.
 template <typename Traits, typename Tile>
 __device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork& work, int n,
                                            int turned, int num_cols, Tile (&tiles)[Traits::kStages],
@@ -81,8 +81,8 @@ __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, co
   }
 }
 
-// Also says what the score terms of a tile are, before its Q comes: this warp has the time and the
-// registers. What a mask of tiles is was said with the tile.
+// Loads Q. It also says what the score terms of a tile are, before its Q comes: this warp has the
+// time and the registers. With a mask of tiles, that was said with the tile.
 template <typename Traits>
 __device__ __forceinline__ void load_q_loop(const typename Traits::Params& params,
                                             const CUtensorMap& map,
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_q_loop(const typename Traits::Params& param
   });
 }
 
-// Blocks of a staged bias, each consumer's rows on their own.
+// Loads the blocks of a staged bias, the rows of each consumer on their own.
 template <typename Traits>
 __device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUtensorMap& map,
                                                FwdSharedStorage<Traits>& smem) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUt
   });
 }
 
-// A bias of the keys alone, block by block. A whole warp.
+// Brings a bias of the keys alone, block by block. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
                                                    FwdSharedStorage<Traits>& smem) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
   }
 }
 
-// Dropout's words of the keys of each block of V. A whole warp.
+// Draws dropout's words of the keys of each block of V. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void draw_key_words_loop(const FwdParams& params,
                                                     FwdSharedStorage<Traits>& smem) {

@@ -44,8 +44,9 @@ class AlibiStep : public NoStep {
   float of_row_, slope_;
 };
 
-// tanh(x) = x · p(x²), p minimax up to kLimit, relative error 2e-6, of scores up to kLargestScore, 8e-7 and
-// 6e-7. Times the cap, in units of log 2, as a polynomial of X = x · cap.
+// tanh(x) = x · p(x²), where p is minimax up to kLimit. By degree its relative error is 2e-6, for
+// scores up to kLargestScore, then 8e-7 and 6e-7. It is kept times the cap, in units of log 2, as a
+// polynomial of X = x · cap.
 template <int kDegree>
 class SoftcapPolynomial {
   static_assert(kDegree == 1 || kDegree == 2 || kDegree == 6);
@@ -91,7 +92,7 @@ class SoftcapPolynomial {
     for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
     return fmaf(x, value, addend);
   }
-  // They are in registers from here on.
+  // Has the coefficients in registers from here on.
   __device__ __forceinline__ void pin() {
 #pragma unroll
     for (float& of_power : c_) ptx::pin(of_power);
@@ -175,7 +176,7 @@ class SoftcapMixedStep : public NoStep {
   uint32_t largest_ = 0, before_ = 0;
 };
 
-// A bias, of which each pair lies where its P will.
+// Adds a bias, each pair of which lies in the register where its P will.
 class BiasStep : public NoStep {
  public:
   __device__ __forceinline__ explicit BiasStep(float factor) : factor_(factor) {}
@@ -193,7 +194,7 @@ class BiasStep : public NoStep {
   float factor_;
 };
 
-// A bias that broadcasts the queries, of a block's keys, in the unit of S.
+// Adds a bias that broadcasts the queries. It is that of a block's keys, in the unit of S.
 class KeyBiasStep : public NoStep {
  public:
   __device__ __forceinline__ KeyBiasStep(const float* of_keys, int lane)

@@ -69,7 +69,7 @@ enum NamedBarrier : int {  // 0 is __syncthreads
   kCleared = 4             // + consumer
 };
 
-// Pieces that a tile of queries is worked on in.
+// How many pieces the keys of a tile of queries are cut into.
 template <typename Traits>
 __host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
   if constexpr (Traits::kPieces) return params.num_splits;
@@ -152,13 +152,15 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
       .batch_idx = tile.batch_idx};
 }
 
-// The tiles, on their way to all warps. Each loop follows it with a ring of its own, not with a WorkReader:
-// a consumer gives a tile back when the next one is under way, and who writes it loads K in between.
+// The queue by which tiles come to all warps. Each loop follows it with a ring of its own, not with
+// a WorkReader: a consumer gives a tile back when the next one is under way, and the warp that
+// writes it loads K in between.
 inline constexpr int kFwdWorkSlots = 3;
 using FwdWorkQueue = WorkQueue<FwdWork, kFwdWorkSlots>;
 using FwdWorkSlot = FwdWorkQueue::Slot;
 
-// Blocks of a staged bias, of each consumer its own: who comes first need not wait for the others.
+// Blocks of a staged bias. Each consumer has its own, so that whoever comes first need not wait for
+// the others.
 template <typename Traits, bool kStaged = Traits::kStagedBias>
 struct FwdBiasStorage {};
 template <typename Traits>
@@ -167,7 +169,8 @@ struct FwdBiasStorage<Traits, true> {
   RingBarriers<Traits::kBiasStages> bias_rings[Traits::kConsumers];
 };
 
-// A bias of the keys alone, of each block of K, in the unit of S; -inf behind its end.
+// What a bias of the keys alone adds to the scores of each block of K, in the unit of S. Behind the
+// bias's end it is -inf.
 template <typename Traits, bool kKeyBias = Traits::kKeyBias>
 struct FwdKeyBiasStorage {};
 template <typename Traits>
@@ -188,8 +191,8 @@ struct FwdDropoutStorage<Traits, true> {
 class FoundKeys {
  public:
   FoundKeys() = default;
-  // n: of the block. states: of the mask's tiles, as BlockMask::states(). whole_walk: how many times the
-  // blocks before it the tile has, as far as is known.
+  // n is the block's number, and states are those of the mask's tiles in it (BlockMask::states()).
+  // whole_walk is how many blocks the tile has ÷ how many come before this one, as far as is known.
   __device__ __forceinline__ FoundKeys(int n, uint32_t states, bool is_last, float whole_walk)
       : bits_(static_cast<uint32_t>(n) << 9 | states << 1 | is_last), whole_walk_(whole_walk) {}
 
@@ -202,7 +205,7 @@ class FoundKeys {
     keys.whole_walk_ = __shfl_sync(~0u, whole_walk_, 0);
     return keys;
   }
-  // Of a consumer's kTiles.
+  // The states of the kTiles tiles that a consumer's queries meet in the block.
   template <int kTiles>
   __device__ __forceinline__ uint32_t states_of(int consumer) const {
     return bits_ >> (1 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
@@ -213,19 +216,21 @@ class FoundKeys {
   float whole_walk_;
 };
 
-// The blocks that were found, on their way to those that load K and V; of those loaded, beside K.
+// `found` holds blocks on their way from the warp that finds them to those that load K and V.
+// `of_k` says of each K in shared memory which block it is.
 template <typename Traits, bool kMasked = Traits::kMasked>
 struct FwdMaskStorage {};
 template <typename Traits>
 struct FwdMaskStorage<Traits, true> {
   static_assert(Traits::kBlockM == 2 * kMaskTile && Traits::kBlockN <= 2 * kMaskTile);
-  // Few: where tiles are dealt out by a counter, who finds takes the next one that much earlier.
+  // They are few, since the warp that finds blocks runs ahead by so many: where a counter deals
+  // tiles out, it takes the next tile that much earlier.
   static constexpr int kFound = 2;
   FoundKeys found[kFound], of_k[Traits::kStages];
   RingBarriers<kFound> ring;
 };
 
-// ALiBi, where it is linear in the key.
+// The columns that add ALiBi to S where it is linear in the key.
 template <typename Traits, bool kAlibi = Traits::kAlibi>
 struct FwdAlibiStorage {};
 template <typename Traits>
@@ -250,12 +255,12 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   RingBarriers<Traits::kQStages> q_ring;
   RingBarriers<Traits::kStages> k_ring, v_ring;
 
-  // Of the tile in this slot, once its Q is there.
+  // The score terms of the tile in this slot, which are there once its Q is.
   __device__ __forceinline__ const ScorePolicy& score(int slot) const {
     return *reinterpret_cast<const ScorePolicy*>(score_storage[slot]);
   }
 
-  // What no load ever writes. By all threads, before a barrier among them.
+  // Zeroes what no load ever writes. All threads call it, before a barrier among them.
   __device__ __forceinline__ void zero_absent_slabs(const FwdParams& params) {
     const auto zero = [](auto& tile, int num_cols) {
       sm90::zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
@@ -270,9 +275,9 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
 
   __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    // What threads write, each of those that read it releases: racecheck follows nothing else. Of the
-    // loaders a thread each of Q's, V's, a staged bias's and, with a mask, K's, and the warp of a key
-    // bias or of words.
+    // Whatever threads write, each thread that reads it releases, as racecheck follows nothing
+    // else. Of the loaders one thread each reads the queue for Q, for V, for a staged bias and,
+    // with a mask, for K. A whole warp reads it for a key bias or for dropout's words.
     constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
     queue.init(2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders + 32 * kConsumerWarps);
     q_ring.init(1, kConsumerWarps);

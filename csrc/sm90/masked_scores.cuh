@@ -27,14 +27,14 @@ class BlockMask : public MaskedScores {
     return states;
   }
 
-  // What two queries see of a block's keys: of each a word of bits for each of its tiles; or, by labels, two
-  // intervals as beginning and length.
+  // What two queries see of a block's keys. For each query it is a word of bits for each tile or,
+  // by labels, two intervals as beginning and length.
   struct RowPair {
     uint4 of_query[2];
     bool by_labels;
   };
 
-  // Of the lane's two queries in 16 rows. place: of the rows and the block.
+  // Reads what the lane's two queries in 16 rows see. place is that of the rows and of the block.
   template <int kTiles>
   __device__ __forceinline__ RowPair row_pair(ScorePlace place, int lane) const {
     RowPair pair = {};
@@ -76,7 +76,7 @@ class BlockMask : public MaskedScores {
     return pair;
   }
 
-  // -inf for what the mask hides of a warp's block. states: of its tiles.
+  // Sets what the mask hides of a warp's block to -inf. states are those of its tiles.
   template <int kN>
   __device__ __forceinline__ void hide(Accumulator<1, kN>& S, const RowPair& pair, uint32_t states,
                                        ScorePlace place, int lane) const {
@@ -106,7 +106,7 @@ class BlockMask : public MaskedScores {
                         contains<intervals>(pair.of_query[1], label)};
           });
         };
-        // Documents have one.
+        // The queries of documents have one interval.
         if (__any_sync(~0u, (pair.of_query[0].w | pair.of_query[1].w) != 0)) {
           hide_other_labels(std::integral_constant<int, 2>());
         } else {

@@ -171,7 +171,7 @@ __device__ __forceinline__ void store_bias_gradient(const Accumulator<kMBlocks, 
   }
 }
 
-// Of a warp's tile, the sum of each column to `sums`.
+// Writes the sum of each column of a warp's tile to `sums`.
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void sum_columns(const Accumulator<kMBlocks, kN>& dS, float* sums,
                                             int lane) {

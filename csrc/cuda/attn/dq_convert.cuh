@@ -25,7 +25,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&pairs)[kDqConvertBlock
   }
 }
 
-// Two values of a lane's fragment of a block: row fragment_row(half, lane).
+// Two values of a lane's fragment of a block, in row fragment_row(half, lane).
 template <typename Element>
 __device__ __forceinline__ uint32_t dq_pair(const float* block, DqAccumOrder order, float scale,
                                             int half, int lane) {
@@ -33,8 +33,9 @@ __device__ __forceinline__ uint32_t dq_pair(const float* block, DqAccumOrder ord
                             block[dq_accum_position(order, lane, 2 * half + 1)] * scale);
 }
 
-// Those of kDqConvertBlocks blocks, to the 16 rows and kDqConvertCols columns that begin at `dq`. rows: that
-// dq has; len: that count, others get 0; cols: that dq has. A whole warp.
+// Stores such pairs of kDqConvertBlocks blocks to the 16 rows and kDqConvertCols columns that begin
+// at `dq`. dq has `rows` rows and `cols` columns from there on. The first `len` rows count, and the
+// others get 0. A whole warp calls it.
 template <typename Element>
 __device__ __forceinline__ void store_dq(Element* dq, int64_t row_stride,
                                          uint32_t (&pairs)[kDqConvertBlocks], int half, int rows,

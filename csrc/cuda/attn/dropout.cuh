@@ -59,7 +59,8 @@ __device__ __forceinline__ void mix_dropout_words(uint32_t (&word)[2], uint32_t 
 struct DropoutWords {
   uint32_t philox_key, of_queries, of_keys, last;  // K, X, Y, Z
 
-  // number: batch · heads_q + head, of the call: below 2^32 where the larger one has more heads.
+  // number is batch · heads_q + head of the call. It is below 2^32 where the larger call has more
+  // heads.
   static __device__ __forceinline__ DropoutWords of(const DropoutParams& params, int64_t number) {
     if (params.more_heads != 0) {
       number += int64_t{static_cast<uint32_t>(number) / params.heads} * params.more_heads;
@@ -98,9 +99,10 @@ struct DropoutHead {
   }
 };
 
-// A lane's part of the mask of a head, a block of 16 × 16 at a time. Transposed: rows are keys and
-// columns queries, as in Sᵀ. row_word: of the lane's row; col_words: of its column and the next one.
-// Rounded into an operand, what is dropped becomes 0.
+// What a lane has of the mask of a head, a block of 16 × 16 at a time. With kTransposed rows are
+// keys and columns queries, as in Sᵀ. row_word is the word of the lane's row, and col_words are
+// those of its column and the next one. What is dropped of numbers rounded into an operand becomes
+// 0.
 template <bool kTransposed>
 class DropoutMask {
  public:
@@ -133,7 +135,7 @@ class DropoutMask {
     });
   }
 
-  // Of a block of an accumulator, two of 8 columns, what is dropped changes its sign.
+  // What is dropped of two blocks of 8 columns of an accumulator changes its sign.
   __device__ __forceinline__ void negate_dropped(float (&first)[4], float (&second)[4],
                                                  uint32_t row_word,
                                                  const uint32_t (&col_words)[2]) const {
@@ -175,8 +177,8 @@ class DropoutMask {
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        // Of both neighbours byte s, or s + 2, above its partner: a number whose upper eight bits, but
-        // for the sign, are the element's own.
+        // Takes byte s, or s + 2, of both neighbours above its partner: a number whose upper eight
+        // bits, but for the sign, are the element's own.
         const uint32_t bytes = s == 0 ? (odd_ ? 0x6723 : 0x4501) : (odd_ ? 0x7632 : 0x5410);
         const uint32_t numbers = ptx::permute_bytes(words[0][r], words[1][r], bytes);
         step(kTransposed ? s + 2 * r : r + 2 * s, ptx::absolute2(numbers));

@@ -16,8 +16,8 @@ class KeyGradientRows {
                                              int first_key)
       : seqlen_(seqlen), batch_idx_(batch_idx), head_kv_(head_kv), first_key_(first_key) {}
 
-  // Copies kRows rows of the tile, from tile_row on, which is first_key + tile_row's; num_cols
-  // columns. By thread `thread` of kThreads.
+  // Copies kRows rows of the tile, from tile_row on, which is first_key + tile_row's, and num_cols
+  // columns. Thread `thread` of kThreads calls it.
   template <int kRows, int kThreads, typename Tile>
   __device__ __forceinline__ void store(void* gradient, const Strides& strides, int num_cols,
                                         const Tile& tile, int tile_row, int thread) const {
@@ -38,8 +38,8 @@ class KeyGradientRows {
     }
   }
 
-  // kCols columns of fp32 from registers, which lie at first_col of a warp's 16 rows; num_cols of them exist.
-  // tile_row: of the warp's first.
+  // Stores kCols columns of fp32 from registers, which lie at first_col of a warp's 16 rows.
+  // num_cols of them exist. tile_row is that of the warp's first row.
   template <int kCols, int kN>
   __device__ __forceinline__ void store_wide(float* gradient, const Strides& strides, int num_cols,
                                              const Accumulator<1, kN>& rows, int first_col,
@@ -62,7 +62,7 @@ class KeyGradientRows {
   }
 
  private:
-  // Of the segment, where a key's gradient goes.
+  // The row of the segment where a key's gradient goes.
   __device__ __forceinline__ int64_t segment_row(int key) const {
     const int64_t leftpad = seqlen_.k_begin - seqlen_.segment_k_begin, unwrapped = leftpad + key;
     return unwrapped < seqlen_.segment_k ? unwrapped : unwrapped - seqlen_.segment_k;

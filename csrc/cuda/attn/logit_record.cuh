@@ -20,8 +20,9 @@ __device__ __forceinline__ void raise_to(float* place, float value) {
   }
 }
 
-// The same with the largest value of all lanes, by one of them. A maximum that has seen nothing but NaN is
-// where OnlineSoftmax begins, at -FLT_MAX in units of log 2. All of a warp.
+// Does the same with the largest value of all lanes, by one of them. A maximum that has seen
+// nothing but NaN is where OnlineSoftmax begins, at -FLT_MAX in units of log 2. All lanes of a warp
+// call it.
 __device__ __forceinline__ void raise_to_largest(float* place, float value, int lane) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -30,7 +31,7 @@ __device__ __forceinline__ void raise_to_largest(float* place, float value, int 
   if (lane == 0 && value > -FLT_MAX / 2) raise_to(place, value);
 }
 
-// Of a softmax that keeps no record.
+// The record of a softmax that keeps none.
 struct NoRecord {
   template <int kRows>
   __device__ __forceinline__ void note(const float (&)[kRows], float /*scale_log2*/) {}
@@ -39,14 +40,15 @@ struct NoRecord {
   __device__ __forceinline__ float limit(int /*row*/, float of_softmax) const { return of_softmax; }
 };
 
-// Of one that looks at the maxima of a block only when a P exceeds a limit (OnlineSoftmax::step_ahead). A
-// score that is a record has a P of more than exp2(record - row_max); P is rounded by less than 2⁻⁷, so with
-// that much less as the limit no record is missed: what is kept is exact. Scores in units of log 2.
+// The record of a softmax that looks at the maxima of a block only when a P exceeds a limit
+// (OnlineSoftmax::step_ahead). A score that is a record has a P of more than exp2(record -
+// row_max); P is rounded by less than 2⁻⁷, so with that much less as the limit no record is missed:
+// what is kept is exact. Scores in units of log 2.
 template <int kRows>
 class LogitRecord {
  public:
-  // Before a tile's first block. known: of the head so far. rows_that_count: of the warp's; others, whose
-  // queries are zeros, must not take part.
+  // Is called before a tile's first block. known is the largest score of the head so far. Only the
+  // first rows_that_count rows of the warp take part, as the queries of others are zeros.
   __device__ __forceinline__ void start(float known, int rows_that_count, int lane) {
     largest_ = known;
 #pragma unroll
@@ -56,7 +58,7 @@ class LogitRecord {
     }
   }
 
-  // Maxima of whole rows of a block, in the unit of Q Kᵀ.
+  // Takes note of the maxima of whole rows of a block, in the unit of Q Kᵀ.
   __device__ __forceinline__ void note(const float (&maximum)[kRows], float scale_log2) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {

@@ -14,7 +14,7 @@
 
 namespace flash_attn {
 
-// Of core/score_range.h, in units of log 2: where a row's maximum starts if its scores are bounded.
+// Where a row's maximum starts if its scores are bounded (core/score_range.h), in units of log 2.
 inline constexpr auto kLeastScoreLog2 = static_cast<float>(-kMaxScore * kLog2E);
 
 // A sink in the range of core/score_range.h; NaN stays.
@@ -136,7 +136,7 @@ class OnlineSoftmax : Record {
     }
     if (!__any_sync(~0u, exceeds)) return false;
     if (!__any_sync(~0u, overflows)) {
-      spare_largest<Element>(S, correction, step);
+      make_largest_exact<Element>(S, correction, step);
       return true;
     }
     step.complete(S);
@@ -151,8 +151,8 @@ class OnlineSoftmax : Record {
   // to where that P is what it was rounded to. The block's other P are not computed again: they are
   // off by the same factor, no more than by their own rounding.
   template <typename Element, typename Step, int kMBlocks, int kN>
-  __device__ __forceinline__ void spare_largest(const Accumulator<kMBlocks, kN>& S,
-                                                float (&correction)[kRows], const Step& step) {
+  __device__ __forceinline__ void make_largest_exact(const Accumulator<kMBlocks, kN>& S,
+                                                     float (&correction)[kRows], const Step& step) {
     float maximum[kRows];
     row_maxima(S, maximum);
     Record::note(maximum, scale_log2_);
@@ -230,7 +230,7 @@ class OnlineSoftmax : Record {
   // A probability, or a sum of them, joins the row's sum.
   __device__ __forceinline__ void add(int row, float p) { row_sum_[row] += p; }
 
-  // Sums the quad's parts; call once, after the last step.
+  // Sums what the lanes of the quad have; call once, after the last step.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -259,7 +259,7 @@ class OnlineSoftmax : Record {
     scale_rows(O, correction);
   }
 
-  // After finish(). What the accumulated output is multiplied by; 0 for a row without keys.
+  // After finish(): what the accumulated output is multiplied by. It is 0 for a row without keys.
   __device__ __forceinline__ float inverse_sum(int row) const {
     return row_sum_[row] == 0.f ? 0.f : 1.f / row_sum_[row];
   }
@@ -269,7 +269,7 @@ class OnlineSoftmax : Record {
   }
 
  private:
-  // Of whole rows: over the quad.
+  // The maxima of whole rows, over the quad that has them.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ static void row_maxima(const Accumulator<kMBlocks, kN>& S,
                                                     float (&maximum)[kRows]) {

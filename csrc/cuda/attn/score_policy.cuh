@@ -42,8 +42,8 @@ struct ScoreTerms {
 inline constexpr ScoreTerms kAllTerms = {
     .softcap = true, .alibi = true, .bias = true, .dropout = true};
 
-// Of one query head of one sequence. kTransposed: keys are the rows of an accumulator and queries its
-// columns.
+// The terms of one query head of one sequence. With kTransposed keys are the rows of an accumulator
+// and queries its columns.
 template <ScoreTerms kTerms>
 class TermScores {
  public:
@@ -78,7 +78,7 @@ class TermScores {
     }
   }
 
-  // Of all terms those that are known to be there.
+  // Takes over those of all terms that are known to be there.
   template <ScoreTerms kAll>
   __device__ __forceinline__ explicit TermScores(const TermScores<kAll>& all)
       : cap_(all.cap_),
@@ -116,7 +116,7 @@ class TermScores {
     if (kTerms.alibi && alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 
-  // After finish(). -inf for hidden keys.
+  // Adds the bias, after finish(). Hidden keys get -inf.
   template <typename Element, bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const BiasParams& params,
                                            ScorePlace place, int lane) const {
@@ -131,7 +131,7 @@ class TermScores {
     });
   }
 
-  // Of a bias that broadcasts the queries, what it adds to the scores of a key.
+  // What a bias that broadcasts the queries adds to the scores of a key.
   template <typename Element>
   __device__ __forceinline__ float bias_of_key(const BiasParams& params, int key) const {
     float number = -INFINITY;
@@ -235,8 +235,8 @@ class TermScores {
     }
   }
 
-  // Of 16 queries as columns and 16 keys as rows: what is dropped of P, rounded, becomes 0, and
-  // negative in a second operand of the same place. of_key: draw_key_word().
+  // With 16 queries as columns and 16 keys as rows, what is dropped of P, rounded, becomes 0, and
+  // negative in a second operand of the same place. of_key is what draw_key_word() gives.
   __device__ __forceinline__ void drop_and_mark(uint32_t (&P)[4], uint32_t (&marked)[4],
                                                 const DropoutParams& params, ScorePlace place,
                                                 uint32_t of_key, int lane) const {
@@ -249,8 +249,8 @@ class TermScores {
         .drop_and_mark(P, marked, of_key, of_queries);
   }
 
-  // What the mask of a lane's elements begins with: of its row, where queries are rows or keys are. The
-  // warp's rows begin there.
+  // Draws the word of the lane's row, where queries or where keys are rows: the mask of its
+  // elements begins with it. The warp's rows begin at first_query or first_key.
   __device__ __forceinline__ uint32_t draw_query_word(const DropoutParams& params, int first_query,
                                                       int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
@@ -261,7 +261,7 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return 0;
     return dropout_.key_word(dropout_four(params, first_key, lane / 4));
   }
-  // Of the lane's columns among 32 keys, where keys are columns.
+  // Draws the words of the lane's columns among 32 keys, where keys are columns.
   __device__ __forceinline__ void draw_key_words(uint32_t (&words)[2], const DropoutParams& params,
                                                  int first_key, int lane) const {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
@@ -270,7 +270,7 @@ class TermScores {
   // What all words of the head are mixed with.
   __device__ __forceinline__ uint32_t last_dropout_word() const { return dropout_.last; }
 
-  // dO Vᵀ becomes dS / ρ, and what is dropped of P, 0.
+  // dO Vᵀ becomes dS / ρ, and what is dropped of P becomes 0.
   template <bool kTransposed = false, int kMBlocks, int kN>
   __device__ __forceinline__ void gradient(Accumulator<kMBlocks, kN>& dP,
                                            Accumulator<kMBlocks, kN>& P,
@@ -338,7 +338,7 @@ class TermScores {
   }
 
   __device__ __forceinline__ SoftcapTanh softcap_tanh() const { return {cap_, inverse_cap_}; }
-  // In the unit of Q Kᵀ; 0: no softcap.
+  // The cap in the unit of Q Kᵀ; without softcap it is 0.
   __device__ __forceinline__ float cap() const { return cap_; }
   // One score of X, by the special-function unit.
   __device__ __forceinline__ float capped(float x) const {

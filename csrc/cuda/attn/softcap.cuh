@@ -9,7 +9,7 @@
 
 namespace flash_attn {
 
-// By two operations of the special-function unit, good to 2⁻²³ of the cap.
+// Caps a score by two operations of the special-function unit, which is good to 2⁻²³ of the cap.
 __device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
   const float exponent = 2.f * kLog2E * inverse_cap;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
   return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
@@ -58,7 +58,8 @@ class SoftcapTanh {
   float cap_, inverse_cap_, c_[kDegree + 1];
 };
 
-// By a polynomial where no score of the warp comes near the cap, as is usual; else by capped().
+// Caps scores by a polynomial where no score of the warp comes near the cap, as is usual, and else
+// by capped().
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float cap,
                                            float inverse_cap) {

@@ -11,13 +11,14 @@
 
 namespace flash_attn {
 
-// Of a row: not if it sees no key, nor if LSE has no fraction (core/score_range.h). NaN does.
+// Whether a row gives a gradient. It does not if it sees no key, nor if its LSE has no fraction
+// (core/score_range.h). A row with NaN does.
 __device__ __forceinline__ bool gives_gradient(float lse) {
   return !(fabsf(lse) > static_cast<float>(kMaxLse));
 }
 
-// What the backward keeps of a row's LSE: P = exp2(scale_log2 · S - lse_log2). +inf, so that P = 0,
-// for rows that give no gradient.
+// What the backward keeps of a row's LSE: P = exp2(scale_log2 · S - lse_log2). For rows that give
+// no gradient it is +inf, so that P = 0.
 __device__ __forceinline__ float to_lse_log2(float lse) {
   return gives_gradient(lse) ? lse * kLog2E : INFINITY;
 }

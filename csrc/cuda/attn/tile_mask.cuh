@@ -29,8 +29,8 @@ class MaskedScores : public PlainScores {
     labels_ = mask.labels == nullptr ? nullptr : mask.labels + batch_idx * mask.labels_batch_stride;
   }
 
-  // Of the blocks of keys [begin, end), the last one that the queries [first_row, first_row + kBlockM)
-  // see something of; begin - 1: none. Called by whole warps.
+  // Returns the last of the blocks of keys [begin, end) that the queries [first_row, first_row +
+  // kBlockM) see something of, or begin - 1 if there is none. Whole warps call it.
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ int last_key_block(int first_row, int begin, int end) const {
     const int lane = ptx::opaque(threadIdx.x) % 32;
@@ -43,8 +43,8 @@ class MaskedScores : public PlainScores {
     return begin - 1;
   }
 
-  // Of the blocks of queries [begin, end), the first one that sees something of the keys [first_key,
-  // first_key + kBlockN); end: none. Called by whole warps.
+  // Returns the first of the blocks of queries [begin, end) that sees something of the keys
+  // [first_key, first_key + kBlockN), or `end` if there is none. Whole warps call it.
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ int first_query_block(int first_key, int begin, int end) const {
     const int lane = ptx::opaque(threadIdx.x) % 32;
@@ -62,7 +62,7 @@ class MaskedScores : public PlainScores {
     return state(place.query / kMaskTile, place.key / kMaskTile) != kTileSeen;
   }
 
-  // -inf for what the mask hides.
+  // Sets what the mask hides to -inf.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void mask(Accumulator<kMBlocks, kN>& S, ScorePlace place,
                                        int lane) const {
@@ -109,7 +109,7 @@ class MaskedScores : public PlainScores {
     __device__ __forceinline__ bool contain(int label) const {
       return (label >= ends.x && label < ends.y) || (label >= ends.z && label < ends.w);
     }
-    // Of the positions from first_key on, a bit each.
+    // The positions from first_key on that lie in the intervals, a bit each.
     __device__ __forceinline__ uint64_t bits(int first_key) const {
       return (from(ends.x - first_key) & ~from(ends.y - first_key)) |
              (from(ends.z - first_key) & ~from(ends.w - first_key));
@@ -121,8 +121,8 @@ class MaskedScores : public PlainScores {
     }
   };
 
-  // Of a mixed tile's keys from first_key on, a bit each; at least of the columns of kElements elements of
-  // a row.
+  // Which of a mixed tile's keys from first_key on the query sees, a bit each. Only the columns of
+  // kElements elements of a row need to be right.
   template <int kElements>
   __device__ __forceinline__ uint64_t keys_seen(int query, int first_key) const {
     if (rows_ == nullptr) return 0;

@@ -1,4 +1,4 @@
-// From a thread block's number to the (sequence, head, block of rows) that it works on.
+// Turns a thread block's number into the (sequence, head, block of rows) that it works on.
 #pragma once
 
 #include <algorithm>

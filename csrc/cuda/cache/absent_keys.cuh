@@ -9,7 +9,7 @@ namespace flash_attn::cuda {
 
 struct AllKeys {};  // of a tile exist
 
-// -inf for the keys whose bit in `valid` is 0.
+// Sets the scores of keys whose bit in `valid` is 0 to -inf.
 template <int kKeys>
 __device__ __forceinline__ void mask_absent(Accumulator<1, kKeys>&, AllKeys, int) {}
 template <int kMBlocks, int kKeys, typename KeyBits>

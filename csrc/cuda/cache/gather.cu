@@ -21,7 +21,7 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kKeys = 16;  // of a block's step: few, so that short calls have many blocks
 
-// The sum of all threads' x.
+// Returns the sum of all threads' x.
 __device__ __forceinline__ int64_t sum_of_block(int64_t x) {
   __shared__ int64_t partial[kWarps];
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ int64_t sum_of_block(int64_t x) {
   return sum;
 }
 
-// Whether all keys have a place. All threads.
+// Says whether all keys have a place. All threads call it.
 __device__ __forceinline__ bool is_whole(const DecodeParams& params, const CacheSequence& sequence,
                                          const SequenceKeys& keys) {
   const int first_page = keys.first / params.page_size * params.page_size;
@@ -48,8 +48,8 @@ __device__ __forceinline__ bool is_whole(const DecodeParams& params, const Cache
   return __syncthreads_and(whole) != 0;
 }
 
-// Rows of K or V, in words of 16 bits: a warp has two of them under way, 1 KiB of each. places: where
-// they lie in the cache; page -1: nowhere.
+// Copies rows of K or V, in words of 16 bits: a warp has two of them under way, 1 KiB of each.
+// `places` says where they lie in the cache; page -1 means nowhere.
 __device__ __forceinline__ void copy_rows(const void* cache, const Strides& strides, int heads,
                                           int head_dim, const CachePlace (&places)[kKeys],
                                           int num_keys, void* packed, int64_t first_row) {

@@ -14,8 +14,9 @@ struct RowSource {
 
 // One warp starts the copies of kRows rows: eight lanes copy 128 neighbouring bytes (four copy 64).
 // destination: the place of the lane's row and byte among the first rows that are copied at once.
-// source_of(row): of the row so many below the lane's. Columns from num_bytes on become 0. Of rows that are
-// copied four at a time, the swizzle of row r + 4 is that of r XOR that of 4.
+// source_of(row) says where the row lies that is so many below the lane's. Columns from num_bytes
+// on become 0. Of rows that are copied four at a time, the swizzle of row r + 4 is that of r XOR
+// that of 4.
 template <typename Tile, int kRows, typename SourceOf>
 __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, int num_bytes,
                                           const SourceOf& source_of) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, i
   }
 }
 
-// Of a dense cache: the tiles of one warp from first_key on, for 16-bit elements.
+// Loads the tiles of one warp from a dense cache, from first_key on, for 16-bit elements.
 template <typename Tile>
 class DenseTileLoader {
   using Element = typename Tile::Element;
@@ -78,13 +79,15 @@ class CacheLoader {
   using KeyBits = typename Traits::KeyBits;
   static constexpr int kElementBytes = Traits::kElementBytes;
   static constexpr int kTileBytes = sizeof(typename KvTile::Element);  // two of 8 bits are one
-  static constexpr int kPlaces = (Traits::kKeys + 31) / 32;
-  static constexpr int kPlaceRows = Traits::kKeys / kPlaces;
+  // Rows of a tile that a lane locates, one a step; and those that the warp locates in a step.
+  static constexpr int kLaneRows = (Traits::kKeys + 31) / 32;
+  static constexpr int kStepRows = Traits::kKeys / kLaneRows;
   static constexpr int kTilesAhead = Traits::kTilesAhead;
 
  public:
-  // Of the keys [first_key, end_key), which lie below capacity. next_key: where the warp's first tile
-  // begins, a multiple of kKeys. first_row: of KvTile, where the warp's tiles go, a multiple of 8.
+  // Loads from the keys [first_key, end_key), which lie below capacity. next_key is where the
+  // warp's first tile begins, a multiple of kKeys. first_row is the row of KvTile where the warp's
+  // tiles go, a multiple of 8.
   __device__ __forceinline__ CacheLoader(const DecodeParams& params, int batch_idx, int kv_head,
                                          int first_key, int end_key, int next_key, int lane,
                                          int first_row = 0)
@@ -100,22 +103,22 @@ class CacheLoader {
     for (int tile = 0; tile < kTilesAhead; ++tile) look_up(tile);
   }
 
-  // Where the rows of the next tile lie, whose page numbers were asked for before.
+  // Finds where the rows of the next tile lie, whose page numbers were asked for before.
   __device__ __forceinline__ void locate() {
 #pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
+    for (int i = 0; i < kLaneRows; ++i) {
       const CachePlace place = sequence_.place(params_, key_of(0, i), page_[0][i]);
       const bool exists = place.page >= 0;
       const int64_t page = exists ? place.page : 0, row = exists ? place.row : 0;
       k_row_[i] = address(params_.k_cache, params_.k_strides, page, row);
       v_row_[i] = address(params_.v_cache, params_.v_strides, page, row);
-      valid_[i] = __ballot_sync(~0u, exists) & ~0u >> (32 - kPlaceRows);
+      valid_[i] = __ballot_sync(~0u, exists) & ~0u >> (32 - kStepRows);
     }
     next_key_ += Traits::kBlockKeys;
 #pragma unroll
     for (int ahead = 1; ahead < kTilesAhead; ++ahead) {
 #pragma unroll
-      for (int i = 0; i < kPlaces; ++i) page_[ahead - 1][i] = page_[ahead][i];
+      for (int i = 0; i < kLaneRows; ++i) page_[ahead - 1][i] = page_[ahead][i];
     }
     look_up(kTilesAhead - 1);
   }
@@ -124,11 +127,11 @@ class CacheLoader {
   __device__ __forceinline__ void keys(const KvTile& tile, KeyBits& valid) const {
     if (lane_ == 0) {
       valid = valid_[0];
-      if constexpr (kPlaces > 1) valid |= KeyBits{valid_[1]} << 32;
+      if constexpr (kLaneRows > 1) valid |= KeyBits{valid_[1]} << 32;
     }
     load(tile, k_row_, params_.head_dim);
   }
-  // The tile of V that goes with it.
+  // Starts the copies of the tile of V that goes with it.
   __device__ __forceinline__ void values(const KvTile& tile) const {
     load(tile, v_row_, params_.head_dim_v);
   }
@@ -141,37 +144,37 @@ class CacheLoader {
                kElementBytes;
   }
 
-  // The lane's i-th key of the tile so many ahead. Lanes beyond kPlaceRows repeat the first ones.
+  // The lane's i-th key of the tile so many ahead. Lanes beyond kStepRows repeat the first ones.
   __device__ __forceinline__ int key_of(int ahead, int i) const {
-    return next_key_ + ahead * Traits::kBlockKeys + i * kPlaceRows + lane_ % kPlaceRows;
+    return next_key_ + ahead * Traits::kBlockKeys + i * kStepRows + lane_ % kStepRows;
   }
   __device__ __forceinline__ void look_up(int ahead) {
 #pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
+    for (int i = 0; i < kLaneRows; ++i) {
       const int key = key_of(ahead, i);
       page_[ahead][i] =
           key >= first_key_ && key < end_key_ ? sequence_.page_number(params_, key) : -1;
     }
   }
 
-  __device__ __forceinline__ void load(const KvTile& tile, const char* const (&rows)[kPlaces],
+  __device__ __forceinline__ void load(const KvTile& tile, const char* const (&rows)[kLaneRows],
                                        int num_cols) const {
     const int lane_row = lane_ / KvTile::kSlabChunks, lane_byte = lane_ % KvTile::kSlabChunks * 16;
     copy_rows<KvTile, Traits::kKeys>(
         tile.address(first_row_ + lane_row, lane_byte / kTileBytes), lane_byte,
         num_cols * kElementBytes, [&](int row) -> RowSource {
-          const int place = row / kPlaceRows, from = row % kPlaceRows + lane_row;
-          const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[place]), from);
-          return {reinterpret_cast<const char*>(at) + lane_byte, (valid_[place] >> from & 1) != 0};
+          const int step = row / kStepRows, from = row % kStepRows + lane_row;
+          const auto at = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[step]), from);
+          return {reinterpret_cast<const char*>(at) + lane_byte, (valid_[step] >> from & 1) != 0};
         });
   }
 
   const DecodeParams& params_;
   int lane_, first_row_, kv_head_, first_key_, end_key_, next_key_;
   CacheSequence sequence_;
-  int page_[kTilesAhead][kPlaces];  // of the lane's rows in the next tiles
-  const char *k_row_[kPlaces], *v_row_[kPlaces];
-  uint32_t valid_[kPlaces];
+  int page_[kTilesAhead][kLaneRows];  // of the lane's rows in the next tiles
+  const char *k_row_[kLaneRows], *v_row_[kLaneRows];
+  uint32_t valid_[kLaneRows];
 };
 
 }  // namespace flash_attn::cuda

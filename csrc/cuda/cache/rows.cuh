@@ -5,7 +5,8 @@
 
 namespace flash_attn::cuda {
 
-// Where the appended tokens of a sequence begin; with anything in cache_seqlens anywhere.
+// Where the appended tokens of a sequence begin. This may be anywhere, as anything may stand in
+// cache_seqlens.
 __device__ __forceinline__ int64_t first_new_position(const CacheParams& params, int batch_idx) {
   return params.cache_seqlens == nullptr ? int64_t{params.capacity} - params.seqlen_new
                                          : int64_t{params.cache_seqlens[batch_idx]};
@@ -29,12 +30,12 @@ class CacheSequence {
                  : params.block_table + row_ * params.table_stride;
   }
 
-  // 0 <= position < capacity. The page that the table names for it: anything.
+  // position: from 0 to capacity - 1. The page that the table names for it may be anything.
   __device__ __forceinline__ int page_number(const CacheParams& params, int position) const {
     if (pages_ == nullptr) return params.block_table == nullptr ? row_ : -1;
     return pages_[static_cast<unsigned>(position) / static_cast<unsigned>(params.page_size)];
   }
-  // Where it lies, with what page_number() said.
+  // Where the token at a position lies, by what page_number() said of it.
   __device__ __forceinline__ static CachePlace place(const CacheParams& params, int position,
                                                      int page) {
     if (params.block_table == nullptr) return {page, position};

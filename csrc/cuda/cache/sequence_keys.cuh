@@ -16,7 +16,7 @@ __device__ __forceinline__ int kvcache_len_k(const CacheParams& params, int batc
 struct SequenceKeys {
   int first, end;
 
-  // Of the queries first_token … last_token; masks are aligned bottom-right.
+  // Those that the queries first_token … last_token see. Masks are aligned bottom-right.
   __device__ __forceinline__ SequenceKeys(const DecodeParams& params, int batch_idx, int len_k,
                                           int first_token, int last_token) {
     const int leftpad = params.leftpad_k == nullptr ? 0 : max(params.leftpad_k[batch_idx], 0);
@@ -26,7 +26,7 @@ struct SequenceKeys {
     end = params.window_right < 0 ? len_k : max(len_k + min(beyond, 0), 0);
     first = min(max(from, leftpad), end);
   }
-  // Of all queries.
+  // Those that any query of the sequence sees.
   __device__ __forceinline__ SequenceKeys(const DecodeParams& params, int batch_idx)
       : SequenceKeys(params, batch_idx, kvcache_len_k(params, batch_idx), 0, params.seqlen_q - 1) {}
   SequenceKeys() = default;
@@ -35,7 +35,7 @@ struct SequenceKeys {
   __device__ __forceinline__ int first_tile() const {
     return first / kKeys;
   }
-  // At least one, so that each sequence is visited and its output written.
+  // There is at least one, so that each sequence is visited and its output written.
   template <int kKeys>
   __device__ __forceinline__ int tiles() const {
     return max((end + kKeys - 1) / kKeys - first / kKeys, 1);

@@ -48,8 +48,8 @@ struct CombineGrid {
   SharedPrefix prefix;
 };
 
-// Left by decode.cuh, and by a forward whose keys are cut; then, of what sequences share, by
-// prefix.cuh.
+// Finds the pieces that decode.cuh leaves, or a forward whose keys are cut. Behind them come those
+// that prefix.cuh leaves of shared keys.
 struct PiecesOfDecode {
   __device__ __forceinline__ static SequencePieces of(const DecodeParams& params, int batch_idx,
                                                       const CombineGrid& grid) {
@@ -65,8 +65,9 @@ struct PiecesOfDecode {
   }
 };
 
-// Left by kvcache.cuh. Dealt out: `index` is a sequence, or where there are fewer cuts than sequences
-// the cut behind a part, and the first cut inside a sequence is the one that merges it.
+// Finds the pieces that kvcache.cuh leaves. Where keys are dealt out, `index` is a sequence or,
+// with fewer cuts than sequences, the cut behind a part. Then the first cut inside a sequence is
+// the one that merges it.
 template <int kKeys>
 struct PiecesOfKvcache {
   __device__ __forceinline__ static SequencePieces of(const DecodeParams& params, int index,
@@ -122,8 +123,8 @@ struct MergeState {
     o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
     max_lse = new_max;
   }
-  // Takes in those of the lanes whose numbers differ by multiples of `step`, a power of two. All of a
-  // warp.
+  // Takes in the states of the lanes whose numbers differ by multiples of `step`, a power of two.
+  // All lanes of a warp call it.
   __device__ __forceinline__ void merge_lanes(int step) {
     float new_max = max_lse;
     for (int distance = step; distance < 32; distance *= 2) {
@@ -139,7 +140,7 @@ struct MergeState {
   }
 };
 
-// The state of four columns over the pieces first, first + step, … of a row of a sequence.
+// Returns the state of four columns over the pieces first, first + step, … of a row of a sequence.
 __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
                                                    const SequencePieces& pieces, int row_of_slot,
                                                    int col, int first, int step) {
@@ -169,7 +170,7 @@ __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
   return state;
 }
 
-// Pieces: PiecesOfDecode or PiecesOfKvcache. kWide: the result is fp32.
+// Pieces is PiecesOfDecode or PiecesOfKvcache. With kWide the result is fp32.
 template <typename Pieces, bool kWide>
 __global__ void __launch_bounds__(kMaxCombineThreads)
     decode_combine_kernel(const __grid_constant__ DecodeParams params,
@@ -223,8 +224,9 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   output.store(params, col + 2, total.o.z * factor, total.o.w * factor);
 }
 
-// rows: of all sequences that there may be something to merge of. most_pieces: of a sequence, as far
-// as the host knows. in_any_batch: the order of a sum depends on nothing but the sequence.
+// rows counts those of all sequences that may have something to merge. most_pieces is how many a
+// sequence may have, as far as the host knows. With in_any_batch the order of a sum depends on
+// nothing but the sequence.
 template <typename Pieces, bool kWide = false>
 void launch_combine(const DecodeParams& params, const KvcacheParts& parts,
                     const SharedPrefix& prefix, int64_t rows, int most_pieces, bool in_any_batch,

@@ -36,15 +36,15 @@ inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .stages = 3};
 // Whether there may be several pieces of a sequence: with most_pieces, shorter ones than asked for.
 inline bool is_cut(const Splits& splits) { return splits.count > 1 || splits.most_pieces > 0; }
 
-// Pieces of all sequences together; by length: no more than that.
+// Pieces of all sequences together. Where sequences are cut by length, there are at most so many.
 inline int64_t decode_pieces(int batch, const Splits& splits) {
   const int64_t pieces = int64_t{batch} * splits.count;
   if (splits.most_pieces == 0) return pieces;
-  // Beside one of each sequence.
+  // How many pieces there may be beyond the first one of each sequence.
   const int64_t more = std::max<int64_t>(pieces - batch, splits.least_pieces);
   return batch + std::min<int64_t>(more, splits.most_pieces);
 }
-// Of these, how many have thread blocks of their own. least_pieces fill the device once.
+// How many of these have thread blocks of their own: least_pieces fill the device once.
 inline int64_t decode_grid_pieces(const DecodeParams& params) {
   constexpr int kWaves = 4;
   const int64_t pieces = decode_pieces(params.batch, params.splits);
@@ -53,7 +53,7 @@ inline int64_t decode_grid_pieces(const DecodeParams& params) {
              : std::min<int64_t>(pieces, int64_t{kWaves} * params.splits.least_pieces);
 }
 
-// From the index of a thread block to what it reads.
+// Turns the index of a thread block into what it reads.
 struct DecodeGrid {
   Divisor row_tiles, heads_kv, splits, group;
   int num_row_tiles;  // of one kv head of a sequence
@@ -77,7 +77,7 @@ struct DecodeGrid {
   }
 };
 
-// Any head_dim up to kHeadDim that is a multiple of 8.
+// It serves any head_dim up to kHeadDim that is a multiple of 8.
 template <DType kDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream);
 

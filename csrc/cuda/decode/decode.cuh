@@ -14,11 +14,11 @@
 // so that stages - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
-// Dense caches, by any row of the batch dimension, and pages, just appended to or not. Other forms and
-// score terms: kvcache.cuh.
+// It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
+// not. Other forms and score terms belong to kvcache.cuh.
 //
-// Shared memory, 96 KiB: the rings in the loop, the warps' outputs in the end. Q, S, P, O:
-// registers.
+// Shared memory, 96 KiB, holds the rings in the loop and the warps' outputs in the end. Q, S, P and
+// O are in registers.
 #pragma once
 
 #include <type_traits>
@@ -70,7 +70,7 @@ struct DecodeStorage {
   typename Traits::KeyBits valid[kDecodeWarps][Traits::kStages];
 };
 
-// A warp's loads of a piece, K and V in turns: load i is K(i / 2) or, if odd, V(i / 2).
+// Loads what a warp takes of a piece, K and V in turns: load i is K(i / 2) or, if odd, V(i / 2).
 template <typename Traits>
 struct DenseLoader {
   using KvTile = typename Traits::KvTile;
@@ -114,7 +114,7 @@ struct PagedLoader {
 template <typename Traits>
 using WarpLoader = std::conditional_t<Traits::kPaged, PagedLoader<Traits>, DenseLoader<Traits>>;
 
-// The piece's rows of Q as a left operand; rows and columns beyond are 0.
+// Returns the piece's rows of Q as a left operand. Rows and columns beyond are 0.
 template <typename Traits>
 __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const DecodeParams& params,
                                                                       const DecodePiece& piece,
@@ -138,7 +138,7 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
   return Q;
 }
 
-// This warp's share of the piece: O = P V, and the softmax behind it.
+// Computes O = P V over this warp's tiles of the piece, and the state of their softmax.
 template <typename Traits>
 __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
                                        DecodeStorage<Traits>& smem, const DecodeParams& params,
@@ -217,7 +217,7 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
   ptx::wait_for_prerequisites();  // whoever still reads the workspace, or the output's memory
 }
 
-// Merges the warps' parts and stores the rows that exist.
+// Merges the results of the warps and stores the rows that exist.
 template <typename Traits>
 __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
                                             const DecodeParams& params, const DecodePiece& piece) {
@@ -268,7 +268,7 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
   }
 }
 
-// One piece, by the whole block.
+// Computes one piece. The whole thread block calls it.
 template <typename Traits>
 __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
                                              const DecodeParams& params, const DecodePiece& piece) {
@@ -309,7 +309,7 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
   merge_warps<Traits>(smem, params, piece);
 }
 
-// kByLength: pieces from a line of them, one or a few a block (pieces.cuh).
+// With kByLength a block takes one or a few pieces from the line of all of them (pieces.cuh).
 template <typename Traits, bool kByLength>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeParams params,

@@ -13,14 +13,15 @@
 //     all warps   exchange row maxima    P = exp2(S - max)    exchange P
 //   each warp   wait V(j)    O += P V(j) in its quarter of the columns    release
 //
-// The two exchanges cost two barriers of 128 threads a tile, whose read takes a microsecond, and leave
-// nothing to merge between the warps in the end but row sums.
+// The two exchanges cost two barriers of 128 threads a tile, which is little beside its read. They
+// leave nothing to merge between the warps in the end but row sums.
 //
-// 8-bit caches: a 16-bit word of shared memory holds two neighbouring columns. K and V are widened to
-// fp16, exactly, between ldmatrix and mma; what ldmatrix permutes so is undone in Q's columns and
-// O's. Descales enter the softmax scale and O.
+// With 8-bit caches a 16-bit word of shared memory holds two neighbouring columns. K and V are
+// widened to fp16, exactly, between ldmatrix and mma; what ldmatrix permutes so is undone in Q's
+// columns and O's. Descales enter the softmax scale and O.
 //
-// fp32 caches: Q, P and O are fp32 too, and products those of gemm<float>, whatever torch allows.
+// With fp32 caches Q, P and O are fp32 too, and products are those of gemm<float>, whatever torch
+// allows.
 #pragma once
 
 #include "../cache/loader.cuh"
@@ -36,7 +37,7 @@
 
 namespace flash_attn::cuda {
 
-// O and the row sums of a sequence, or of a piece of it, to where they belong.
+// Stores O and the lse of a sequence, or of a piece of it, where they belong.
 template <typename Traits>
 __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
                                             const KvcacheSoftmax& softmax,
@@ -85,7 +86,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
   }
 }
 
-// The warps that load: each brings a quarter of every tile's rows, wherever they lie.
+// The warps that load run this: each brings a quarter of every tile's rows, wherever they lie.
 template <typename Traits>
 __device__ __forceinline__ void produce(const DecodeParams& params,
                                         const KvcacheTiles<Traits>& ring,
@@ -122,7 +123,7 @@ __device__ __forceinline__ void produce(const DecodeParams& params,
   }
 }
 
-// The warps that compute.
+// The warps that compute run this.
 template <typename Traits>
 __device__ __forceinline__ void consume(const DecodeParams& params,
                                         const KvcacheTiles<Traits>& ring,

@@ -10,7 +10,7 @@
 
 namespace flash_attn::cuda {
 
-// Four elements of an 8-bit cache: the first two, and the last two.
+// Widens four elements of an 8-bit cache: the first two, and the last two.
 template <DType kCacheDType>
 __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
   if constexpr (kCacheDType == DType::kInt8) {
@@ -56,8 +56,8 @@ class KvcacheQueries {
   std::conditional_t<Traits::kQueriesInRegisters, OperandA<1, Traits::kHeadDim>, View> operand_;
 };
 
-// A warp's quarter of the keys: S = Q Kᵀ. With 16 keys in two sums, which halves the chain of
-// dependent products; 32 keys are two chains more.
+// Computes S = Q Kᵀ for a warp's quarter of the keys. For 16 keys it takes two sums, which halves
+// the chain of dependent products; 32 keys have as many chains in one sum.
 template <typename Traits>
   requires(!Traits::kWide)
 __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQueries<Traits>& Q,
@@ -106,7 +106,7 @@ __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQu
   return S[0];
 }
 
-// The same of fp32, in as many sums as gemm() has.
+// Does the same in fp32, in as many sums as gemm() has.
 template <typename Traits>
   requires Traits::kWide
 __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQueries<Traits>& Q,
@@ -121,7 +121,8 @@ __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQu
   return S;
 }
 
-// A warp's quarter of the columns: O += P V. Rows of V that do not exist are 0, as their P is.
+// Computes O += P V for a warp's quarter of the columns. Rows of V that do not exist are 0, as
+// their P is.
 template <typename Traits>
   requires(!Traits::kWide)
 __device__ __forceinline__ void multiply_values(typename Traits::Output& O,

@@ -16,10 +16,10 @@ __device__ __forceinline__ float fp16_scale(float largest) {
   return usual ? __uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 1.f;
 }
 
-// The 16 rows as the left operand of Q Kᵀ, zeros beyond rows and columns; row_scale: what the
-// products are to be multiplied with. kTo8Bit: in the order in which keys of 8 bits come out of
-// ldmatrix, each four neighbours k as two pairs, k / 2 of 16 columns and 8 further on. Threads:
-// kKvcacheWarps warps, eight lanes a row.
+// Loads the 16 rows as the left operand of Q Kᵀ, with zeros beyond rows and columns. row_scale is
+// what the products are to be multiplied with. With kTo8Bit the columns stand in the order in which
+// keys of 8 bits come out of ldmatrix: each four neighbours k are two pairs, at k / 2 of 16 columns
+// and 8 further on. kKvcacheWarps warps call it, with eight lanes a row.
 template <typename Element, bool kTo8Bit, int kHeadDim>
 __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHeadDim>& tile,
                                              float (&row_scale)[kDecodeRows],

@@ -26,7 +26,7 @@
 
 namespace flash_attn::cuda {
 
-// The sequences of the batch, as places on the line of tiles.
+// Goes from sequence to sequence of the batch, and says where each lies on the line of tiles.
 template <int kKeys>
 class SequenceCursor {
  public:
@@ -44,11 +44,11 @@ class SequenceCursor {
     return total;
   }
 
-  // To the sequence that holds the tile. After total_tiles().
+  // Goes to the sequence that holds the tile. total_tiles() must have been called before.
   __device__ __forceinline__ void seek_tile(int tile) {
     find([&](int, int end) { return end > tile; });
   }
-  // To this sequence. After total_tiles().
+  // Goes to this sequence. total_tiles() must have been called before.
   __device__ __forceinline__ void seek_sequence(int batch_idx) {
     find([&](int index, int) { return index >= batch_idx; });
   }
@@ -64,7 +64,7 @@ class SequenceCursor {
   __device__ __forceinline__ const SequenceKeys& keys() const { return keys_; }
 
  private:
-  // The first sequence, by its index and where it ends on the line, for which found() says so.
+  // Goes to the first sequence for which found(its index, where it ends on the line) is true.
   template <typename Found>
   __device__ __forceinline__ void find(const Found& found) {
     int begin = 0;
@@ -109,7 +109,7 @@ class SequenceCursor {
   SequenceKeys keys_;
 };
 
-// Tiles of each part. Fewer keys are not worth another piece to merge.
+// How many tiles each part has. Fewer keys than the least are not worth another piece to merge.
 template <int kKeys>
 __device__ __forceinline__ int kvcache_share(int total_tiles, unsigned parts) {
   constexpr int kLeastTiles = 128 / kKeys;
@@ -121,12 +121,13 @@ struct KvcachePiece {
   int batch_idx;
   SequenceKeys keys;
   int first_tile, end_tile;  // of the sequence's cache rows
-  // Of this head's and row tile's pieces: 2 · part, + 1 if the sequence begins here; or the split.
-  // -1: the whole sequence.
+  // The piece's number among those of this head and row tile. Dealt out, it is 2 · part, + 1 if the
+  // sequence begins here. Else it counts the splits of all sequences. -1 says that the piece is a
+  // whole sequence.
   int number;
 };
 
-// Not dealt out: the pieces of one sequence.
+// The pieces of one sequence where keys are not dealt out.
 struct KvcacheSplits {
   int tiles_each, count;
 
@@ -157,7 +158,7 @@ class KvcacheSchedule {
     if (at_ < end_) cursor_.seek_tile(at_);
   }
 
-  // False: no more.
+  // Returns false where there are no more pieces.
   __device__ __forceinline__ bool next(KvcachePiece& piece) {
     if (params_.splits.count > 0) return next_split(piece);
     if (at_ >= end_) return false;

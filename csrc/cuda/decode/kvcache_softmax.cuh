@@ -1,4 +1,4 @@
-// From Q Kᵀ to P, among the four warps of kvcache.cuh that share the rows.
+// Turns Q Kᵀ into P, among the four warps of kvcache.cuh that share the rows.
 #pragma once
 
 #include <cfloat>
@@ -12,7 +12,8 @@
 namespace flash_attn::cuda {
 
 // tanh(x) = 1 - 2 / (exp(2x) + 1); near 0, where that difference has lost its digits, x - x³/3 +
-// 2x⁵/15. Relative error at most 5e-6, at 0.1, too much for fp32; the hardware's tanh is good to 11 bits only.
+// 2x⁵/15. The relative error is at most 5e-6, at 0.1, which is too much for fp32. The hardware's
+// tanh is good to 11 bits only.
 __device__ __forceinline__ float accurate_tanh(float x) {
   const float square = x * x;
   const float series = x * fmaf(square, fmaf(square, 2.f / 15, -1.f / 3), 1.f);
@@ -50,7 +51,8 @@ struct KvcacheRows {
   }
 };
 
-// Q Kᵀ becomes scores in units of log 2; -inf where masked. first_key: of the warp's columns.
+// Q Kᵀ becomes scores in units of log 2, which are -inf where masked. first_key is that of the
+// warp's columns.
 template <typename Traits>
 __device__ __forceinline__ void finish_scores(typename Traits::Scores& S,
                                               const DecodeParams& params, const KvcacheRows& rows,
@@ -151,7 +153,7 @@ struct KvcacheSoftmax {
     return __any_sync(~0u, moved);
   }
 
-  // row_sum over all keys of the piece.
+  // Makes row_sum the sum over all keys of the piece.
   template <typename Traits>
   __device__ __forceinline__ void finish(KvcacheStorage<Traits>& smem, int warp, int lane) {
 #pragma unroll

@@ -8,11 +8,12 @@
 
 namespace flash_attn::cuda {
 
-// Of the warps that compute; 0 is __syncthreads.
+// The named barrier of the warps that compute. Barrier 0 is __syncthreads.
 inline constexpr int kComputeBarrier = 1;
 
 inline constexpr int kKvcacheProducers = 4;
-// Each lane of theirs when its copies are done, and of each warp one for `valid`.
+// How many arrivals make a stage full: each lane of the producers arrives when its copies are done,
+// and one lane of each of their warps once more for `valid`.
 inline constexpr int kKvcacheArrivals = kKvcacheProducers * (32 + 1);
 
 template <DType kCacheDTypeOfTile, int kHeadDimOfTile>
@@ -26,7 +27,7 @@ struct KvcacheTraits {
   static constexpr int kWarpKeys = kKeys / kKvcacheWarps;
   static constexpr int kThreads = 32 * kKvcacheWarps;  // that compute
   static constexpr int kAllThreads = kThreads + 32 * kKvcacheProducers;
-  // Of a warp: blocks of 16 columns of O, kKvcacheWarps · 16 apart.
+  // How many blocks of 16 columns of O a warp has. They lie kKvcacheWarps · 16 columns apart.
   static constexpr int kColumnBlocks = kHeadDim / (16 * kKvcacheWarps);
   static constexpr int kUnits = k8Bit ? kHeadDim / 2 : kHeadDim;  // elements of a tile's row
   // Thread blocks that fit the registers of an SM. 8-bit caches are faster with some more registers
@@ -41,7 +42,7 @@ struct KvcacheTraits {
   using Output = Accumulator<1, 16 * kColumnBlocks>;
 };
 
-// Of each tile what one producer warp brings (cache/loader.cuh).
+// What one producer warp brings of each tile (cache/loader.cuh).
 template <typename Traits>
 struct KvcacheShare {
   using KvTile = typename Traits::KvTile;
@@ -53,7 +54,7 @@ struct KvcacheShare {
   static constexpr int kTilesAhead = 1;
 };
 
-// Behind the ring of tiles, which begins the shared memory.
+// What lies behind the ring of tiles, with which shared memory begins.
 template <typename Traits>
 struct KvcacheStorage {
   typename Traits::QTile q;
@@ -65,7 +66,7 @@ struct KvcacheStorage {
   uint64_t full[kKvcacheMaxStages], empty[kKvcacheMaxStages];
 };
 
-// A place in the ring; the parity of the visit tells one round from the next.
+// A stage of the ring; the parity of the visit tells one round from the next.
 struct RingVisit {
   unsigned stage = 0;
   uint32_t phase = 0;
@@ -90,7 +91,7 @@ class KvcacheTiles {
         smem(*reinterpret_cast<KvcacheStorage<Traits>*>(tiles + num_stages)),
         stages(num_stages) {}
 
-  // All threads, before a barrier among them.
+  // All threads call it, before a barrier among them.
   __device__ __forceinline__ void init(int full_arrivals, int head_dim, int head_dim_v) const {
     if (threadIdx.x % 32 == 0) {  // the lanes of a warp would take turns anyway
 #pragma unroll 1
@@ -107,7 +108,8 @@ class KvcacheTiles {
  private:
   static constexpr int kSlabColumns = Traits::KvTile::kSlabCols * (Traits::k8Bit ? 2 : 1);
 
-  // Slabs beyond the head dim, which no copy touches: K's meet zeros of Q and must not be NaN.
+  // Zeroes slabs beyond the head dim, which no copy touches: K's meet zeros of Q and must not be
+  // NaN.
   __device__ __forceinline__ void zero_absent_slabs(int head_dim, int head_dim_v) const {
     using KvTile = typename Traits::KvTile;
 #pragma unroll 1

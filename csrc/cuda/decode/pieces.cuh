@@ -1,8 +1,8 @@
 // Which keys a thread block of decode.cuh takes.
 //
-// Either every sequence is cut into as many pieces, a thread block each; or into as many as its
-// length asks for. These lie on a line, sequence after sequence, the same for each kv head and row
-// tile:
+// Either all sequences are cut into as many pieces, with a thread block for each, or each sequence
+// into as many as its length asks for. These lie on a line, sequence after sequence, the same for
+// each kv head and row tile:
 //
 //   sequences   │ 0                  │ 1    │ 2        │ 3                     │ …
 //   pieces      │ 0   │ 1   │ 2   │ 3│ 4    │ 5   │ 6  │ 7   │ 8   │ 9   │ 10  │ …
@@ -124,8 +124,8 @@ struct DecodePiece : DecodeBlock {
   int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
   int slot;                // of the workspace; -1: all keys of the sequence, straight to the output
 
-  // Pieces of a sequence that differ by one tile at most. least_tiles: of a piece, even if some have
-  // none then.
+  // Cuts a sequence into pieces that differ by one tile at most. A piece has least_tiles at least,
+  // even if others have none then.
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ static DecodePiece of_split(const DecodeParams& params,
                                                          const DecodeGrid& grid,
@@ -188,8 +188,8 @@ struct DecodePiece : DecodeBlock {
         cache_row(batch),
         len_k(kvcache_len_k(params, batch)) {}
 
-  // The keys of [begin, end) that any of the rows sees. Pages: pieces begin at multiples of kKeys,
-  // which may lie before the first key seen.
+  // Takes the keys of [begin, end) that any of the rows sees. With pages, pieces begin at multiples
+  // of kKeys, which may lie before the first key seen.
   template <int kKeys, bool kPaged>
   __device__ __forceinline__ void clip(const DecodeParams& params, int begin, int end) {
     const SequenceKeys seen(params, batch_idx, len_k, token(0), token(num_rows - 1));

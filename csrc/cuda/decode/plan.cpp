@@ -16,7 +16,7 @@ constexpr int kInvariantKeys = 2048;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of the rows that read one kv head of one sequence.
+// Tiles of the rows that read one kv head of one sequence.
 int64_t row_tiles(const CallShape& call) {
   return ceil_div(call.tokens * call.heads_q / call.heads_kv, kDecodeRows);
 }
@@ -27,17 +27,17 @@ struct DecodeCost {
   int64_t row_tiles;
   int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
   int num_sms, blocks_per_sm;
-  // Of the SMs, with one block each: fewer do not read faster each. Half of them saturate the memory,
-  // all of them where page numbers are looked up.
+  // The share of the SMs, with one block each, below which a block does not read faster. Half of
+  // them saturate the memory, all of them where page numbers are looked up.
   double least_share;
 
   double of(int splits) const {
     constexpr double kBlockOverhead = 0.25;  // start and end of a block
     constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
-    const int64_t blocks = row_tiles * splits, slots = int64_t{num_sms} * blocks_per_sm;
+    const int64_t blocks = row_tiles * splits, resident = int64_t{num_sms} * blocks_per_sm;
     const double block = (tiles + splits - 1) / splits + kBlockOverhead;
-    const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / slots);
-    const double share = static_cast<double>(blocks % slots) / num_sms;
+    const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / resident);
+    const double share = static_cast<double>(blocks % resident) / num_sms;
     const double last_wave = share == 0 ? 0 : block * std::max(least_share, share);
     return full_waves + last_wave + (splits > 1 ? kCombine + kCombinePerSplit * splits : 0);
   }
@@ -59,7 +59,7 @@ int64_t all_row_tiles(const CallShape& call) {
   return row_tiles(call) * call.heads_kv * call.batch;
 }
 
-// Into how many equal pieces.
+// Into how many equal pieces each sequence is cut, by the cost of a call.
 int best_num_splits(const CallShape& call) {
   constexpr int kMaxSplits = 256, kAlwaysTried = 4;
   const int tile_keys = with_head_dim_class(static_cast<int>(call.head_dim), [&]<int kHeadDim> {
@@ -88,13 +88,14 @@ int best_num_splits(const CallShape& call) {
 }
 
 // Equal pieces have the least to merge, but one long sequence holds up all. Pages are the mark of
-// lengths that differ, and long calls are where it tells.
-bool cuts_by_length(const CallShape& call, int64_t places) {
+// lengths that differ, and long calls are where it tells. resident: the thread blocks that the
+// device holds at a time.
+bool cuts_by_length(const CallShape& call, int64_t resident) {
   constexpr int64_t kLongBytes = int64_t{256} << 20;
   constexpr int kShortKeys = 2048;
   const int64_t keys = most_keys(call);
-  // Whole sequences, enough of them, that blocks which come and go even out.
-  const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * places;
+  // There are enough whole sequences for blocks that come and go to even out.
+  const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * resident;
   return call.paged && call.batch > 1 && !even &&
          4 * call.batch * keys * call.heads_kv * call.head_dim > kLongBytes;
 }
@@ -103,13 +104,13 @@ Splits decode_splits(const CallShape& call) {
   // 4096 rather than 2048: half the merges.
   constexpr int kPieceKeys = 4096, kMostWaves = 8;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
-  const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
-  if (!call.batch_invariant && !cuts_by_length(call, places)) {
+  const int64_t resident = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  if (!call.batch_invariant && !cuts_by_length(call, resident)) {
     return Splits::alike(best_num_splits(call));
   }
   const int keys = call.batch_invariant ? kInvariantKeys : kPieceKeys;
   const int64_t blocks_per_piece = row_tiles(call) * call.heads_kv;
-  const int least_pieces = static_cast<int>(std::max<int64_t>(places / blocks_per_piece, 1));
+  const int least_pieces = static_cast<int>(std::max<int64_t>(resident / blocks_per_piece, 1));
   return Splits::by_length(keys, static_cast<int>((call.capacity - 1) / keys + 1), least_pieces,
                            call.batch_invariant ? 0 : kMostWaves * least_pieces);
 }
@@ -148,7 +149,7 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   if (!call.batch_invariant) {
     return keeps_whole(call, grid) ? Splits::alike(1) : Splits::dealt_out();
   }
-  // leftpad may add one.
+  // Left padding may add a piece.
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
@@ -170,24 +171,24 @@ bool reads_prefix_once(const CallShape& call) {
          sequence_rows(call) <= kPrefixRows;
 }
 
-// Of a shared prefix, as many as fill the device if all sequences share one.
+// A shared prefix is cut into as many pieces as fill the device if all sequences share one.
 int prefix_pieces(const CallShape& call) {
   constexpr int64_t kMostPieces = 32, kLeastKeys = 256;
   const int64_t members = prefix_tile_rows(static_cast<int>(call.head_dim)) / sequence_rows(call);
   const int64_t blocks = ceil_div(call.batch, members) * call.heads_kv;
-  const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  const int64_t resident = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
   return static_cast<int>(std::clamp<int64_t>(
-      places / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
+      resident / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
 }
 
-// What a sequence has beyond the shared keys. Nobody knows how long it is: thread blocks without keys
-// end at once.
+// How what a sequence has beyond the shared keys is cut. Nobody knows how long it is: thread blocks
+// without keys end at once.
 Splits own_splits(const CallShape& call) {
   constexpr int64_t kMostPieces = 4;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
-  const int64_t places = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  const int64_t resident = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
   return Splits::alike(
-      static_cast<int>(std::clamp<int64_t>(places / (2 * all_row_tiles(call)), 1, kMostPieces)));
+      static_cast<int>(std::clamp<int64_t>(resident / (2 * all_row_tiles(call)), 1, kMostPieces)));
 }
 
 bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }

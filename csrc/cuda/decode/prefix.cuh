@@ -5,8 +5,8 @@
 // Thread blocks of two kinds take turns, so that each multiprocessor has both: some read what a
 // sequence has beyond its shared keys, as decode.cuh does, and want memory; the others want tensor
 // cores. Their rows are those of all sequences that share a prefix: one kv head, all rows of some
-// sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Their warps bring tiles
-// of 64 keys into a ring that they share, a quarter of each:
+// sequences (64 or 128 at most, 16 or 32 a warp), and a piece of the prefix. Their warps bring
+// tiles of 64 keys (of 32 above d = 128) into a ring that they share, a quarter of each:
 //
 //   wait K, V(j)   barrier   copy K, V(j + stages - 1)   S = Q K(j)ᵀ   mask, softmax   O += P V(j)
 //
@@ -46,7 +46,7 @@ struct PrefixTraits {
   using KeyBits = uint64_t;
 };
 
-// Of shared keys: which kv head and piece, and the tile of rows.
+// Which kv head, which piece of the shared keys and which tile of rows a thread block takes.
 struct PrefixBlock {
   int tile, kv_head, piece;
 
@@ -77,8 +77,9 @@ struct PrefixStorage {
   int first_key[kPrefixWarps], end_key[kPrefixWarps];  // and those that any of a warp's does
 };
 
-// The sequences of tile smem.block.tile into smem.members: tiles are counted as the sequences that begin them
-// come, `tile_members` of one source each but the last. The whole block.
+// Brings the sequences of tile smem.block.tile into smem.members. Tiles are counted in the order of
+// the sequences that begin them. Each has `tile_members` sequences of one source, but for the last
+// tile of a source. The whole block calls it.
 template <typename Storage>
 __device__ __forceinline__ void find_members(Storage& smem, const DecodeParams& params,
                                              const SharedPrefix& prefix, const PrefixGrid& grid) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void find_members(Storage& smem, const DecodeParams& 
   __syncthreads();
 }
 
-// Where a row of the tile lies in the call.
+// Says where a row of the tile lies in the call.
 struct PrefixRow {
   int batch_idx, token, head;
   bool exists;
@@ -142,8 +143,8 @@ struct PrefixRow {
   }
 };
 
-// The keys of the prefix that each row of this warp sees, into shared memory, and those that any does,
-// as {least, end}. A row that does not exist needs no mask.
+// Brings the keys of the prefix that each row of this warp sees into shared memory, and returns
+// those that any of them sees, as {least, end}. A row that does not exist needs no mask.
 template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
                                                   const DecodeParams& params,
@@ -177,7 +178,7 @@ __device__ __forceinline__ SequenceKeys find_keys(PrefixStorage<Traits>& smem,
   return any;
 }
 
-// This warp's rows of Q into shared memory; rows that do not exist and columns beyond are 0.
+// Brings this warp's rows of Q into shared memory. Rows that do not exist and columns beyond are 0.
 template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ void load_rows(PrefixStorage<Traits>& smem, const DecodeParams& params,
                                           const PrefixGrid& grid, const PrefixBlock& block) {
@@ -197,8 +198,8 @@ __device__ __forceinline__ void load_rows(PrefixStorage<Traits>& smem, const Dec
   __syncwarp();
 }
 
-// O = P V of this warp's rows over the keys [first_key, end_key) of `source`, and the softmax behind it.
-// computes: the warp has rows.
+// Computes O = P V of this warp's rows over the keys [first_key, end_key) of `source`, and the
+// state of their softmax. `computes` says whether the warp has rows.
 template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kHeadDim>& O,
                                               OnlineSoftmax<2 * kRowBlocks>& softmax,
@@ -278,7 +279,7 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
   softmax.finish();
 }
 
-// One tile of rows, by the whole block.
+// Computes one tile of rows. The whole block calls it.
 template <typename Traits, int kRowBlocks>
 __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
                                               const DecodeParams& params,
@@ -340,7 +341,7 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
   }
 }
 
-// kHeadDim of decode.cuh's tiles is that of these: pages.
+// What decode.cuh reads beside the shared keys lies in pages, too, in tiles of the same kHeadDim.
 template <typename Traits>
 using OwnTraits = DecodeTraits<Traits::kDType, Traits::kHeadDim, /*kPagedCache=*/true>;
 
@@ -358,7 +359,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
                   const __grid_constant__ DecodeGrid own_grid) {
   extern __shared__ __align__(128) char smem_bytes[];
   auto& smem = *reinterpret_cast<PrefixBlockStorage<Traits>*>(smem_bytes);
-  // As in decode.cuh.
+  // Lengths may be another kernel's results, as in decode.cuh.
   if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
   const int pairs = min(grid.shared_blocks, grid.own_blocks), index = blockIdx.x;

@@ -6,13 +6,13 @@
 
 namespace flash_attn::cuda {
 
-// Rows of a sequence for each kv head, at most: thread blocks take all those of some sequences.
+// The most rows of a sequence for each kv head: thread blocks take all rows of some sequences.
 inline constexpr int kPrefixRows = 64;
 // Rows that a thread block takes: two blocks of 16 a warp, where registers hold them.
 constexpr int prefix_tile_rows(int head_dim) { return head_dim <= 128 ? 128 : 64; }
 // A wider class would leave one thread block a multiprocessor.
 inline constexpr int kPrefixHeadDim = 192;
-// Of a call: what a thread block counts in the shared memory of its tiles.
+// The most sequences of a call: a thread block counts them in the shared memory of its tiles.
 inline constexpr int kPrefixMostSequences = 4096;
 
 // The first lens[b] keys of sequence b lie where those of sequence source[b] do; a source that is no

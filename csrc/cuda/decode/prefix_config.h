@@ -8,10 +8,11 @@ namespace flash_attn::cuda {
 
 inline constexpr int kPrefixWarps = 4;
 
-// Keys that a sequence does not share: a piece has so many of decode.cuh's tiles at least.
+// A piece of the keys that a sequence does not share has at least so many of decode.cuh's tiles.
 inline constexpr int kOwnTiles = 4 * kDecodeWarps;
 
-// From the index of a thread block to a tile of rows, and from these to rows of the call.
+// Turns the index of a thread block into a tile of rows, and rows of the tile into rows of the
+// call.
 struct PrefixGrid {
   Divisor tiles, heads_kv, members, sequence_rows, group, pieces;
   int tile_members;  // sequences of a tile

@@ -10,7 +10,8 @@ namespace flash_attn::cuda {
 // tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the time.
 inline constexpr int kDecodeRows = 16;
 
-// (slots, heads_q, seqlen_q), as in lse. Which slot a piece has, the kernel says that leaves it.
+// A workspace has the shape (slots, heads_q, seqlen_q), as lse has with sequences for slots. The
+// kernel that leaves a piece says which slot it has.
 FLASH_ATTN_HOST_DEVICE inline int64_t workspace_row(const DecodeParams& params, int64_t slot,
                                                     int head, int token) {
   return (slot * params.heads_q + head) * params.seqlen_q + token;

@@ -42,11 +42,11 @@ template <typename Element>
 inline constexpr int kChunkOf = 16 / static_cast<int>(sizeof(Element));
 inline constexpr int kChunk = 8;  // of 16 bits
 
-// fp32; else 16 bits.
+// Whether it is fp32. Else it has 16 bits.
 template <typename Element>
 inline constexpr bool kIsWide = sizeof(Element) == 4;
 
-// Of a bias "of q's dtype".
+// The type of a bias "of q's dtype".
 template <typename Element>
 using BiasElement = std::conditional_t<kIsWide<Element>, float, Element>;
 

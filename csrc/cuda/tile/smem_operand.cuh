@@ -80,7 +80,7 @@ class SmemOperand<kSide, kLayout, Tile> {
     }
   }
 
-  // Of a block of 8 × 8, the numbers of even and of odd k.
+  // Loads a block of 8 × 8: the numbers of even and those of odd k.
   __device__ __forceinline__ void load_half(uint32_t& even, uint32_t& odd, int mn, int k) const {
     static_assert(kLayout == Layout::kKInner);
     ptx::load_shared_v2(even, odd, Tile::advance(address_, mn, k));
@@ -114,7 +114,7 @@ struct SmemOperandA {
 template <typename Tile, Layout kLayout>
 using SmemOperandB = SmemOperand<Side::kB, kLayout, Tile>;
 
-// The same of eight columns of fp32, for a product of no more: first_mn is a multiple of 8.
+// The same for a product of no more than eight columns of fp32. first_mn is a multiple of 8.
 template <typename Tile>
 struct EightColumns {
   SmemOperandB<Tile, Layout::kKInner> operand;

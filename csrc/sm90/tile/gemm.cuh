@@ -45,7 +45,7 @@ class WgmmaOperand {
       : low_(((flash_attn::ptx::smem_address(tile.data) & kOwnMemory) + mn_bytes(first_mn)) / 16 |
              kLeading << 16) {}
 
-  // Of columns (kKInner) or rows (kKOuter) k … k + 15.
+  // Describes columns (kKInner) or rows (kKOuter) k … k + 15.
   __device__ __forceinline__ uint64_t descriptor(int k) const {
     const int bytes = kLayout == Layout::kKInner
                           ? k / Tile::kSlabCols * Tile::kSlabBytes + k % Tile::kSlabCols * 2

@@ -11,11 +11,12 @@ namespace flash_attn::sm90 {
 // bits of fp32, and zeros; they lie in registers. Those of K have j in each.
 template <typename Element, int kN>
 struct LinearTerm : TermColumns<Element, kN> {
-  // A number in both dtypes. With a steeper one S would lose too many of its bits beside the term.
+  // Both dtypes hold this number. With a steeper slope S would lose too many of its bits beside the
+  // term.
   static constexpr float kLargestSlope = 64.f;
   using Slope = typename TermColumns<Element, kN>::Left;
 
-  // By all threads of the block, before a barrier among them.
+  // All threads of the block call it, before a barrier among them.
   __device__ __forceinline__ void init(int thread, int num_threads) {
     for (int j = thread; j < kN; j += num_threads) {
       const uint32_t pair = flash_attn::ptx::pack<Element>(j, j);
@@ -24,7 +25,7 @@ struct LinearTerm : TermColumns<Element, kN> {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  // The same in all rows.
+  // The left operand of a slope, which is the same in all rows.
   __device__ __forceinline__ static Slope parts_of(float slope, int lane) {
     return LinearTerm::left(in_three_parts<Element>(slope), lane);
   }

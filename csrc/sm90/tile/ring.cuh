@@ -1,4 +1,4 @@
-// Slots of shared memory that one side fills and the other empties, with a full and an empty
+// Stages of shared memory that one side fills and the other empties, with a full and an empty
 // mbarrier each.
 #pragma once
 
@@ -13,7 +13,7 @@ struct RingBarriers {
   uint64_t full[kStages], empty[kStages];
 
   // One thread calls it, before a barrier among all threads. arrivals: how many threads say that a
-  // slot is full, or empty.
+  // stage is full, or empty.
   __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
@@ -23,18 +23,18 @@ struct RingBarriers {
   }
 };
 
-// One thread's place in a ring. Both sides visit the slots in the same order; `phase_` is the parity
-// of the visit. A fresh barrier counts as having completed the visit before the first, so the first
-// wait_empty of each slot passes.
+// Where one thread stands in a ring. Both sides visit the stages in the same order; `phase_` is the
+// parity of the visit. A fresh barrier counts as having completed the visit before the first, so
+// the first wait_empty of each stage passes.
 template <int kStages>
 class Ring {
  public:
   __device__ __forceinline__ explicit Ring(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
-  // At a later visit.
+  // Begins at a later visit.
   __device__ __forceinline__ Ring(RingBarriers<kStages>& barriers, unsigned visit)
       : barriers_(barriers), stage_(visit % kStages), phase_(visit / kStages % 2) {}
 
-  // The same place in another ring of as many slots, which is visited in step with this one.
+  // The same stage of another ring of as many, which is visited in step with this one.
   __device__ __forceinline__ Ring in(RingBarriers<kStages>& barriers) const {
     Ring ring(barriers);
     ring.stage_ = stage_;
@@ -42,7 +42,7 @@ class Ring {
     return ring;
   }
 
-  // The place of the visit before this one.
+  // The stage of the visit before this one.
   __device__ __forceinline__ Ring before() const {
     Ring ring(barriers_);
     ring.stage_ = stage_ == 0 ? kStages - 1 : stage_ - 1;
@@ -57,15 +57,15 @@ class Ring {
   __device__ __forceinline__ void wait_full() const { wait(barriers_.full[stage_], phase_); }
   __device__ __forceinline__ void wait_empty() const { wait(barriers_.empty[stage_], phase_ ^ 1); }
 
-  // Without waiting.
+  // Says whether the stage is full, without waiting for it.
   __device__ __forceinline__ bool is_full() const {
     return ::cuda::ptx::mbarrier_test_wait_parity(&barriers_.full[stage_], phase_);
   }
 
-  // The slot is full (empty) as far as this thread is concerned.
+  // The stage is full (empty) as far as this thread is concerned.
   __device__ __forceinline__ void arrive_full() const { arrive(barriers_.full[stage_]); }
   __device__ __forceinline__ void arrive_empty() const { arrive(barriers_.empty[stage_]); }
-  // The slot is full once so many bytes have come by TMA. Before the copies start.
+  // The stage is full once so many bytes have come by TMA. It is called before the copies start.
   __device__ __forceinline__ void expect_bytes(uint32_t bytes) const {
     ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
                                            ::cuda::ptx::space_shared, &full(), bytes);

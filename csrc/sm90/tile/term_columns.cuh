@@ -21,12 +21,13 @@ __device__ __forceinline__ uint2 in_three_parts(float value) {
           flash_attn::ptx::pack<Element>(value - first - second, 0.f)};
 }
 
-// Of the right operand, a row for each of kN columns of the product: as it would lie without a swizzle,
-// in blocks of 8 × 8. The second eight columns are the first eight once more; those of the left operand
-// are 0.
+// `columns` is the right operand, with a row for each of kN columns of the product. It lies there
+// without a swizzle, in blocks of 8 × 8. The second eight columns are the first eight once more;
+// those of the left operand are 0.
 template <typename Element, int kN>
 struct TermColumns {
-  // The left operand's, the same in all rows, from the first four of them as in_three_parts() gives them.
+  // The columns of the left operand are the same in all rows. They are made from the first four, as
+  // in_three_parts() gives them.
   using Left = OperandA<1, 16>;
 
   alignas(128) Element columns[kN][8];
@@ -36,7 +37,8 @@ struct TermColumns {
     return {{{{of_lane, of_lane, 0, 0}}}};
   }
 
-  // In the batch of the products of C, which come first; their fence is that of `left`, too.
+  // Starts the product in the batch of the products of C. These come first, and their fence is that
+  // of `left`, too.
   __device__ __forceinline__ void start(Accumulator<1, kN>& C, const Left& left) const {
     constexpr uint32_t kOwnMemory = 0x3ffff;
     constexpr uint64_t kNextBlock = sizeof(Element[8][8]) / 16;  // of 8 rows

@@ -27,8 +27,8 @@ struct WorkQueue {
   __device__ __forceinline__ void init(int readers) { ring.init(1, readers); }
 };
 
-// The end of the queue that one warp writes, together: a lane that waited alone would keep the others
-// polling beside it.
+// The end of the queue at which one warp writes. All its lanes wait together: a lane that waited
+// alone would keep the others polling beside it.
 template <typename Work, int kSlots>
 class WorkWriter {
  public:
@@ -41,7 +41,8 @@ class WorkWriter {
     publish();
     return pushed;
   }
-  // The two halves of it. In between the first lane may change the work.
+  // draft() and publish() are the two halves of push(). In between the first lane may change the
+  // work.
   __device__ __forceinline__ Work& draft(const Work& work) {
     ring_.wait_empty();
     auto& slot = queue_.slots[ring_.stage()];
@@ -69,7 +70,7 @@ class WorkWriter {
   Ring<kSlots> ring_;
 };
 
-// One reader's end, in a single register.
+// The end at which one thread reads. It takes a single register.
 template <typename Work, int kSlots>
 class WorkReader {
  public:
@@ -81,7 +82,7 @@ class WorkReader {
     const auto& slot = queue_.slots[visit_ % kSlots];
     return slot.end ? nullptr : &slot.work();
   }
-  // The place of what was read in a ring that is visited in step with the queue.
+  // The stage that goes with what was read, in a ring that is visited in step with the queue.
   __device__ __forceinline__ Ring<kSlots> in(RingBarriers<kSlots>& barriers) const {
     return Ring<kSlots>(barriers, visit_);
   }
