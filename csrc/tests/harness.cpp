@@ -46,6 +46,7 @@ const Tests& all_tests() {
     add_sm90_gemm_tests(list);
     add_sm90_copy_tests(list);
     add_sm90_sync_tests(list);
+    add_sm90_terms_tests(list);
     return list;
   }();
   return tests;
