@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _checks, _functorch, _log
-from flash_attn._errors import shown
+from flash_attn._errors import expect, shown
 from flash_attn._library import C
 from flash_attn._masked_call import lower_mask, packed_lengths, runs_packed, used_lengths
 from flash_attn._pages import unpage
@@ -30,12 +30,6 @@ def forced_backend() -> str | None:
 
 def _ops():
     return torch.ops.flash_attn if torch.compiler.is_compiling() else C
-
-
-def expect(condition: bool, argument: str, requirement: str, got: object) -> None:
-    """Raises unless the condition holds: which argument, what was expected, what came."""
-    if not condition:
-        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
 
 
 def check_append(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:

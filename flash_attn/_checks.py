@@ -10,32 +10,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_attn import _log
+from flash_attn._errors import expect
 
 ENABLED = os.environ.get("FLASH_ATTN_CHECK", "0") not in ("", "0")
-
-
-def _expect(condition: bool, argument: str, requirement: str, got: object) -> None:
-    if not condition:
-        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
 
 
 def _check_offsets(name: str, cu_seqlens: Tensor, rows: int | None, longest: int) -> list[int]:
     """Of sequences that lie one after the other in `rows` rows. Returns their lengths."""
     offsets = cu_seqlens.tolist()
-    _expect(offsets[0] == 0, name, "0 at its start", offsets[0])
+    expect(offsets[0] == 0, name, "0 at its start", offsets[0])
     lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
     for i, length in enumerate(lengths):
-        _expect(length >= 0, name, "no value below the one before", f"{offsets[i + 1]} at {i + 1}")
+        expect(length >= 0, name, "no value below the one before", f"{offsets[i + 1]} at {i + 1}")
         maximum = name.replace("cu_seqlens", "max_seqlen")
-        _expect(length <= longest, maximum, f"at least {length}, sequence {i}'s length", longest)
+        expect(length <= longest, maximum, f"at least {length}, sequence {i}'s length", longest)
     if rows is not None:
-        _expect(offsets[-1] <= rows, name, f"at most {rows} (the rows) at its end", offsets[-1])
+        expect(offsets[-1] <= rows, name, f"at most {rows} (the rows) at its end", offsets[-1])
     return lengths
 
 
 def _check_range(name: str, x: Tensor | None, least: int, most: Sequence[int]) -> None:
     for i, value in enumerate(() if x is None else x.tolist()):
-        _expect(least <= value <= most[i], name, f"{least} to {most[i]} for sequence {i}", value)
+        expect(least <= value <= most[i], name, f"{least} to {most[i]} for sequence {i}", value)
 
 
 def _check_table(table: Tensor, rows: Sequence[int], lengths: Sequence[int], pages, page) -> None:
@@ -45,7 +41,7 @@ def _check_table(table: Tensor, rows: Sequence[int], lengths: Sequence[int], pag
     columns, entries = table.size(1), table.tolist()
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         needed = (length + page - 1) // page
-        _expect(
+        expect(
             needed <= columns,
             "block_table",
             f"at least {needed} columns for the {length} keys of sequence {i}",
@@ -53,7 +49,7 @@ def _check_table(table: Tensor, rows: Sequence[int], lengths: Sequence[int], pag
         )
         for column, entry in enumerate(entries[row][:needed]):
             place = f"a page from 0 to {pages - 1} for sequence {i} at column {column}"
-            _expect(0 <= entry < pages, "block_table", place, entry)
+            expect(0 <= entry < pages, "block_table", place, entry)
 
 
 def _are_lists(count: int, *tensors: Tensor | None) -> bool:
@@ -126,7 +122,7 @@ def decode(
         _check_range("cache_batch_idx", cache_batch_idx, 0, [held - 1] * batch)
         rows = cache_batch_idx.tolist()
         distinct = len(set(rows)) == batch
-        _expect(distinct or not new, "cache_batch_idx", "one row for each sequence", rows)
+        expect(distinct or not new, "cache_batch_idx", "one row for each sequence", rows)
     page = k_cache.size(1)
     capacity = page if block_table is None else page * block_table.size(1)
     if cache_seqlens is None:

@@ -57,6 +57,12 @@ def shown(value: object) -> str:
     return short if isinstance(value, (str, int, float, NoneType)) else f"{_name(value)} {short}"
 
 
+def expect(condition: bool, argument: str, requirement: str, got: object) -> None:
+    """Raises unless the condition holds: which argument, what was expected, what came."""
+    if not condition:
+        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
+
+
 def check_wide(name: str, x: Tensor, dims: Sequence[int], shape: str) -> None:
     """That x has a floating dtype of 16 bits or more, and one of these numbers of dimensions."""
     is_dense = x.layout in (torch.strided, torch.jagged)
@@ -133,6 +139,13 @@ def _wrong_type(parameters: Mapping[str, inspect.Parameter], given: Mapping) -> 
                 f"flash_attn: {name}: expected a dense strided tensor, got a {layout} one"
             )
     return None
+
+
+def check_types(parameters: Mapping[str, inspect.Parameter], given: Mapping) -> None:
+    """That each argument is of a type that its annotation names, and each tensor is dense."""
+    wrong = _wrong_type(parameters, given)
+    if wrong is not None:
+        raise wrong
 
 
 def _renamed(error: Exception, names: Mapping[str, str]) -> Exception | None:

@@ -11,10 +11,9 @@ from flash_attn._call import (
     decode,
     decode_arguments,
     dense_seqlen,
-    expect,
     kvcache,
 )
-from flash_attn._errors import explain
+from flash_attn._errors import expect, explain
 from flash_attn.shared_prefix import SharedPrefix
 
 Window = Sequence[int | None] | Tensor

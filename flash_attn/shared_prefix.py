@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn._call import as_int, expect
-from flash_attn._errors import explain
+from flash_attn._call import as_int
+from flash_attn._errors import expect, explain
 
 
 class SharedPrefix(NamedTuple):

@@ -315,3 +315,70 @@ def test_all_scores_far_below_zero(d: int, target: Target, seed: int) -> None:
     expected = expect(problem)
     assert expected.values["lse"].max() < -88
     compare(problem, run_case(problem, target.backend), expected)
+
+
+def case_of_scale(dtype: str, d: int, scale: float, **options: object) -> Case:
+    """Two blocks of queries and of keys. Deterministic at d = 64, where sm90's other kernel for so
+    few queries has no columns of LSE."""
+    shape = dict(batch=1, seqlen_q=70, seqlen_k=140, heads_q=2, heads_kv=1, d=d)
+    options = options | dict(softmax_scale=scale, spread="shifted", deterministic=d == 64)
+    return Case(dtype=dtype, **shape, **options)
+
+
+# 0 in fp32, what no LSE could be divided by, and more; a sink makes LSE as large as itself.
+NEAR_ZERO = [(1e-60, None), (1e-60, 4e6), (1e-33, 60.0), (1e-20, 60.0)]
+
+
+@KERNELS
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
+@pytest.mark.parametrize("scale, sink", NEAR_ZERO)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_a_scale_near_zero(
+    dtype: str, scale: float, sink: float | None, d: int, target: Target, seed: int
+) -> None:
+    """P is the same for all keys, however large LSE is: a kernel that divides LSE by the scale may
+    not leave its numbers' range."""
+    case = case_of_scale(dtype, d, scale, sink=sink is not None)
+    problem = Problem(case, seed, target.device)
+    if sink is not None:  # beyond fp16's numbers
+        problem.learnable_sink = torch.full((2,), sink, device=target.device)
+    expected = expect(problem)
+    assert expected.values["lse"].max() >= (math.log(140) if sink is None else sink)
+    compare(problem, run_case(problem, target.backend), expected)
+
+
+@KERNELS
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
+@pytest.mark.parametrize(
+    "dtype, scale", [("bf16", 1e-20), ("bf16", 1e-29), ("bf16", 1e20), ("fp16", 1e-3)]
+)
+def test_gradients_of_products_far_from_one(
+    dtype: str, scale: float, d: int, target: Target, seed: int
+) -> None:
+    """Products as large as the scale is small, or the other way round: scores and LSE as ever."""
+    problem = Problem(case_of_scale(dtype, d, scale), seed, target.device)
+    problem.q.copy_(problem.q.double() / scale * d**-0.5 * 5)
+    expected = expect(problem)
+    assert expected.values["lse"].max() > 10
+    compare(problem, run_case(problem, target.backend), expected)
+
+
+@KERNELS
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_a_scale_of_zero_or_below(
+    dtype: str, scale: float, d: int, target: Target
+) -> None:
+    """scaled_dot_product_attention takes one, as torch's does."""
+    q, k, v, dout = (torch.randn(1, n, 2, d).to(DTYPES[dtype]) for n in (70, 140, 140, 70))
+    leaves = [x.transpose(1, 2).to(target.device).requires_grad_() for x in (q, k, v)]
+    with use(target):
+        out = flash_attn.scaled_dot_product_attention(*leaves, scale=scale)
+        found = torch.autograd.grad(out, leaves, dout.transpose(1, 2).to(target.device))
+    gradients = attention_ref_grads(dout, q, k, v, softmax_scale=scale)
+    conditions = condition_tensors(dout, q, k, v, softmax_scale=scale)
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        wanted, size = getattr(gradients, name), getattr(conditions, name)
+        largest = conditions.largest_score
+        assert_close(name, x.transpose(1, 2), wanted, size, q.dtype, largest_score=largest)

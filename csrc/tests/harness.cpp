@@ -1,6 +1,7 @@
 // The unit tests of the tile layers as a C interface, for tests/test_tiles.py.
 #include "harness.h"
 
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -28,12 +29,22 @@ std::vector<float> normal_numbers(Random& random, size_t count) {
   return values;
 }
 
+namespace {
+
+// All bits of it, however small or large.
+std::string shown(float value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.9g", value);
+  return text;
+}
+
+}  // namespace
+
 void fail(const std::string& what, size_t wrong, size_t of, size_t first, float actual,
           float expected) {
   throw std::runtime_error(what + ": " + std::to_string(wrong) + " of " + std::to_string(of) +
                            " elements are wrong, the first [" + std::to_string(first) +
-                           "]: expected " + std::to_string(expected) + ", got " +
-                           std::to_string(actual));
+                           "]: expected " + shown(expected) + ", got " + shown(actual));
 }
 
 namespace {
@@ -46,6 +57,7 @@ const Tests& all_tests() {
     add_sm90_gemm_tests(list);
     add_sm90_copy_tests(list);
     add_sm90_sync_tests(list);
+    add_sm90_terms_tests(list);
     return list;
   }();
   return tests;

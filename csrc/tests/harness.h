@@ -37,6 +37,7 @@ void add_cuda_dropout_tests(Tests& tests);
 void add_sm90_gemm_tests(Tests& tests);
 void add_sm90_copy_tests(Tests& tests);
 void add_sm90_sync_tests(Tests& tests);
+void add_sm90_terms_tests(Tests& tests);
 
 // "<parts[0]>-<parts[1]>-…"
 std::string test_name(std::initializer_list<std::string> parts);

@@ -1,16 +1,14 @@
-// sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths. linear_term.cuh.
+// sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths.
 #include <cuda/ptx>
 
 #include "../sm90/tile/gemm.cuh"
-#include "../sm90/tile/linear_term.cuh"
 #include "device_array.cuh"
+#include "sm90_products.cuh"
 
 namespace flash_attn::tests {
 namespace {
 
 using sm90::WgmmaOperand;
-
-constexpr int kThreads = 128, kRows = 64;  // of a product of one warpgroup
 
 // By all threads; values: kRows × kCols of the tile.
 template <typename Tile>
@@ -18,21 +16,6 @@ __device__ __forceinline__ void fill(Tile& tile, const typename Tile::Element* v
   for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kThreads) {
     *tile.pointer(i / Tile::kCols, i % Tile::kCols) = values[i];
   }
-}
-
-// Registers from and to memory: thread t's i-th lies at 128 · i + t.
-template <int kN>
-__device__ __forceinline__ void load(Accumulator<1, kN>& C, const float* registers) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) C.data[0][i / 4][i % 4] = registers[i * kThreads + threadIdx.x];
-}
-template <int kN>
-__device__ __forceinline__ void finish(Accumulator<1, kN>& C, float* registers) {
-  sm90::ptx::wgmma_commit();
-  sm90::ptx::wgmma_wait<0>();
-  sm90::pin(C);
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) registers[i * kThreads + threadIdx.x] = C.data[0][i / 4][i % 4];
 }
 
 template <typename TileA, typename TileB>
@@ -108,23 +91,6 @@ __global__ void __launch_bounds__(kThreads)
   finish(C, product);
 }
 
-template <typename Element, int kN>
-__global__ void __launch_bounds__(kThreads)
-    linear_term_kernel(const float* c, float slope, float* sum) {
-  using Term = sm90::LinearTerm<Element, kN>;
-  __shared__ Term term;
-  term.init(threadIdx.x, kThreads);
-  __syncthreads();
-  typename Term::Slope parts = Term::parts_of(slope, threadIdx.x % 32);
-  Accumulator<1, kN> C;
-  load(C, c);
-  sm90::pin(C);
-  sm90::pin(parts);
-  sm90::ptx::wgmma_fence();
-  term.start(C, parts);
-  finish(C, sum);
-}
-
 // What lies in a tile of tile_rows × tile_cols: `values`, rows of `cols`, from first_row and
 // first_col on, poison around them.
 template <typename Element>
@@ -144,18 +110,8 @@ std::vector<float> transposed(const std::vector<float>& values, int cols) {
   return result;
 }
 
-// Where thread t's i-th register of an accumulator lies (PTX ISA "wgmma.mma_async", figure of D): warp
-// w holds rows 16 w …, a lane columns 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 in
-// each block of 8 columns.
-struct Place {
-  int row, col;
-};
-Place accumulator_place(int i, int thread) {
-  const int lane = thread % 32;
-  return {thread / 32 * 16 + i / 2 % 2 * 8 + lane / 4, i / 4 * 8 + lane % 4 * 2 + i % 2};
-}
-// The same of the first of the two elements of an A register: columns 8 … 15 of a block of 16 come
-// after both rows of the first 8.
+// As accumulator_place(), of the first of the two elements of an A register: columns 8 … 15 of a block of
+// 16 come after both rows of the first 8.
 Place operand_a_place(int i, int thread) {
   const int lane = thread % 32;
   return {thread / 32 * 16 + i % 2 * 8 + lane / 4, i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2};
@@ -203,14 +159,6 @@ struct Shape {
   constexpr int rows_a() const { return kRows + 80; }
   constexpr int rows_b() const { return n + 16; }
 };
-
-template <typename Kernel, typename... Args>
-void run(Kernel kernel, int smem_bytes, Args... args) {
-  FLASH_ATTN_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
-  kernel<<<1, kThreads, smem_bytes>>>(args...);
-  FLASH_ATTN_CUDA_CHECK(cudaGetLastError());
-}
 
 template <typename Element>
 using GemmSs = void (*)(const Element* a, const Element* b, const float* c, float* sum,
@@ -297,24 +245,6 @@ void test_gemm_rs_inner(Random& random, const Shape& shape, GemmRsInner<Element>
   }
 }
 
-// Slopes of as few bits as leave the sums exact: two parts of the three.
-template <typename Element, int kN>
-void test_linear_term(Random& random) {
-  for (const float slope : {64.f, -3.f, 0.f, 0x3ABDp-12f, -0x2AABp-13f}) {
-    const auto c = whole_numbers(random, kRows * kN);
-    DeviceArray<float> device_c(c), sum(c.size());
-    run(linear_term_kernel<Element, kN>, 0, device_c.data(), slope, sum.data());
-    std::vector<float> expected = c;
-    for (int i = 0; i < kN / 2; ++i) {
-      for (int thread = 0; thread < kThreads; ++thread) {
-        const int col = accumulator_place(i, thread).col;
-        expected[i * kThreads + thread] += slope * static_cast<float>(col);
-      }
-    }
-    expect_equal("C += slope · column", sum.read(), expected);
-  }
-}
-
 // The test functions are few, as host code costs more time to compile than kernels.
 template <typename Element, typename Kernel>
 void add(Tests& tests, void (*test)(Random&, const Shape&, Kernel, int), const char* what,
@@ -374,12 +304,6 @@ void add_shape(Tests& tests) {
   add_rs<Half, kN, 32, 48>(tests);
 }
 
-template <typename Element, int kN>
-void add_linear_term(Tests& tests) {
-  tests.push_back({test_name({"sm90/linear_term", std::to_string(kN), kNameOf<Element>}),
-                   test_linear_term<Element, kN>});
-}
-
 template <int... kNs>
 void add_shapes(Tests& tests) {
   (add_shape<kNs>(tests), ...);
@@ -395,10 +319,6 @@ void add_sm90_gemm_tests(Tests& tests) {
   add_ss_outer<__half, 128, 64, 80>(tests);
   add_rs_inner<__nv_bfloat16, 64, 96, 96>(tests);
   add_rs_inner<__half, 64, 64, 64>(tests);
-  add_linear_term<__nv_bfloat16, 128>(tests);
-  add_linear_term<__half, 128>(tests);
-  add_linear_term<__nv_bfloat16, 96>(tests);
-  add_linear_term<__half, 96>(tests);
 }
 
 }  // namespace flash_attn::tests

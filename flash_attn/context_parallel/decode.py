@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn._call import decode, decode_arguments, expect, window_sides
-from flash_attn._errors import explained, shown
+from flash_attn._call import decode, decode_arguments, window_sides
+from flash_attn._errors import expect, explained, shown
 from flash_attn.context_parallel.merge import compute_dtype, merge_attention
 from flash_attn.context_parallel.shards import Group, ranks_of
 

@@ -13,12 +13,11 @@ from torch import Tensor
 from flash_attn._call import (
     as_int,
     draw_rng_state,
-    expect,
     forced_backend,
     is_top_left,
     window_sides,
 )
-from flash_attn._errors import explained, shown
+from flash_attn._errors import expect, explained, shown
 from flash_attn.context_parallel.attention import context_parallel_fwd
 from flash_attn.context_parallel.exchange import from_first_rank
 from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import expect
-from flash_attn._errors import explained
+from flash_attn._errors import expect, explained
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

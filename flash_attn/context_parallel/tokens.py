@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn._call import expect
-from flash_attn._errors import explained
+from flash_attn._errors import expect, explained
 from flash_attn.context_parallel.exchange import all_to_all
 from flash_attn.context_parallel.shards import (
     Group,

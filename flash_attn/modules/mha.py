@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn._errors import explain, explained, flag, shown
+from flash_attn._errors import expect, explain, explained, flag, shown
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.attention import (
@@ -47,11 +47,6 @@ def _update_kv_cache(kv: Tensor, inference_params, layer_idx: int) -> Tensor:
         )
     rows[:, start:] = kv
     return rows
-
-
-def _expect(condition: bool, argument: str, requirement: str, got: object) -> None:
-    if not condition:
-        raise RuntimeError(f"flash_attn: {argument}: expected {requirement}, got {got}")
 
 
 _OF_ROTARY = {
@@ -126,21 +121,21 @@ class MHA(nn.Module):
         self.checkpointing = flag("checkpointing", checkpointing)
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        _expect(
+        expect(
             num_heads % self.num_heads_kv == 0,
             "num_heads_kv",
             f"a divisor of {num_heads}",
             self.num_heads_kv,
         )
-        _expect(embed_dim % num_heads == 0, "embed_dim", f"a multiple of {num_heads}", embed_dim)
-        _expect(use_flash_attn or not use_alibi, "use_alibi", "use_flash_attn with it", "none")
-        _expect(
+        expect(embed_dim % num_heads == 0, "embed_dim", f"a multiple of {num_heads}", embed_dim)
+        expect(use_flash_attn or not use_alibi, "use_alibi", "use_flash_attn with it", "none")
+        expect(
             use_flash_attn or tuple(window_size) == (-1, -1),
             "window_size",
             "use_flash_attn with it",
             "none",
         )
-        _expect(
+        expect(
             rotary_emb_dim == 0 or not cross_attn,
             "rotary_emb_dim",
             "0 with cross_attn",
@@ -215,8 +210,8 @@ class MHA(nn.Module):
 
     def _attend_to_cache(self, q: Tensor, kv: Tensor, inference_params) -> Tensor:
         """Appends kv to this layer's cache and attends to it, with the rotation of both."""
-        _expect(not self.dwconv, "inference_params", "None with dwconv", "a cache")
-        _expect(self.layer_idx is not None, "layer_idx", "an int with inference_params", "None")
+        expect(not self.dwconv, "inference_params", "None with dwconv", "a cache")
+        expect(self.layer_idx is not None, "layer_idx", "an int with inference_params", "None")
         if not hasattr(inference_params, "key_value_memory_dict"):
             raise RuntimeError(
                 "flash_attn: inference_params: expected an object with key_value_memory_dict, got"
@@ -279,25 +274,25 @@ class MHA(nn.Module):
         """
         if cu_seqlens is not None:
             plain = self.rotary_emb_dim == 0 and not self.dwconv
-            _expect(
+            expect(
                 self.use_flash_attn and plain,
                 "cu_seqlens",
                 "use_flash_attn, and neither rotary_emb_dim nor dwconv, with it",
                 "others",
             )
-        _expect(
+        expect(
             key_padding_mask is None or not self.use_flash_attn,
             "key_padding_mask",
             "None with use_flash_attn",
             "a mask",
         )
-        _expect(
+        expect(
             inference_params is None or (cu_seqlens is None and key_padding_mask is None),
             "inference_params",
             "neither cu_seqlens nor key_padding_mask with it",
             "one of them",
         )
-        _expect(
+        expect(
             self.cross_attn or (x_kv is None and mixer_subset is None),
             "x_kv, mixer_subset",
             "None without cross_attn",

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_attn.reference.arguments import (
+    Options,
+    check_call,
+    check_gradients,
+    check_longest,
+    checked,
+)
 from flash_attn.reference.philox import keep_probability, philox_keep_mask
 
 # csrc/core/score_range.h
@@ -208,54 +215,32 @@ def _crop_bias(attn_bias, index, len_q, len_k):
 class _Call:
     """An attention call in float64, taken apart into sequences."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size=(-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        attn_bias: Tensor | None = None,
-        learnable_sink: Tensor | None = None,
-        causal_alignment: str = "bottom-right",
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        rng_state: Tensor | tuple[int, int] | None = None,
-        max_lse: float | None = None,
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+        o = options
         self.q, self.k, self.v = q.double(), k.double(), v.double()
-        self.bias, self.sink = attn_bias, learnable_sink
-        if attn_bias is not None and attn_bias.dtype != torch.bool:
-            self.bias = attn_bias.double()
-        if learnable_sink is not None:
-            self.sink = learnable_sink.double()
-        self.slopes = None if alibi_slopes is None else alibi_slopes.double()
-        self.dropout_p, self.rng_state = dropout_p, rng_state
-        self.scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-        self.window = _window(causal, window_size)
-        self.top_left = {"bottom-right": False, "top-left": True}[causal_alignment]
-        self.softcap = softcap
-        self.max_lse = _max_lse(q) if max_lse is None else max_lse
-        self.is_varlen = cu_seqlens_q is not None
-        self.rows = _rows(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+        self.bias = o.attn_bias
+        if o.attn_bias is not None and o.attn_bias.dtype != torch.bool:
+            self.bias = o.attn_bias.double()
+        self.sink = None if o.learnable_sink is None else o.learnable_sink.double()
+        self.slopes = None if o.alibi_slopes is None else o.alibi_slopes.double()
+        self.dropout_p, self.rng_state = o.dropout_p, o.rng_state
+        self.scale = q.size(-1) ** -0.5 if o.softmax_scale is None else o.softmax_scale
+        self.window = _window(o.causal, o.window_size)
+        self.top_left = o.causal_alignment == "top-left"
+        self.softcap = o.softcap
+        self.max_lse = _max_lse(q) if o.max_lse is None else o.max_lse
+        self.is_varlen = o.is_varlen
+        used = o.seqused_q, o.seqused_k, o.leftpad_k
+        self.rows = _rows(q, k, o.cu_seqlens_q, o.cu_seqlens_k, *used)
         self.flat_q = self.q if self.is_varlen else self.q.flatten(0, 1)
         self.flat_k = self.k if self.is_varlen else self.k.flatten(0, 1)
         self.flat_v = self.v if self.is_varlen else self.v.flatten(0, 1)
         self.heads_q, self.group = q.size(-2), q.size(-2) // k.size(-2)
         longest_q = max((r.q.stop - r.q.start for r in self.rows), default=0)
         longest_k = max((r.k.stop - r.k.start for r in self.rows), default=0)
-        self.max_seqlen_q = max_seqlen_q or (longest_q if self.is_varlen else q.size(1))
-        self.max_seqlen_k = max_seqlen_k or (longest_k if self.is_varlen else k.size(1))
+        check_longest(o, longest_q, longest_k)
+        self.max_seqlen_q = o.max_seqlen_q or (longest_q if self.is_varlen else q.size(1))
+        self.max_seqlen_k = o.max_seqlen_k or (longest_k if self.is_varlen else k.size(1))
 
     def sequence(self, rows: _Rows) -> _Sequence:
         q = self.flat_q[rows.q].transpose(0, 1)
@@ -290,11 +275,13 @@ class _Call:
         return lse[rows.index, :, : rows.q.stop - rows.q.start]
 
 
+@checked(check_call)
 def attention_ref(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
     """Naive attention in float64; autograd differentiates it.
 
     Arguments:
-        q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with cu_seqlens; any float dtype.
+        q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with cu_seqlens; a float dtype of
+            at least 16 bits.
         options: those of flash_attn_func and flash_attn_varlen_func by name, and rng_state, (seed,
             offset), which dropout_p > 0 needs.
 
@@ -305,7 +292,7 @@ def attention_ref(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, T
         P: (batch, heads_q, max_seqlen_q, max_seqlen_k), the normalised probabilities before
             dropout, negative where dropped: what S_dmask must be.
     """
-    call = _Call(q, k, v, **options)
+    call = _Call(q, k, v, Options(**options))
     out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
     lse = out.new_full((call.heads_q, out.size(0)), -torch.inf)
     P = out.new_zeros(len(call.rows), call.heads_q, call.max_seqlen_q, call.max_seqlen_k)
@@ -321,16 +308,18 @@ def attention_ref(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, T
     return call.like_q(out), lse, P
 
 
+@checked(check_call)
 def max_logits_ref(q: Tensor, k: Tensor, **options) -> Tensor:
     """(heads_q) the largest softmax_scale · q·k that any query of the head sees; -inf if none is.
 
     Arguments: as attention_ref, without v.
     """
-    call = _Call(q, k, k, **options)
+    call = _Call(q, k, k, Options(**options))
     of_sequences = [call.attend(call.sequence(rows)).max_logits for rows in call.rows]
     return torch.stack([call.flat_q.new_full((call.heads_q,), -torch.inf), *of_sequences]).amax(0)
 
 
+@checked(check_call, check_gradients)
 @torch.enable_grad()
 def attention_ref_grads(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **options
@@ -344,7 +333,8 @@ def attention_ref_grads(
         if options.get(name) is not None and options[name].is_floating_point():
             inputs[name] = options[name]
     leaves = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    out, lse, _ = attention_ref(**(options | leaves), max_lse=_max_lse(q))
+    given = {"max_lse": _max_lse(q)} | {n: x for n, x in options.items() if x is not None}
+    out, lse, _ = attention_ref(**(given | leaves))
     outputs, incoming = [out], [dout.double()]
     if dlse is not None:
         outputs, incoming = [out, lse], [dout.double(), dlse.double()]
@@ -364,6 +354,7 @@ def attention_ref_grads(
     )
 
 
+@checked(check_call, check_gradients)
 @torch.no_grad()
 def condition_tensors(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **options
@@ -390,7 +381,7 @@ def condition_tensors(
 
     Arguments: as attention_ref_grads.
     """
-    call = _Call(q.detach(), k.detach(), v.detach(), **options)
+    call = _Call(q.detach(), k.detach(), v.detach(), Options(**options))
     dout = dout.double() if call.is_varlen else dout.double().flatten(0, 1)
     B_out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
     B_dq, B_dk, B_dv = (torch.zeros_like(x) for x in (call.flat_q, call.flat_k, call.flat_v))

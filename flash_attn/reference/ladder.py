@@ -12,12 +12,22 @@ Each rung computes the same numbers as the one before and reads memory less ofte
     split_kv             the keys cut into pieces, side by side       one reduction of (o, l, m)
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_attn.reference.arguments import (
+    check_blocks,
+    check_head,
+    check_rows,
+    check_splits,
+    checked,
+)
 
+
+@checked(check_rows)
 def naive_softmax(x: Tensor) -> Tensor:
     """softmax(x)ᵢ = exp(xᵢ) / Σⱼ exp(xⱼ), as it is defined.
 
@@ -28,6 +38,7 @@ def naive_softmax(x: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True)
 
 
+@checked(check_rows)
 def safe_softmax(x: Tensor) -> Tensor:
     """Softmax that cannot overflow. x: (…, n).
 
@@ -43,6 +54,7 @@ def safe_softmax(x: Tensor) -> Tensor:
     return torch.exp(x - m) / l  # pass 3
 
 
+@checked(check_rows)
 def online_softmax(x: Tensor) -> Tensor:
     """Maximum and sum in one pass (Milakov and Gimelshein 2018). x: (…, n).
 
@@ -64,13 +76,15 @@ def online_softmax(x: Tensor) -> Tensor:
     return torch.exp(x - m[..., None]) / l[..., None]  # pass 2
 
 
-def standard_attention(q: Tensor, k: Tensor, v: Tensor, softmax=safe_softmax) -> Tensor:
+@checked(check_head)
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Callable = safe_softmax) -> Tensor:
     """O = softmax(Q Kᵀ / √d) V, step by step: the n × m matrices S and P go through memory."""
     S = q @ k.mT / q.size(-1) ** 0.5
     P = softmax(S)
     return P @ v
 
 
+@checked(check_head)
 def one_pass_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention in one pass over the keys, without the matrix.
 
@@ -96,6 +110,7 @@ def one_pass_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o / l[:, None]
 
 
+@checked(check_head, check_blocks)
 def flash_attention_1(
     q: Tensor, k: Tensor, v: Tensor, block_q: int = 64, block_k: int = 64
 ) -> Tensor:
@@ -129,6 +144,7 @@ def flash_attention_1(
     return O
 
 
+@checked(check_head, check_blocks)
 def flash_attention_2(
     q: Tensor, k: Tensor, v: Tensor, block_q: int = 64, block_k: int = 64
 ) -> tuple[Tensor, Tensor]:
@@ -173,6 +189,7 @@ class Partial(NamedTuple):
     m: Tensor  # (n, 1):   maxⱼ sⱼ
 
 
+@checked()
 def combine(a: Partial, b: Partial) -> Partial:
     """Attention to the keys of a and b together: both rescaled to the common maximum, then added.
 
@@ -186,6 +203,7 @@ def combine(a: Partial, b: Partial) -> Partial:
     return Partial(a.o * shrink_a + b.o * shrink_b, a.l * shrink_a + b.l * shrink_b, m)
 
 
+@checked(check_head, check_splits)
 def split_kv(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 4) -> tuple[Tensor, Tensor]:
     """Split-KV (Flash-Decoding): the keys in num_splits pieces. Returns O and the LSE.
 

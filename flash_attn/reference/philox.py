@@ -27,9 +27,18 @@ An element is thus kept with the probability 1 - T / 2⁸, and weights are scale
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from flash_attn.reference.arguments import (
+    check_places,
+    check_probability,
+    check_rng_state,
+    check_words,
+    checked,
+)
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -44,6 +53,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return (product >> 32) & MASK, product & MASK
 
 
+@checked(check_words)
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int], rounds: int = 10
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,6 +68,7 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
+@checked(check_words)
 def philox2x32(
     counter: tuple[Tensor, Tensor], key: Tensor | int, rounds: int = 7
 ) -> tuple[Tensor, Tensor]:
@@ -71,19 +82,22 @@ def philox2x32(
     return c0, c1
 
 
+@checked(check_probability)
 def dropout_threshold(dropout_p: float) -> int:
     """T: of the 2⁸ numbers that a place may draw, how many drop it."""
     return math.floor(dropout_p * NUMBERS + 0.5)
 
 
+@checked(check_probability)
 def keep_probability(dropout_p: float) -> float:
     """The probability with which an element is kept: 1 - dropout_p, rounded to a multiple of
     2⁻⁸."""
     return 1 - dropout_threshold(dropout_p) / NUMBERS
 
 
+@checked(check_rng_state, check_probability, check_places)
 def philox_keep_mask(
-    rng_state: Tensor | tuple[int, int],
+    rng_state: Tensor | Sequence[int],
     dropout_p: float,
     batch: int | range,
     heads: int,

@@ -112,8 +112,8 @@ OTHERS = (
     ),
     *("opcheck", "varlen", "varlen_pages", "layouts", "dropout", "torch", "compile", "masks"),
     *("kvcache", "cache_forms", "decode", "forward", "backward", "invariants", "gradcheck"),
-    *("fa3", "graphs", "max_logits", "padding", "positional", "short_way", "sizes", "torch_sdpa"),
-    *("context_parallel", "parallel", "serving", "backends", "library"),
+    *("fa3", "fa3_cache", "graphs", "max_logits", "padding", "positional", "short_way", "sizes"),
+    *("torch_sdpa", "context_parallel", "parallel", "serving", "backends", "library"),
 )
 
 # What of the others runs on a library whose host reads no lengths: of csrc/aten alone.

@@ -1,0 +1,247 @@
+"""FlashAttention-3's calls against a cache: one token and many, new keys, pages, rotation."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import flash_attn
+from flash_attn.layers import rotary
+
+fa3 = pytest.importorskip("flash_attn_3.flash_attn_interface")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("paged", [False, True])
+def test_cache(paged: bool, device: str) -> None:
+    """Append, rotate and attend, with a page table and cache rows."""
+    caches = torch.randn(2, 6, 16, 2, 16, device=device)
+    q, k, v = (torch.randn(2, 1, h, 16, device=device) for h in (4, 2, 2))
+    table = torch.tensor([[4, 1], [0, 5]], dtype=torch.int32, device=device) if paged else None
+    rows = torch.tensor([3, 1], dtype=torch.int32, device=device)
+    lengths = torch.tensor([7, 11], dtype=torch.int32, device=device)
+    angles = torch.randn(32, 8, device=device)
+    options = dict(
+        k=k,
+        v=v,
+        rotary_cos=angles.cos(),
+        rotary_sin=angles.sin(),
+        cache_seqlens=lengths,
+        cache_batch_idx=None if paged else rows,
+        causal=True,
+        window_size=(9, 0),
+        rotary_interleaved=False,
+        softcap=4.0,
+    )
+    first, second = caches.clone(), caches.clone()
+    expected = flash_attn.flash_attn_with_kvcache(
+        q, *first, block_table=table, return_softmax_lse=True, **options
+    )
+    plan = fa3.get_scheduler_metadata(2, 1, 16, 4, 2, 16, lengths)
+    actual = fa3.flash_attn_with_kvcache(
+        q, *second, page_table=table, return_softmax_lse=True, scheduler_metadata=plan, **options
+    )
+    assert len(actual) == 4 and torch.equal(first, second) and not torch.equal(first, caches)
+    for a, e in zip(actual[:2], expected, strict=True):
+        assert torch.equal(a, e)
+    third = caches.clone()
+    private = fa3._flash_attn_forward(
+        q,
+        *third,
+        k_new=k,
+        v_new=v,
+        rotary_cos=angles.cos(),
+        rotary_sin=angles.sin(),
+        seqused_k=lengths,
+        page_table=table,
+        kv_batch_idx=None if paged else rows,
+        causal=True,
+        window_size_left=9,
+        window_size_right=0,
+        rotary_interleaved=False,
+        softcap=4.0,
+    )
+    assert torch.equal(third, first)
+    torch.testing.assert_close(private[0], expected[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [[7, 11], 9, None], ids=str)
+@pytest.mark.parametrize("form", ["dense", "rows", "leftpad", "paged", "paged rows"])
+def test_queries_of_different_lengths_against_a_cache(form: str, lengths, device: str) -> None:
+    """What continuous batching calls: each sequence as if it were alone."""
+    paged = form.startswith("paged")
+    caches = torch.randn(2, 6, 8 if paged else 16, 2, 16, device=device)
+    caches = caches if paged or form == "rows" else caches[:, :2]
+    q = torch.randn(7, 4, 16, device=device)
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+
+    def ints(values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    table = ints([[4, 1], [0, 5], [2, 3]]) if form == "paged rows" else ints([[4, 1], [0, 5]])
+    given = {
+        "dense": {},
+        "rows": dict(cache_batch_idx=ints([3, 1])),
+        "leftpad": dict(cache_leftpad=ints([2, 1])),
+        "paged": dict(page_table=table),
+        "paged rows": dict(page_table=table, cache_batch_idx=ints([2, 0])),
+    }[form]
+    used = ints(lengths) if isinstance(lengths, list) else lengths
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q,
+        *caches,
+        cache_seqlens=used,
+        cu_seqlens_q=cu,
+        max_seqlen_q=4,
+        causal=True,
+        return_softmax_lse=True,
+        **given,
+    )
+    each = ints(lengths if isinstance(lengths, list) else [lengths or 16] * 2)
+    for b, (start, end) in enumerate(((0, 3), (3, 7))):
+        alone = {
+            n: x if n == "page_table" and len(given) > 1 else x[b : b + 1] for n, x in given.items()
+        }
+        alone["block_table"] = alone.pop("page_table", None)
+        whole = caches if paged or form == "rows" else caches[:, b : b + 1]
+        expected, expected_lse = flash_attn.flash_attn_with_kvcache(
+            q[None, start:end],
+            *whole,
+            cache_seqlens=each[b : b + 1],
+            causal=True,
+            return_softmax_lse=True,
+            **alone,
+        )
+        torch.testing.assert_close(out[start:end], expected[0])
+        torch.testing.assert_close(lse[:, start:end], expected_lse[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", ["equal", "of queries", "of both"])
+@pytest.mark.parametrize("form", ["dense", "rows", "leftpad", "paged rows"])
+def test_new_keys_of_different_lengths(
+    form: str, lengths: str, causal: bool, chunk: int, device: str
+) -> None:
+    """Rotated, appended and attended to as if each sequence were alone."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    paged = form == "paged rows"
+    caches = torch.randn(2, 6, 8 if paged else 16, 2, 16, device=device)
+    rows = ints(0, 1) if form in ("dense", "leftpad") else ints(3, 1)
+    table = torch.stack([ints(4, 1), ints(0, 5), ints(2, 2), ints(3, 2)]) if paged else None
+    pads = ints(2, 1) if form == "leftpad" else None
+    used, cu = ints(4, 9), ints(0, 3, 6) if lengths == "equal" else ints(0, 2, 6)
+    cu_new = ints(0, 4, 5) if lengths == "of both" else ints(0, 2, 4)
+    q = torch.randn(7 if lengths != "equal" else 6, 4, 16, device=device)
+    k, v = torch.randn(2, 6 if lengths == "of both" else 4, 2, 16, device=device)
+    angles = torch.randn(16, 4, device=device)
+    turns = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=False)
+    cut = dict(cu_seqlens_q=cu, max_seqlen_q=4) if lengths != "equal" else {}
+    cut |= dict(cu_seqlens_k_new=cu_new) if lengths == "of both" else {}
+    written, expected = caches.clone(), caches.clone()
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q if cut else q.unflatten(0, (2, 3)),
+        *(written if form != "dense" else written[:, :2]),
+        *((k, v) if lengths == "of both" else (x.unflatten(0, (2, 2)) for x in (k, v))),
+        cache_seqlens=used,
+        cache_batch_idx=None if form == "dense" else rows,
+        cache_leftpad=pads,
+        page_table=table,
+        attention_chunk=chunk,
+        causal=causal,
+        return_softmax_lse=True,
+        **cut,
+        **turns,
+    )
+    if not cut:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    for b in range(2):
+        (begin, end), (first, last) = cu[b : b + 2].tolist(), cu_new[b : b + 2].tolist()
+        flash_attn.flash_attn_with_kvcache(
+            q[None, begin:end],
+            *expected,
+            *(x[None, first:last] for x in (k, v)),
+            cache_seqlens=used[b : b + 1],
+            cache_batch_idx=rows[b : b + 1],
+            block_table=table,
+            **turns,
+        )
+        row = int(rows[b])
+        keys = slice(0 if pads is None else int(pads[b]), int(used[b]) + last - first)
+        own = (x[table[row].long()].flatten(0, 1) if paged else x[row] for x in expected)
+        at = used[b] + torch.arange(end - begin, device=device) * causal
+        turned = rotary.apply_rotary_emb(
+            q[begin:end, None], angles.cos(), angles.sin(), seqlen_offsets=at.int()
+        )
+        alone, alone_lse = fa3.flash_attn_func(
+            turned.transpose(0, 1),
+            *(x[None, keys] for x in own),
+            causal=causal,
+            attention_chunk=chunk,
+            return_attn_probs=True,
+        )
+        torch.testing.assert_close(out[begin:end], alone[0])
+        torch.testing.assert_close(lse[:, begin:end], alone_lse[0])
+    torch.testing.assert_close(written, expected)
+    assert not torch.equal(written, caches)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_seqlens(causal: bool, interleaved: bool, device: str) -> None:
+    """Those of the cache are the default; others turn by other positions."""
+    torch.manual_seed(7)
+    q, k, v = torch.randn(3, 2, 3, 2, 16, device=device)
+    caches = torch.randn(2, 2, 12, 2, 16, device=device)
+    angles = torch.arange(12)[:, None] / 5 ** torch.arange(4)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    lens = torch.tensor([4, 9], dtype=torch.int32, device=device)
+    results = []
+    for shift, rotary_seqlens in ((0, None), (0, lens), (-3, lens - 3)):
+        k_cache, v_cache = caches.clone()
+        out = fa3.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=lens,
+            rotary_seqlens=rotary_seqlens,
+            rotary_interleaved=interleaved,
+            causal=causal,
+        )
+        turned = rotary.apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=lens + shift)
+        for b in range(2):
+            new = slice(int(lens[b]), int(lens[b]) + 3)
+            torch.testing.assert_close(k_cache[b, new], turned[b])
+            assert torch.equal(v_cache[b, new], v[b])
+        results.append(out)
+    torch.testing.assert_close(results[0], results[1])
+    assert not torch.allclose(results[0], results[2], atol=1e-3)
+
+
+def test_what_a_cache_refuses_with_lengths_or_chunks() -> None:
+    q, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 8, 2, 16)
+    call = functools.partial(fa3.flash_attn_with_kvcache, q, cache, cache, attention_chunk=2)
+    lens, cu = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="flash_attn: k_descale: not supported, got"):
+        call(k_descale=torch.ones(2))
+    with pytest.raises(RuntimeError, match="flash_attn: attention_chunk: expected at least 0"):
+        call(attention_chunk=-1)
+    with pytest.raises(RuntimeError, match="flash_attn: v: expected k and v together"):
+        call(k=cache)
+    with pytest.raises(RuntimeError, match="flash_attn: rotary_cos: expected k and v to append"):
+        call(rotary_cos=torch.ones(8, 4), rotary_sin=torch.ones(8, 4))
+    with pytest.raises(RuntimeError, match="flash_attn: v: expected 3 dimensions, got shape"):
+        call(k=cache, v=cache, cache_seqlens=lens, cu_seqlens_k_new=cu)
