@@ -39,7 +39,8 @@ class QueryWalk {
     if (!block.more()) return;
     self.k_ring.wait_full();
     self.v_ring().wait_full();
-    self.hold(K);
+    self.hold(K, self.smem.k);
+    self.hold(V, self.smem.v);
     step<true>();
 #pragma unroll 1
     while (block.more()) step<false>();
@@ -73,7 +74,7 @@ class QueryWalk {
     ptx::wgmma_wait<0>();
     pin(S);
     self.dout_ring().wait_full();
-    self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
+    self.start_score_gradient(dP, V);  // dPᵀ = V dOᵀ
     if constexpr (kFirst) self.give_head_start();
     const bool masked = block.m < first_full() || block.m >= end_full();
     const auto& dout = self.smem.dout[self.q_ring.stage()];
@@ -312,7 +313,8 @@ class QueryWalk {
   typename Traits::KeyGradient &dK, &dV;
   typename Traits::ScoresOperand
       dS;  // of the block before; then this one's weights, if there are any
-  [[no_unique_address]] typename Traits::KeyOperand K;
+  [[no_unique_address]] typename Traits::HeldK K;
+  [[no_unique_address]] typename Traits::HeldV V;
   Blocks block;
   QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads

@@ -65,9 +65,11 @@ struct BwdTraits {
                                      (kTile.block_m == 64 || !(kPools || kSplits || kMasked));
   using RowValues =
       std::conditional_t<kFoldsRows, RowTerms<Element, kBlockM>, sm90::RowValues<kBlockM>>;
-  static constexpr bool kHoldsK = kTile.holds_k && kPlainScores;
   struct Nothing {};
-  using KeyOperand = std::conditional_t<kHoldsK, OperandA<1, kHeadDim>, Nothing>;
+  template <bool kHolds>
+  using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
+  using HeldK = HeldRows<kTile.holds_k>;
+  using HeldV = HeldRows<kTile.holds_v>;
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
