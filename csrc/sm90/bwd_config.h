@@ -25,13 +25,18 @@ struct BwdTile {
 template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
-inline constexpr BwdTile kBwdTile<48> = {.block_m = 128, .stages = 2, .pools = false};
+inline constexpr BwdTile kBwdTile<48> = {
+    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
 template <>
-inline constexpr BwdTile kBwdTile<80> = {
-    .block_m = 64, .stages = 2, .pools = false, .holds_k = true, .holds_v = true};
+inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
+                                         .stages = 2,
+                                         .pools = false,
+                                         .folds_rows = true,
+                                         .holds_k = true,
+                                         .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
     .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
