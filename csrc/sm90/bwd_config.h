@@ -26,7 +26,7 @@ template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true};
+    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
