@@ -126,16 +126,18 @@ struct BwdConsumer : BwdTermPlace<Traits> {
 
   // Starts Sᵀ = K Qᵀ of this consumer's keys; dPᵀ = V dOᵀ.
   __device__ __forceinline__ void start_scores(Scores& S, typename Traits::HeldK& K) const {
-    const auto ones = Traits::RowValues::ones();
+    const auto& lse = smem.row_values[q_ring.stage()].lse;
+    const auto ones = lse.ones();
     start_product(S, K, smem.k, smem.q[q_ring.stage()]);
-    smem.row_values[q_ring.stage()].subtract_lse(S, ones);
+    lse.subtract_from(S, ones);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void start_score_gradient(Scores& dP,
                                                        typename Traits::HeldV& V) const {
-    const auto ones = Traits::RowValues::ones();
+    const auto& delta = smem.row_values[q_ring.stage()].delta;
+    const auto ones = delta.ones();
     start_product(dP, V, smem.v, smem.dout[q_ring.stage()]);
-    smem.row_values[q_ring.stage()].subtract_delta(dP, ones);
+    delta.subtract_from(dP, ones);
     ptx::wgmma_commit();
   }
 

@@ -13,8 +13,7 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   using Blocks = std::conditional_t<Traits::kMasked, FoundBlocks, QueryBlocks>;
-  template <int kQueries>
-  using OfLane = typename Traits::RowValues::template OfLane<kQueries>;
+  using RowValues = typename Traits::RowValues;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
   static constexpr int kEarly = Traits::kEarly;
   // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
@@ -60,15 +59,15 @@ class QueryWalk {
   template <bool kFirst>
   __device__ __forceinline__ void step() {
     typename Traits::Scores S, dP;
-    const auto& row_values = self.smem.row_values[self.q_ring.stage()];
+    const RowValues& rows = self.smem.row_values[self.q_ring.stage()];
     if constexpr (kFirst) self.await_start();
     self.q_ring.wait_full();
     self.start_scores(S, K);  // Sᵀ = K Qᵀ
     [[maybe_unused]] uint2 of_key;
     if constexpr (Traits::kWeighted) of_key = draw_key_word();
     if constexpr (Traits::kAdditive) bring_key_bias();
-    OfLane<Traits::kBlockM> lse;
-    if constexpr (kReadsAhead) row_values.read_lse(lse, self.lane);
+    typename decltype(rows.lse)::template OfLane<Traits::kBlockM> lse;
+    if constexpr (kReadsAhead) rows.lse.read(lse, 0, self.lane);
     uint32_t seen[Traits::kBlockM / kMaskTile];
     if constexpr (Traits::kMasked) find_seen_queries(seen);
     ptx::wgmma_wait<0>();
@@ -82,18 +81,18 @@ class QueryWalk {
     // dV += Pᵀ dO; dS = P ∘ (dP - delta)
     if constexpr (Traits::kStashesWeights) {
       exponentiate<Element>(P, dS, S, self.smem.score(work, block.head), self.params,
-                            self.scale_log2, row_values.lse_log2, masked, work, place(), self.lane,
+                            self.scale_log2, rows.lse.numbers, masked, work, place(), self.lane,
                             [&](int k, const auto& weights, const auto& marked) {
                               stash(self.smem.stash, self.thread(), k, weights, marked);
                             });
       self.start_key_gradient(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, row_values.delta,
+      differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, rows.delta.numbers,
                                      self.opaque_lane());
     } else if constexpr (Traits::kWeighted) {
       if (drops()) {
-        row_values.read_lse(lse, self.opaque_lane());
+        rows.lse.read(lse, 0, self.opaque_lane());
         exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
                      block.m * Traits::kBlockM, self.opaque_lane());
         negate_dropped(S, of_key);
@@ -101,34 +100,33 @@ class QueryWalk {
       } else {
         const auto& score = self.smem.score(work, block.head);
         exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
-                                     score.cap() * self.scale_log2, row_values.lse_log2, masked,
-                                     work, self.warp_row, block.m * Traits::kBlockM,
-                                     self.opaque_lane());
+                                     score.cap() * self.scale_log2, rows.lse.numbers, masked, work,
+                                     self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
       }
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weighted<kEarly, Traits::kBlockM>(S, dP, row_values.delta);
+      differentiate_weighted<kEarly, Traits::kBlockM>(S, dP, rows.delta.numbers);
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate_weighted<0, kEarly>(S, dP, row_values.delta);
+      differentiate_weighted<0, kEarly>(S, dP, rows.delta.numbers);
     } else {
       if constexpr (kGeneral) finish_scores(S);
-      if constexpr (!kReadsAhead) row_values.read_lse(lse, self.lane);
+      if constexpr (!kReadsAhead) rows.lse.read(lse, 0, self.lane);
       exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row, block.m * Traits::kBlockM,
                    self.lane);
       if constexpr (Traits::kMasked) hide(S, seen);
       round_scores<Element, 0, kEarly>(P, S);
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
-      OfLane<kEarly> delta;
-      if constexpr (kReadsAhead) row_values.read_delta(delta, kEarly, self.lane);
+      typename decltype(rows.delta)::template OfLane<kEarly> delta;
+      if constexpr (kReadsAhead) rows.delta.read(delta, kEarly, self.lane);
       ptx::wgmma_wait<1>();
       pin(dP);
-      if constexpr (!kReadsAhead) row_values.read_delta(delta, kEarly, self.lane);
+      if constexpr (!kReadsAhead) rows.delta.read(delta, kEarly, self.lane);
       differentiate<Element, kEarly>(dS, S, dP, delta);
       round_scores<Element, kEarly, Traits::kBlockM>(P, S);
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      row_values.read_delta(delta, 0, self.lane);
+      rows.delta.read(delta, 0, self.lane);
       differentiate<Element, 0>(dS, S, dP, delta);
     }
     if constexpr (!kFirst) self.ds_ring.before().wait_full();

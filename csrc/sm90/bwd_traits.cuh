@@ -63,8 +63,8 @@ struct BwdTraits {
   // the registers that this needs with 128 queries.
   static constexpr bool kFoldsRows = kTile.folds_rows && kPlainScores && kDType == DType::kBf16 &&
                                      (kTile.block_m == 64 || !(kPools || kSplits || kMasked));
-  using RowValues =
-      std::conditional_t<kFoldsRows, RowTerms<Element, kBlockM>, sm90::RowValues<kBlockM>>;
+  using Rows = std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM>, RowNumbers<kBlockM>>;
+  using RowValues = RowTerms<Rows, Rows>;
   struct Nothing {};
   template <bool kHolds>
   using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
