@@ -63,8 +63,13 @@ struct BwdTraits {
   // the registers that this needs with 128 queries.
   static constexpr bool kFoldsRows = kTile.folds_rows && kPlainScores && kDType == DType::kBf16 &&
                                      (kTile.block_m == 64 || !(kPools || kSplits || kMasked));
-  using Rows = std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM>, RowNumbers<kBlockM>>;
-  using RowValues = RowTerms<Rows, Rows>;
+  // What is added to S may cancel LSE, and both may be large: then the last places of a sum between them count,
+  // so that delta alone is folded. With 128 queries a bias leaves no shared memory for it.
+  static constexpr bool kFoldsDelta = kFoldsRows || (kTile.folds_rows && kAdditive &&
+                                                     kDType == DType::kBf16 && kTile.block_m == 64);
+  template <bool kFolds>
+  using RowsOf = std::conditional_t<kFolds, RowColumns<Element, kBlockM>, RowNumbers<kBlockM>>;
+  using RowValues = RowTerms<RowsOf<kFoldsRows>, RowsOf<kFoldsDelta>>;
   struct Nothing {};
   template <bool kHolds>
   using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
