@@ -18,7 +18,8 @@ class QueryWalk {
   static constexpr int kEarly = Traits::kEarly;
   // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
   // before they are needed, while S or dP is under way.
-  static constexpr bool kReadsAhead = Traits::kPlainScores && Traits::kBlockM == 64;
+  static constexpr bool kReadsAhead =
+      (Traits::kPlainScores || Traits::kFoldsDelta) && Traits::kBlockM == 64;
 
  public:
   __device__ __forceinline__ QueryWalk(const BwdWork& work, Consumer& self,
