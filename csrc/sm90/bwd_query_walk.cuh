@@ -65,7 +65,7 @@ class QueryWalk {
     self.q_ring.wait_full();
     self.start_scores(S, K);  // Sᵀ = K Qᵀ
     [[maybe_unused]] uint2 of_key;
-    if constexpr (Traits::kWeighted) of_key = draw_key_word();
+    if constexpr (Traits::kDrops) of_key = draw_key_word();
     if constexpr (Traits::kAdditive) bring_key_bias();
     typename decltype(rows.lse)::template OfLane<Traits::kBlockM> lse;
     if constexpr (kReadsAhead) rows.lse.read(lse, 0, self.lane);
@@ -92,7 +92,7 @@ class QueryWalk {
       differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, rows.delta.numbers,
                                      self.opaque_lane());
     } else if constexpr (Traits::kWeighted) {
-      if (drops()) {
+      if constexpr (Traits::kDrops) {
         rows.lse.read(lse, 0, self.opaque_lane());
         exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
                      block.m * Traits::kBlockM, self.opaque_lane());
@@ -107,10 +107,10 @@ class QueryWalk {
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weighted<kEarly, Traits::kBlockM>(S, dP, rows.delta.numbers);
+      differentiate_weighted<kEarly>(S, dP, rows.delta);
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate_weighted<0, kEarly>(S, dP, rows.delta.numbers);
+      differentiate_weighted<0>(S, dP, rows.delta);
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) rows.lse.read(lse, 0, self.lane);
@@ -221,7 +221,6 @@ class QueryWalk {
 
   // Dropout's, of the lane's keys, beside the product that is under way: registers are too short to keep it.
   __device__ __forceinline__ uint2 draw_key_word() const {
-    if (!drops()) return {};
     self.words_ring().wait_full();
     uint2& of_key = self.smem.dropout.of_keys[self.thread()];
     if (block.starts_head()) {
@@ -231,7 +230,6 @@ class QueryWalk {
     }
     return {flash_attn::ptx::opaque(of_key.x), flash_attn::ptx::opaque(of_key.y)};
   }
-  __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
   // What is dropped of P.
   __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P, uint2 of_key) const {
     sm90::negate_dropped(P, self.params.dropout, place().key, of_key,
@@ -239,21 +237,18 @@ class QueryWalk {
     self.words_ring().arrive_empty();
   }
 
-  // dS from what stands in the place of P, of the queries from kBegin to kEnd.
-  template <int kBegin, int kEnd>
+  // dS from what stands in the place of P, of half of the queries, from kFirst on.
+  template <int kFirst, typename Delta>
   __device__ __forceinline__ void differentiate_weighted(const typename Traits::Scores& weights,
                                                          const typename Traits::Scores& dP,
-                                                         const float (&delta)[Traits::kBlockM]) {
-    constexpr bool kHalved = Traits::kHalvesP;
-    const auto differentiate = [&](const auto& difference) {
-      differentiate_each<Element, kBegin, kEnd>(dS, weights, dP, delta, self.opaque_lane(),
-                                                difference);
-    };
-    // Two forms take a register more, which 128 queries do not leave: dropout's serves both.
-    if (Traits::kBlockM > 64 || drops()) {
-      differentiate(differentiate_kept<kHalved>);
+                                                         const Delta& delta) {
+    if constexpr (Traits::kDrops) {
+      differentiate_kept<Element, kFirst, kFirst + kEarly, Traits::kHalvesP>(
+          dS, weights, dP, delta.numbers, self.opaque_lane());
     } else {
-      differentiate(differentiate_capped<kHalved>);
+      typename Delta::template OfLane<kEarly> of_lane;
+      delta.read(of_lane, kFirst, self.opaque_lane());
+      differentiate<Element, kFirst>(dS, weights, dP, of_lane);
     }
   }
 
