@@ -117,8 +117,11 @@ struct RowTerms {
     if constexpr (Lse::kFolds) {
       // Beside it P is 0, and infinity would leave NaN beside it in other products.
       constexpr float kLargest = 1e38f;
-      const float in_scores = lse_log2 / scale_log2;
-      lse.write(row, fabsf(in_scores) > kLargest ? copysignf(kLargest, in_scores) : in_scores);
+      // A division takes a branch, and more registers than the writing warp has.
+      const float inverse = flash_attn::ptx::reciprocal(scale_log2);
+      const float near = lse_log2 * inverse;
+      const float in_scores = fmaf(fmaf(-near, scale_log2, lse_log2), inverse, near);
+      lse.write(row, fabsf(near) > kLargest ? copysignf(kLargest, near) : in_scores);
     } else {
       lse.write(row, lse_log2);
     }
