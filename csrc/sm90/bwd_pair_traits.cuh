@@ -36,7 +36,8 @@ struct BwdPairTraits {
   static constexpr int kSlots = 2;       // of what a block of queries has one of
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
   static constexpr bool kFoldsRows = kTile.folds_rows && kDType == DType::kBf16;
-  using Rows = std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM>, RowNumbers<kBlockM>>;
+  using Rows =
+      std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM, true>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<Rows, Rows>;
 
   // Slabs of K and of V that S and D hold as operands in registers: as many as these have room for beside

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda/ptx>
+#include <type_traits>
 
 #include "../cuda/attn/constants.cuh"
 #include "../cuda/ptx/math.cuh"
@@ -69,32 +70,44 @@ struct RowNumbers {
 // As 16 more columns of Q or of dO, beside ones in those of K or V: S - LSE / softmax_scale, dP - delta. Consumers
 // would read numbers once for every 16 keys, beside products that leave little of shared memory's
 // bandwidth. Three parts have the bits of fp32 in bf16 alone, which has its exponents as well.
-template <typename Element, int kBlockM>
+// kHoldsOnes: the ones are registers; else they lie in shared memory, which costs a product what it reads there.
+template <typename Element, int kBlockM, bool kHoldsOnes>
 struct RowColumns {
   static constexpr bool kFolds = true;
   template <int kQueries>
   using OfLane = NoLaneValues<kQueries>;
   using Columns = TermColumns<Element, kBlockM>;
-  using Left = typename Columns::Left;
+  using Ones = std::conditional_t<kHoldsOnes, typename Columns::Left, NoOnes>;
 
   Columns columns;
+  [[no_unique_address]] std::conditional_t<kHoldsOnes, NoOnes, TermOnes<Element>> stored_ones;
 
   // The product has each of the columns twice, so they have half of the number.
   __device__ __forceinline__ void write(int row, float number) {
     const uint2 parts = in_three_parts<Element>(-0.5f * number);
     *reinterpret_cast<uint4*>(columns.columns[row]) = {parts.x, parts.y, 0, 0};
+    if constexpr (!kHoldsOnes) {
+      if (row < 8) stored_ones.write(row);
+    }
   }
   // The left operand, before the fence of the products.
-  __device__ __forceinline__ static Left ones() {
-    const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
-    Left ones = {{{{two, two, two, two}}}};
-    pin(ones);
+  __device__ __forceinline__ static Ones ones() {
+    Ones ones;
+    if constexpr (kHoldsOnes) {
+      const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
+      ones = {{{{two, two, two, two}}}};
+      pin(ones);
+    }
     return ones;
   }
   // In the batch of the products of S, of dP, which come first.
   __device__ __forceinline__ void subtract_from(Accumulator<1, kBlockM>& C,
-                                                const Left& ones) const {
-    columns.start(C, ones);
+                                                const Ones& ones) const {
+    if constexpr (kHoldsOnes) {
+      columns.start(C, ones);
+    } else {
+      columns.start(C, stored_ones);
+    }
   }
   template <int kQueries>
   __device__ __forceinline__ void read(NoLaneValues<kQueries>&, int, int) const {}
@@ -139,9 +152,9 @@ struct RowTerms {
 // are the first once more.
 template <typename Values>
 struct BehindRows {};
-template <typename Lse, typename Element, int kBlockM>
-struct BehindRows<RowTerms<Lse, RowColumns<Element, kBlockM>>> {
-  typename RowColumns<Element, kBlockM>::Columns columns;
+template <typename Lse, typename Element, int kBlockM, bool kHoldsOnes>
+struct BehindRows<RowTerms<Lse, RowColumns<Element, kBlockM, kHoldsOnes>>> {
+  TermColumns<Element, kBlockM> columns;
 };
 
 }  // namespace flash_attn::sm90

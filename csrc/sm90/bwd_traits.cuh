@@ -71,19 +71,22 @@ struct BwdTraits {
   // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
   static constexpr int kEarly = kBlockM / 2;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
-  // In fp16 three parts of a number would not have its bits. A pool, splits and masks take the shared memory or
-  // the registers that this needs with 128 queries.
+  // In fp16 three parts of a number would not have its bits. A pool takes the shared memory that this needs with
+  // 128 queries.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
-  static constexpr bool kFoldsRows =
-      kMayFold && kPlainScores && (kTile.block_m == 64 || !(kPools || kSplits || kMasked));
-  // With score terms 128 queries leave no room for either. Of what dropout drops, dS has delta alone, without dP.
+  static constexpr bool kFoldsRows = kMayFold && kPlainScores && (kTile.block_m == 64 || !kPools);
+  // With score terms and 128 queries there is no room for them. Of what dropout drops, dS has delta alone,
+  // without dP.
   static constexpr bool kMayFoldOne = kMayFold && kTile.block_m == 64;
   static constexpr bool kFoldsLse = kFoldsRows || (kMayFoldOne && kDrops);
   // What is added to S may cancel LSE, and both may be large: then the last places of a sum between them count,
   // so that delta alone is folded. A cap comes between Q Kᵀ and LSE.
   static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && (kCaps || kAdditive));
+  // The ones beside them are registers, where there are any.
+  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked);
   template <bool kFolds>
-  using RowsOf = std::conditional_t<kFolds, RowColumns<Element, kBlockM>, RowNumbers<kBlockM>>;
+  using RowsOf =
+      std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<RowsOf<kFoldsLse>, RowsOf<kFoldsDelta>>;
   struct Nothing {};
   template <bool kHolds>
