@@ -84,7 +84,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const typename Traits::Params&
     const float scale = Traits::ScorePolicy::output_scale(params.dropout);
     const float dk_scale = params.softmax_scale * scale;
     scale_rows(dK, {dk_scale, dk_scale});
-    if constexpr (Traits::kStashesWeights || Traits::kWeighted) {
+    if constexpr (Traits::kScaleOfP != 1 || Traits::kDrops) {
       const float dv_scale = scale / Traits::kScaleOfP;
       scale_rows(dV, {dv_scale, dv_scale});
     }
@@ -102,13 +102,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                const __grid_constant__ BwdTermMaps<Traits::kAdditive> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdSharedStorage<Traits>*>(dynamic_smem);
-  const bool drops = Traits::kWeighted && params.dropout.rng_state != nullptr;
   const BiasParams& bias = params.score.bias;
   const bool loads_bias = Traits::kAdditive && bias.data != nullptr && bias.row_stride != 0;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
     smem.init_barriers(64 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias +
-                       32 * drops);
+                       32 * Traits::kDrops);
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
@@ -154,8 +153,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kAdditive) {
         if (ptx::elect_one()) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
       }
-    } else if (drops && this_warp() == 2) {
-      if constexpr (Traits::kWeighted) draw_query_words_loop<Traits>(params, smem);
+    } else if (Traits::kDrops && this_warp() == 2) {
+      if constexpr (Traits::kDrops) draw_query_words_loop<Traits>(params, smem);
     }
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();

@@ -17,19 +17,26 @@ struct BwdTile {
   int stages;               // blocks of Q, and of dO, in shared memory
   bool pools;               // where sequences are short, the sums of dQ may be a pool
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
-  bool holds_k = false;     // K of a consumer's keys is an operand in registers
+  // K, or V, of a consumer's keys is an operand in registers.
+  bool holds_k = false, holds_v = false;
 };
 
 // dK and dV take kHeadDim registers of a thread, S and dP block_m: together at most 192 of 240.
 template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
-inline constexpr BwdTile kBwdTile<48> = {.block_m = 128, .stages = 2, .pools = false};
+inline constexpr BwdTile kBwdTile<48> = {
+    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
 template <>
-inline constexpr BwdTile kBwdTile<80> = {.block_m = 64, .stages = 2, .pools = false};
+inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
+                                         .stages = 2,
+                                         .pools = false,
+                                         .folds_rows = true,
+                                         .holds_k = true,
+                                         .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
     .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};

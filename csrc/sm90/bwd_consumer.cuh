@@ -36,6 +36,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   using Scores = typename Traits::Scores;
   using ScoresOperand = typename Traits::ScoresOperand;
   using QueryGradient = typename Traits::QueryGradient;
+  using HeldOperand = OperandA<1, Traits::kHeadDim>;
 
   const typename Traits::Params& params;
   BwdSharedStorage<Traits>& smem;
@@ -113,33 +114,30 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.term_ring);
   }
 
-  // This warp's keys become an operand in registers, once they are there.
-  __device__ __forceinline__ void hold(typename Traits::KeyOperand& K) const {
-    if constexpr (Traits::kHoldsK) {
-      const SmemOperand<Side::kA, Layout::kKInner, typename Traits::KTile> rows(smem.k, warp_row,
-                                                                                lane);
+  // This warp's keys of K or V become an operand in registers, once they are there.
+  __device__ __forceinline__ void hold(HeldOperand& held,
+                                       const typename Traits::KTile& tile) const {
+    const SmemOperand<Side::kA, Layout::kKInner, typename Traits::KTile> rows(tile, warp_row, lane);
 #pragma unroll
-      for (int k = 0; k < Traits::kHeadDim; k += 16) rows.load(K.data[0][k / 16], 0, k);
-    }
+    for (int k = 0; k < Traits::kHeadDim; k += 16) rows.load(held.data[0][k / 16], 0, k);
   }
+  __device__ __forceinline__ void hold(typename Traits::Nothing,
+                                       const typename Traits::KTile&) const {}
 
   // Starts Sᵀ = K Qᵀ of this consumer's keys; dPᵀ = V dOᵀ.
-  __device__ __forceinline__ void start_scores(Scores& S, typename Traits::KeyOperand& K) const {
-    const auto ones = Traits::RowValues::ones();
-    const auto Q = queries(smem.q[q_ring.stage()]);
-    if constexpr (Traits::kHoldsK) {
-      gemm_rs<Element, Into::kZero>(S, K, Q);
-    } else {
-      gemm_ss<Element, Traits::kHeadDim, Into::kZero>(S, keys(smem.k), Q);
-    }
-    smem.row_values[q_ring.stage()].subtract_lse(S, ones);
+  __device__ __forceinline__ void start_scores(Scores& S, typename Traits::HeldK& K) const {
+    const auto& lse = smem.row_values[q_ring.stage()].lse;
+    const auto ones = lse.ones();
+    start_product(S, K, smem.k, smem.q[q_ring.stage()]);
+    lse.subtract_from(S, ones);
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ void start_score_gradient(Scores& dP) const {
-    const auto ones = Traits::RowValues::ones();
-    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(dP, keys(smem.v),
-                                                    queries(smem.dout[q_ring.stage()]));
-    smem.row_values[q_ring.stage()].subtract_delta(dP, ones);
+  __device__ __forceinline__ void start_score_gradient(Scores& dP,
+                                                       typename Traits::HeldV& V) const {
+    const auto& delta = smem.row_values[q_ring.stage()].delta;
+    const auto ones = delta.ones();
+    start_product(dP, V, smem.v, smem.dout[q_ring.stage()]);
+    delta.subtract_from(dP, ones);
     ptx::wgmma_commit();
   }
 
@@ -185,6 +183,17 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     } else {
       return K(smem.k, dq_first_col());
     }
+  }
+  // Of this consumer's keys, held or in the tile.
+  __device__ __forceinline__ void start_product(Scores& C, HeldOperand& held,
+                                                const typename Traits::KTile&,
+                                                const typename Traits::QTile& rows) const {
+    gemm_rs<Element, Into::kZero>(C, held, queries(rows));
+  }
+  __device__ __forceinline__ void start_product(Scores& C, typename Traits::Nothing,
+                                                const typename Traits::KTile& tile,
+                                                const typename Traits::QTile& rows) const {
+    gemm_ss<Element, Traits::kHeadDim, Into::kZero>(C, keys(tile), queries(rows));
   }
   __device__ __forceinline__ auto keys(const typename Traits::KTile& tile) const {
     return WgmmaOperand<Layout::kKInner, typename Traits::KTile>(

@@ -77,8 +77,10 @@ void launch_bwd_with_scores(const BwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim>
 void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream) {
-  if (params.score.softcap != 0 || params.dropout.rng_state != nullptr) {
-    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kWeighted>>(params, device, stream);
+  if (params.score.softcap != 0) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kSoftcap>>(params, device, stream);
+  } else if (params.dropout.rng_state != nullptr) {
+    launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kDropout>>(params, device, stream);
   } else {
     launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kAdditive>>(params, device, stream);
   }

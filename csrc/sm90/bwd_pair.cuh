@@ -70,9 +70,10 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     start_scores<Traits>(S, smem.k, held_k, smem.q, q_ring, [&] {  // Sᵀ = K Qᵀ
       if constexpr (Traits::kFoldsRows) {
         row_ring.wait_full();
-        const auto ones = Traits::RowValues::ones();
+        const auto& lse = smem.row_values[row_ring.stage()].lse;
+        const auto ones = lse.ones();
         ptx::wgmma_fence();
-        smem.row_values[row_ring.stage()].subtract_lse(S, ones);
+        lse.subtract_from(S, ones);
       }
     });
     if constexpr (kEarly) {
@@ -84,8 +85,8 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
     if constexpr (kLate) start_dv();
-    typename Traits::RowValues::template OfLane<Traits::kBlockM> lse;
-    smem.row_values[row_ring.stage()].read_lse(lse, self.lane);
+    typename Traits::Rows::template OfLane<Traits::kBlockM> lse;
+    smem.row_values[row_ring.stage()].lse.read(lse, 0, self.lane);
     exponentiate(S, scale_log2, lse, m < work.range.full_begin || m >= work.range.full_end, work,
                  self.warp_row, m * Traits::kBlockM, self.lane);
     row_ring.arrive_empty();
@@ -154,9 +155,10 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     start_scores<Traits>(dP, smem.v, held_v, smem.dout, dout_ring, [&] {  // dPᵀ = V dOᵀ
       if constexpr (Traits::kFoldsRows) {
         row_ring.wait_full();
-        const auto ones = Traits::RowValues::ones();
+        const auto& delta = smem.row_values[row_ring.stage()].delta;
+        const auto ones = delta.ones();
         ptx::wgmma_fence();
-        smem.row_values[row_ring.stage()].subtract_delta(dP, ones);
+        delta.subtract_from(dP, ones);
       }
     });
     if constexpr (kEarly) {
@@ -174,7 +176,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
       differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, self.lane);
     } else {
       differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row,
-                                            smem.row_values[row_ring.stage()].delta, self.lane);
+                                            smem.row_values[row_ring.stage()].delta.numbers,
+                                            self.lane);
     }
     if constexpr (kLate) {
       ptx::wgmma_wait<0>();

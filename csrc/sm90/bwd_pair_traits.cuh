@@ -36,8 +36,9 @@ struct BwdPairTraits {
   static constexpr int kSlots = 2;       // of what a block of queries has one of
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
   static constexpr bool kFoldsRows = kTile.folds_rows && kDType == DType::kBf16;
-  using RowValues =
-      std::conditional_t<kFoldsRows, RowTerms<Element, kBlockM>, sm90::RowValues<kBlockM>>;
+  using Rows =
+      std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM, true>, RowNumbers<kBlockM>>;
+  using RowValues = RowTerms<Rows, Rows>;
 
   // Slabs of K and of V that S and D hold as operands in registers: as many as these have room for beside
   // dV or dK, the scores, the same rounded, and what else a thread keeps. A product of 64 columns

@@ -20,7 +20,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     BwdSharedStorage<Traits>& smem) {
   using ScorePolicy = typename Traits::ScorePolicy;
-  constexpr bool kDrops = Traits::kStashesWeights || Traits::kWeighted;
+  constexpr bool kDrops = Traits::kStashesWeights || Traits::kDrops;
   constexpr float kScale = Traits::kScaleOfP;
   const RowScales scales = {.p = kScale,
                             .delta = (kDrops ? params.dropout.keep : 1.f) / kScale,

@@ -13,13 +13,13 @@ class QueryWalk {
   using Element = typename Traits::Element;
   using Consumer = BwdConsumer<Traits>;
   using Blocks = std::conditional_t<Traits::kMasked, FoundBlocks, QueryBlocks>;
-  template <int kQueries>
-  using OfLane = typename Traits::RowValues::template OfLane<kQueries>;
+  using RowValues = typename Traits::RowValues;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
   static constexpr int kEarly = Traits::kEarly;
   // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
   // before they are needed, while S or dP is under way.
-  static constexpr bool kReadsAhead = Traits::kPlainScores && Traits::kBlockM == 64;
+  static constexpr bool kReadsAhead =
+      (Traits::kPlainScores || Traits::kFoldsDelta) && Traits::kBlockM == 64;
 
  public:
   __device__ __forceinline__ QueryWalk(const BwdWork& work, Consumer& self,
@@ -39,7 +39,8 @@ class QueryWalk {
     if (!block.more()) return;
     self.k_ring.wait_full();
     self.v_ring().wait_full();
-    self.hold(K);
+    self.hold(K, self.smem.k);
+    self.hold(V, self.smem.v);
     step<true>();
 #pragma unroll 1
     while (block.more()) step<false>();
@@ -59,21 +60,21 @@ class QueryWalk {
   template <bool kFirst>
   __device__ __forceinline__ void step() {
     typename Traits::Scores S, dP;
-    const auto& row_values = self.smem.row_values[self.q_ring.stage()];
+    const RowValues& rows = self.smem.row_values[self.q_ring.stage()];
     if constexpr (kFirst) self.await_start();
     self.q_ring.wait_full();
     self.start_scores(S, K);  // Sᵀ = K Qᵀ
     [[maybe_unused]] uint2 of_key;
-    if constexpr (Traits::kWeighted) of_key = draw_key_word();
+    if constexpr (Traits::kDrops) of_key = draw_key_word();
     if constexpr (Traits::kAdditive) bring_key_bias();
-    OfLane<Traits::kBlockM> lse;
-    if constexpr (kReadsAhead) row_values.read_lse(lse, self.lane);
+    typename decltype(rows.lse)::template OfLane<Traits::kBlockM> lse;
+    if constexpr (kReadsAhead) rows.lse.read(lse, 0, self.lane);
     uint32_t seen[Traits::kBlockM / kMaskTile];
     if constexpr (Traits::kMasked) find_seen_queries(seen);
     ptx::wgmma_wait<0>();
     pin(S);
     self.dout_ring().wait_full();
-    self.start_score_gradient(dP);  // dPᵀ = V dOᵀ
+    self.start_score_gradient(dP, V);  // dPᵀ = V dOᵀ
     if constexpr (kFirst) self.give_head_start();
     const bool masked = block.m < first_full() || block.m >= end_full();
     const auto& dout = self.smem.dout[self.q_ring.stage()];
@@ -81,18 +82,18 @@ class QueryWalk {
     // dV += Pᵀ dO; dS = P ∘ (dP - delta)
     if constexpr (Traits::kStashesWeights) {
       exponentiate<Element>(P, dS, S, self.smem.score(work, block.head), self.params,
-                            self.scale_log2, row_values.lse_log2, masked, work, place(), self.lane,
+                            self.scale_log2, rows.lse.numbers, masked, work, place(), self.lane,
                             [&](int k, const auto& weights, const auto& marked) {
                               stash(self.smem.stash, self.thread(), k, weights, marked);
                             });
       self.start_key_gradient(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, row_values.delta,
+      differentiate_weights<Element>(dS, self.smem.stash, self.thread(), dP, rows.delta.numbers,
                                      self.opaque_lane());
     } else if constexpr (Traits::kWeighted) {
-      if (drops()) {
-        row_values.read_lse(lse, self.opaque_lane());
+      if constexpr (Traits::kDrops) {
+        rows.lse.read(lse, 0, self.opaque_lane());
         exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
                      block.m * Traits::kBlockM, self.opaque_lane());
         negate_dropped(S, of_key);
@@ -100,34 +101,33 @@ class QueryWalk {
       } else {
         const auto& score = self.smem.score(work, block.head);
         exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
-                                     score.cap() * self.scale_log2, row_values.lse_log2, masked,
-                                     work, self.warp_row, block.m * Traits::kBlockM,
-                                     self.opaque_lane());
+                                     score.cap() * self.scale_log2, rows.lse.numbers, masked, work,
+                                     self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
       }
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weighted<kEarly, Traits::kBlockM>(S, dP, row_values.delta);
+      differentiate_weighted<kEarly>(S, dP, rows.delta);
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      differentiate_weighted<0, kEarly>(S, dP, row_values.delta);
+      differentiate_weighted<0>(S, dP, rows.delta);
     } else {
       if constexpr (kGeneral) finish_scores(S);
-      if constexpr (!kReadsAhead) row_values.read_lse(lse, self.lane);
+      if constexpr (!kReadsAhead) rows.lse.read(lse, 0, self.lane);
       exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row, block.m * Traits::kBlockM,
                    self.lane);
       if constexpr (Traits::kMasked) hide(S, seen);
       round_scores<Element, 0, kEarly>(P, S);
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
-      OfLane<kEarly> delta;
-      if constexpr (kReadsAhead) row_values.read_delta(delta, kEarly, self.lane);
+      typename decltype(rows.delta)::template OfLane<kEarly> delta;
+      if constexpr (kReadsAhead) rows.delta.read(delta, kEarly, self.lane);
       ptx::wgmma_wait<1>();
       pin(dP);
-      if constexpr (!kReadsAhead) row_values.read_delta(delta, kEarly, self.lane);
+      if constexpr (!kReadsAhead) rows.delta.read(delta, kEarly, self.lane);
       differentiate<Element, kEarly>(dS, S, dP, delta);
       round_scores<Element, kEarly, Traits::kBlockM>(P, S);
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
-      row_values.read_delta(delta, 0, self.lane);
+      rows.delta.read(delta, 0, self.lane);
       differentiate<Element, 0>(dS, S, dP, delta);
     }
     if constexpr (!kFirst) self.ds_ring.before().wait_full();
@@ -221,7 +221,6 @@ class QueryWalk {
 
   // Dropout's, of the lane's keys, beside the product that is under way: registers are too short to keep it.
   __device__ __forceinline__ uint2 draw_key_word() const {
-    if (!drops()) return {};
     self.words_ring().wait_full();
     uint2& of_key = self.smem.dropout.of_keys[self.thread()];
     if (block.starts_head()) {
@@ -231,7 +230,6 @@ class QueryWalk {
     }
     return {flash_attn::ptx::opaque(of_key.x), flash_attn::ptx::opaque(of_key.y)};
   }
-  __device__ __forceinline__ bool drops() const { return self.params.dropout.rng_state != nullptr; }
   // What is dropped of P.
   __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P, uint2 of_key) const {
     sm90::negate_dropped(P, self.params.dropout, place().key, of_key,
@@ -239,21 +237,18 @@ class QueryWalk {
     self.words_ring().arrive_empty();
   }
 
-  // dS from what stands in the place of P, of the queries from kBegin to kEnd.
-  template <int kBegin, int kEnd>
+  // dS from what stands in the place of P, of half of the queries, from kFirst on.
+  template <int kFirst, typename Delta>
   __device__ __forceinline__ void differentiate_weighted(const typename Traits::Scores& weights,
                                                          const typename Traits::Scores& dP,
-                                                         const float (&delta)[Traits::kBlockM]) {
-    constexpr bool kHalved = Traits::kHalvesP;
-    const auto differentiate = [&](const auto& difference) {
-      differentiate_each<Element, kBegin, kEnd>(dS, weights, dP, delta, self.opaque_lane(),
-                                                difference);
-    };
-    // Two forms take a register more, which 128 queries do not leave: dropout's serves both.
-    if (Traits::kBlockM > 64 || drops()) {
-      differentiate(differentiate_kept<kHalved>);
+                                                         const Delta& delta) {
+    if constexpr (Traits::kDrops) {
+      differentiate_kept<Element, kFirst, kFirst + kEarly, Traits::kHalvesP>(
+          dS, weights, dP, delta.numbers, self.opaque_lane());
     } else {
-      differentiate(differentiate_capped<kHalved>);
+      typename Delta::template OfLane<kEarly> of_lane;
+      delta.read(of_lane, kFirst, self.opaque_lane());
+      differentiate<Element, kFirst>(dS, weights, dP, of_lane);
     }
   }
 
@@ -312,7 +307,8 @@ class QueryWalk {
   typename Traits::KeyGradient &dK, &dV;
   typename Traits::ScoresOperand
       dS;  // of the block before; then this one's weights, if there are any
-  [[no_unique_address]] typename Traits::KeyOperand K;
+  [[no_unique_address]] typename Traits::HeldK K;
+  [[no_unique_address]] typename Traits::HeldV V;
   Blocks block;
   QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads

@@ -1,8 +1,9 @@
-// LSE and delta of a block of queries, which are subtracted from the columns of Sᵀ and dPᵀ: as numbers that
-// consumers read, or as columns of the products themselves.
+// LSE and delta of a block of queries, which are subtracted from the columns of Sᵀ and dPᵀ: either of them as
+// numbers that consumers read, or as columns of the product itself.
 #pragma once
 
 #include <cuda/ptx>
+#include <type_traits>
 
 #include "../cuda/attn/constants.cuh"
 #include "../cuda/ptx/math.cuh"
@@ -36,38 +37,6 @@ struct LaneValues {
   }
 };
 
-struct NoOnes {};
-
-// P = exp2(scale_log2 · S - lse_log2); delta is multiplied by dropout's keep probability.
-template <int kBlockM>
-struct alignas(16) RowValues {
-  template <int kQueries>
-  using OfLane = LaneValues<kQueries>;
-
-  float lse_log2[kBlockM], delta[kBlockM];
-
-  __device__ __forceinline__ static float scale_log2(float softmax_scale) {
-    return softmax_scale * kLog2E;
-  }
-  __device__ __forceinline__ void write(int row, float lse_log2_of_row, float delta_of_row,
-                                        float /*scale_log2*/) {
-    lse_log2[row] = lse_log2_of_row;
-    delta[row] = delta_of_row;
-  }
-  __device__ __forceinline__ void publish() const {}
-  __device__ __forceinline__ static NoOnes ones() { return {}; }
-  __device__ __forceinline__ void subtract_lse(Accumulator<1, kBlockM>&, NoOnes) const {}
-  __device__ __forceinline__ void subtract_delta(Accumulator<1, kBlockM>&, NoOnes) const {}
-  __device__ __forceinline__ void read_lse(LaneValues<kBlockM>& values, int lane) const {
-    values.read(lse_log2, lane);
-  }
-  template <int kQueries>
-  __device__ __forceinline__ void read_delta(LaneValues<kQueries>& values, int first,
-                                             int lane) const {
-    values.read(delta + first, lane);
-  }
-};
-
 // They have been subtracted.
 template <int kQueries>
 struct NoLaneValues {
@@ -77,60 +46,106 @@ struct NoLaneValues {
   __device__ __forceinline__ float difference(float dp, int, int) const { return dp; }
 };
 
-// As 16 more columns of Q and dO, beside ones in those of K and V: S - LSE / softmax_scale, dP - delta. Consumers
-// would read them once for every 16 keys, beside products that leave little of shared memory's
+struct NoOnes {};
+
+// LSE or delta as a number for each query.
+template <int kBlockM>
+struct RowNumbers {
+  static constexpr bool kFolds = false;
+  template <int kQueries>
+  using OfLane = LaneValues<kQueries>;
+
+  alignas(16) float numbers[kBlockM];
+
+  __device__ __forceinline__ void write(int row, float number) { numbers[row] = number; }
+  __device__ __forceinline__ static NoOnes ones() { return {}; }
+  __device__ __forceinline__ void subtract_from(Accumulator<1, kBlockM>&, NoOnes) const {}
+  // Of the block's queries from `first` on.
+  template <int kQueries>
+  __device__ __forceinline__ void read(LaneValues<kQueries>& values, int first, int lane) const {
+    values.read(numbers + first, lane);
+  }
+};
+
+// As 16 more columns of Q or of dO, beside ones in those of K or V: S - LSE / softmax_scale, dP - delta. Consumers
+// would read numbers once for every 16 keys, beside products that leave little of shared memory's
 // bandwidth. Three parts have the bits of fp32 in bf16 alone, which has its exponents as well.
-template <typename Element, int kBlockM>
-struct RowTerms {
+// kHoldsOnes: the ones are registers; else they lie in shared memory, which costs a product what it reads there.
+template <typename Element, int kBlockM, bool kHoldsOnes>
+struct RowColumns {
+  static constexpr bool kFolds = true;
   template <int kQueries>
   using OfLane = NoLaneValues<kQueries>;
   using Columns = TermColumns<Element, kBlockM>;
-  using Left = typename Columns::Left;
+  using Ones = std::conditional_t<kHoldsOnes, typename Columns::Left, NoOnes>;
 
-  Columns lse, delta;
+  Columns columns;
+  [[no_unique_address]] std::conditional_t<kHoldsOnes, NoOnes, TermOnes<Element>> stored_ones;
 
-  // LSE is divided by it, so it is not 0. With one as small no difference of scores is felt.
-  __device__ __forceinline__ static float scale_log2(float softmax_scale) {
-    constexpr float kSmallest = 1e-30f;
-    return fmaxf(softmax_scale * kLog2E, kSmallest);
-  }
-  __device__ __forceinline__ void write(int row, float lse_log2, float delta_of_row,
-                                        float scale_log2) {
-    // Beside it P is 0, and infinity would leave NaN beside it in other products.
-    constexpr float kLargest = 1e38f;
-    const float in_scores = -lse_log2 / scale_log2;
-    write(lse, row, fabsf(in_scores) > kLargest ? copysignf(kLargest, in_scores) : in_scores);
-    write(delta, row, -delta_of_row);
-  }
-  // By each thread that has written, before it says so.
-  __device__ __forceinline__ void publish() const {
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  // The product has each of the columns twice, so they have half of the number.
+  __device__ __forceinline__ void write(int row, float number) {
+    const uint2 parts = in_three_parts<Element>(-0.5f * number);
+    *reinterpret_cast<uint4*>(columns.columns[row]) = {parts.x, parts.y, 0, 0};
+    if constexpr (!kHoldsOnes) {
+      if (row < 8) stored_ones.write(row);
+    }
   }
   // The left operand, before the fence of the products.
-  __device__ __forceinline__ static Left ones() {
-    const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
-    Left ones = {{{{two, two, two, two}}}};
-    pin(ones);
+  __device__ __forceinline__ static Ones ones() {
+    Ones ones;
+    if constexpr (kHoldsOnes) {
+      const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
+      ones = {{{{two, two, two, two}}}};
+      pin(ones);
+    }
     return ones;
   }
   // In the batch of the products of S, of dP, which come first.
-  __device__ __forceinline__ void subtract_lse(Accumulator<1, kBlockM>& S, const Left& ones) const {
-    lse.start(S, ones);
-  }
-  __device__ __forceinline__ void subtract_delta(Accumulator<1, kBlockM>& dP,
-                                                 const Left& ones) const {
-    delta.start(dP, ones);
+  __device__ __forceinline__ void subtract_from(Accumulator<1, kBlockM>& C,
+                                                const Ones& ones) const {
+    if constexpr (kHoldsOnes) {
+      columns.start(C, ones);
+    } else {
+      columns.start(C, stored_ones);
+    }
   }
   template <int kQueries>
-  __device__ __forceinline__ void read_lse(NoLaneValues<kQueries>&, int) const {}
-  template <int kQueries>
-  __device__ __forceinline__ void read_delta(NoLaneValues<kQueries>&, int, int) const {}
+  __device__ __forceinline__ void read(NoLaneValues<kQueries>&, int, int) const {}
+};
 
- private:
-  // The product has each of the columns twice, so they have half of the number.
-  __device__ __forceinline__ static void write(Columns& columns, int row, float value) {
-    const uint2 parts = in_three_parts<Element>(0.5f * value);
-    *reinterpret_cast<uint4*>(columns.columns[row]) = {parts.x, parts.y, 0, 0};
+// P = exp2(scale_log2 · S - lse_log2); delta is multiplied by dropout's keep probability.
+template <typename Lse, typename Delta>
+struct RowTerms {
+  Lse lse;
+  Delta delta;
+
+  __device__ __forceinline__ static float scale_log2(float softmax_scale) {
+    // Columns have LSE divided by it, so it is not 0. With one as small no difference of scores is felt,
+    // unless products come near the largest float.
+    constexpr float kSmallest = 1e-35f;
+    const float scale = softmax_scale * kLog2E;
+    return Lse::kFolds ? fmaxf(scale, kSmallest) : scale;
+  }
+  __device__ __forceinline__ void write(int row, float lse_log2, float delta_of_row,
+                                        float scale_log2) {
+    if constexpr (Lse::kFolds) {
+      // Beside it P is 0 with any scale_log2, and infinity would leave NaN beside it in other products.
+      constexpr float kLargest = 1e38f;
+      // A division takes a branch, and more registers than the writing warp has.
+      const float inverse = flash_attn::ptx::reciprocal(scale_log2);
+      const float near = lse_log2 * inverse;
+      const float in_scores = fmaf(fmaf(-near, scale_log2, lse_log2), inverse, near);
+      lse.write(row, fabsf(near) > kLargest ? copysignf(kLargest, near) : in_scores);
+    } else {
+      lse.write(row, lse_log2);
+    }
+    delta.write(row, delta_of_row);
+  }
+  // By each thread that has written, before it says so.
+  __device__ __forceinline__ void publish() const {
+    if constexpr (Lse::kFolds || Delta::kFolds) {
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    }
   }
 };
 
@@ -138,9 +153,9 @@ struct RowTerms {
 // are the first once more.
 template <typename Values>
 struct BehindRows {};
-template <typename Element, int kBlockM>
-struct BehindRows<RowTerms<Element, kBlockM>> {
-  typename RowTerms<Element, kBlockM>::Columns columns;
+template <typename Lse, typename Element, int kBlockM, bool kHoldsOnes>
+struct BehindRows<RowTerms<Lse, RowColumns<Element, kBlockM, kHoldsOnes>>> {
+  TermColumns<Element, kBlockM> columns;
 };
 
 }  // namespace flash_attn::sm90

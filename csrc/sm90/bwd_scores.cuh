@@ -187,27 +187,6 @@ __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const Drop
   }
 }
 
-// dS of the queries from kFirst to kEnd, of which each element is difference(weight, dP, delta).
-template <typename Element, int kFirst, int kEnd, int kBlockM, typename Difference>
-__device__ __forceinline__ void differentiate_each(OperandA<1, kBlockM>& dS,
-                                                   const Accumulator<1, kBlockM>& weights,
-                                                   const Accumulator<1, kBlockM>& dP,
-                                                   const float (&delta)[kBlockM], int lane,
-                                                   const Difference& difference) {
-#pragma unroll
-  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
-    const auto of = [&](int i) {
-      return difference(weights.data[0][n][i], dP.data[0][n][i], i % 2 == 0 ? pair.x : pair.y);
-    };
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      dS.data[0][n / 2][n % 2 * 2 + row] =
-          flash_attn::ptx::pack<Element>(of(2 * row), of(2 * row + 1));
-    }
-  }
-}
-
 // dS / ρ = P ∘ (m ∘ dP - delta / ρ), from P that is negative where it is dropped. kHalved: from half of P and twice
 // delta, without a comparison: where the other way costs a maximum, p + |p| is twice p or 0.
 template <bool kHalved>
@@ -216,10 +195,25 @@ __device__ __forceinline__ float differentiate_kept(float p, float dp, float del
   return fmaf(-fabsf(p), delta, fmaxf(p, 0.f) * dp);
 }
 
-// dX = w (dP - delta), w: P times the softcap's slope. kHalved: from half of it and twice delta.
-template <bool kHalved>
-__device__ __forceinline__ float differentiate_capped(float weight, float dp, float delta) {
-  return weight * fmaf(kHalved ? 2.f : 1.f, dp, -delta);
+// The same of the queries from kFirst to kEnd.
+template <typename Element, int kFirst, int kEnd, bool kHalved, int kBlockM>
+__device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
+                                                   const Accumulator<1, kBlockM>& P,
+                                                   const Accumulator<1, kBlockM>& dP,
+                                                   const float (&delta)[kBlockM], int lane) {
+#pragma unroll
+  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
+    const auto of = [&](int i) {
+      return differentiate_kept<kHalved>(P.data[0][n][i], dP.data[0][n][i],
+                                         i % 2 == 0 ? pair.x : pair.y);
+    };
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      dS.data[0][n / 2][n % 2 * 2 + row] =
+          flash_attn::ptx::pack<Element>(of(2 * row), of(2 * row + 1));
+    }
+  }
 }
 
 // With any score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what dX

@@ -21,13 +21,24 @@ enum class DqShare { kRows, kCols };
 // every time (bwd_dq_order.cuh); kSplit, with tiles that are split (bwd_split.cuh), or dK and dV in fp32. The
 // code of each would cost the plain loop. kScores: with score
 // terms, each decided by a branch that all threads take alike. With no other terms: kAdditive (ALiBi, a
-// bias that TMA can read, or both), which are added to S and leave the rest as it is; kWeighted (softcap,
-// dropout). kMasked: without terms, and with a mask whose hidden tiles are passed over.
-enum class BwdForm { kPlain, kPooled, kOrdered, kSplit, kScores, kAdditive, kWeighted, kMasked };
+// bias that TMA can read, or both), which are added to S and leave the rest as it is; kSoftcap; kDropout.
+// kMasked: without terms, and with a mask whose hidden tiles are passed over.
+enum class BwdForm {
+  kPlain,
+  kPooled,
+  kOrdered,
+  kSplit,
+  kScores,
+  kAdditive,
+  kSoftcap,
+  kDropout,
+  kMasked
+};
 
 constexpr ScoreTerms terms_of(BwdForm form) {
   if (form == BwdForm::kAdditive) return {.alibi = true, .bias = true};
-  if (form == BwdForm::kWeighted) return {.softcap = true, .dropout = true};
+  if (form == BwdForm::kSoftcap) return {.softcap = true};
+  if (form == BwdForm::kDropout) return {.dropout = true};
   return kAllTerms;
 }
 
@@ -47,9 +58,10 @@ struct BwdTraits {
   static constexpr bool kStashesWeights = kForm == BwdForm::kScores;
   // dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign that
   // tells what is dropped. Dropout's words of queries are shared.
-  static constexpr bool kWeighted = kForm == BwdForm::kWeighted;
+  static constexpr bool kCaps = kForm == BwdForm::kSoftcap, kDrops = kForm == BwdForm::kDropout;
+  static constexpr bool kWeighted = kCaps || kDrops;
   // And P is half of it there (differentiate_kept). In fp16 it would lose a bit of its smallest numbers.
-  static constexpr bool kHalvesP = kWeighted && kDType == DType::kBf16;
+  static constexpr bool kHalvesP = kDrops && kDType == DType::kBf16;
   static constexpr float kScaleOfP = kStashesWeights ? kExactScale : kHalvesP ? 0.5f : 1.f;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
@@ -59,15 +71,28 @@ struct BwdTraits {
   // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
   static constexpr int kEarly = kBlockM / 2;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
-  // In fp16 three parts of a number would not have its bits. A pool, splits and masks take the shared memory or
-  // the registers that this needs with 128 queries.
-  static constexpr bool kFoldsRows = kTile.folds_rows && kPlainScores && kDType == DType::kBf16 &&
-                                     (kTile.block_m == 64 || !(kPools || kSplits || kMasked));
-  using RowValues =
-      std::conditional_t<kFoldsRows, RowTerms<Element, kBlockM>, sm90::RowValues<kBlockM>>;
-  static constexpr bool kHoldsK = kTile.holds_k && kPlainScores;
+  // In fp16 three parts of a number would not have its bits. A pool takes the shared memory that this needs with
+  // 128 queries.
+  static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
+  static constexpr bool kFoldsRows = kMayFold && kPlainScores && (kTile.block_m == 64 || !kPools);
+  // With score terms and 128 queries there is no room for them. Of what dropout drops, dS has delta alone,
+  // without dP.
+  static constexpr bool kMayFoldOne = kMayFold && kTile.block_m == 64;
+  static constexpr bool kFoldsLse = kFoldsRows || (kMayFoldOne && kDrops);
+  // What is added to S may cancel LSE, and both may be large: then the last places of a sum between them count,
+  // so that delta alone is folded. A cap comes between Q Kᵀ and LSE.
+  static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && (kCaps || kAdditive));
+  // The ones beside them are registers, where there are any.
+  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked);
+  template <bool kFolds>
+  using RowsOf =
+      std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
+  using RowValues = RowTerms<RowsOf<kFoldsLse>, RowsOf<kFoldsDelta>>;
   struct Nothing {};
-  using KeyOperand = std::conditional_t<kHoldsK, OperandA<1, kHeadDim>, Nothing>;
+  template <bool kHolds>
+  using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
+  using HeldK = HeldRows<kTile.holds_k>;
+  using HeldV = HeldRows<kTile.holds_v>;
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -97,7 +122,7 @@ struct BwdTraits {
   using PieceSlab =
       SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
-  static constexpr int kTermStages = kWeighted ? kStages : kHeadDim <= 64 ? 1 : 2;
+  static constexpr int kTermStages = kDrops ? kStages : kHeadDim <= 64 ? 1 : 2;
 
   // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
   static constexpr int kScoreStages = 3;
@@ -131,11 +156,15 @@ template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kScores> {
   float4 stash[Traits::kBlockM / 8][Traits::kConsumerThreads];
 };
+// Rounded P of the queries with which dV does not begin.
 template <typename Traits>
-struct BwdTermStorage<Traits, BwdForm::kWeighted> {
-  // Rounded P of the queries with which dV does not begin.
+struct BwdLateStorage {
   uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
 };
+template <typename Traits>
+struct BwdTermStorage<Traits, BwdForm::kSoftcap> : BwdLateStorage<Traits> {};
+template <typename Traits>
+struct BwdTermStorage<Traits, BwdForm::kDropout> : BwdLateStorage<Traits> {};
 
 // A block of queries that the mask does not hide from a block of keys.
 class FoundQueries {
@@ -187,7 +216,7 @@ struct BwdTermMaps<true> : BwdTensorMaps {
 };
 
 // Dropout's words (DropoutHead::query_word) of each block of queries.
-template <typename Traits, bool kWeighted = Traits::kWeighted>
+template <typename Traits, bool kDrops = Traits::kDrops>
 struct BwdDropoutStorage {};
 template <typename Traits>
 struct BwdDropoutStorage<Traits, true> {
@@ -263,7 +292,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     queue.init(1 + helpers + 32 * kConsumerWarps);
     if constexpr (Traits::kAdditive) term_ring.init(1, kConsumerWarps);
     // Words, which each thread of a warp has written and each of the consumers' reads.
-    if constexpr (Traits::kWeighted) term_ring.init(32, 32 * kConsumerWarps);
+    if constexpr (Traits::kDrops) term_ring.init(32, 32 * kConsumerWarps);
     if constexpr (Traits::kMasked) mask.ring.init(1, 1);
     piece_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);

@@ -21,6 +21,24 @@ __device__ __forceinline__ uint2 in_three_parts(float value) {
           flash_attn::ptx::pack<Element>(value - first - second, 0.f)};
 }
 
+// Describes an operand without a swizzle all of whose blocks of 8 × 8 are the first one.
+__device__ __forceinline__ uint64_t unswizzled_descriptor(const void* first_block) {
+  constexpr uint32_t kOwnMemory = 0x3ffff;
+  return (flash_attn::ptx::smem_address(first_block) & kOwnMemory) / 16;
+}
+
+// A left operand of ones, for where four registers are too many. All of its blocks are this one.
+template <typename Element>
+struct TermOnes {
+  alignas(128) uint4 rows[8];
+
+  __device__ __forceinline__ void write(int row) {
+    const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
+    rows[row] = {two, two, two, two};
+  }
+  __device__ __forceinline__ uint64_t descriptor() const { return unswizzled_descriptor(rows); }
+};
+
 // `columns` is the right operand, with a row for each of kN columns of the product. It lies there
 // without a swizzle, in blocks of 8 × 8. The second eight columns are the first eight once more;
 // those of the left operand are 0.
@@ -40,11 +58,20 @@ struct TermColumns {
   // Starts the product in the batch of the products of C. These come first, and their fence is that
   // of `left`, too.
   __device__ __forceinline__ void start(Accumulator<1, kN>& C, const Left& left) const {
-    constexpr uint32_t kOwnMemory = 0x3ffff;
+    ptx::Wgmma<Element, kN>::template rs<ptx::Major::kK>(C.data[0], left.data[0][0], descriptor(),
+                                                         1);
+  }
+  // The left operand's are ones, and lie in shared memory.
+  __device__ __forceinline__ void start(Accumulator<1, kN>& C,
+                                        const TermOnes<Element>& left) const {
+    ptx::Wgmma<Element, kN>::template ss<ptx::Major::kK, ptx::Major::kK>(
+        C.data[0], left.descriptor(), descriptor(), 1);
+  }
+
+ private:
+  __device__ __forceinline__ uint64_t descriptor() const {
     constexpr uint64_t kNextBlock = sizeof(Element[8][8]) / 16;  // of 8 rows
-    const uint64_t descriptor =
-        kNextBlock << 32 | (flash_attn::ptx::smem_address(columns) & kOwnMemory) / 16;
-    ptx::Wgmma<Element, kN>::template rs<ptx::Major::kK>(C.data[0], left.data[0][0], descriptor, 1);
+    return kNextBlock << 32 | unswizzled_descriptor(columns);
   }
 };
 
