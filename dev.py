@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 BUILD_TOOLS = ["setuptools>=64", "wheel", "cmake>=3.28", "ninja"]
-TEST_TOOLS = ["pytest", "hypothesis", "einops", "numpy", "expecttest", "tqdm", "matplotlib"]
+TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "einops", "numpy", "expecttest"]
+CLI_TOOLS = ["tqdm", "matplotlib"]
+# As many processes as tests/conftest.py says. Each takes tests from another that has many left.
+PYTEST = (PYTHON, "-m", "pytest", "-n", "auto", "--dist", "worksteal")
 LINT_TOOLS = ["ruff", "clang-format"]
 DOC_TOOLS = ["mkdocs", "mkdocstrings[python]", "ruff"]
 
@@ -93,7 +96,7 @@ def install_build() -> None:
             "(Debian, Ubuntu: apt-get install g++)"
         )
     pip_install("torch (the largest part: about 5 GB with CUDA's libraries)", "torch>=2.11")
-    pip_install("build and test tools", *BUILD_TOOLS, *TEST_TOOLS)
+    pip_install("build and test tools", *BUILD_TOOLS, *TEST_TOOLS, *CLI_TOOLS)
     wants_cuda = os.environ.get("FLASH_ATTN_CUDA") != "0"
     cuda = ask("import torch; print(torch.version.cuda or '')") if wants_cuda else ""
     has_nvcc = (
@@ -173,7 +176,7 @@ def downstream(extra: list[str]) -> None:
     folder = ROOT / "tests" / "downstream"
     lines = (folder / "requirements.txt").read_text().splitlines()
     pip_install("other people's programs", *(x for x in lines if not x.startswith("#")))
-    run(PYTHON, "-m", "pytest", folder, *extra)
+    run(*PYTEST, folder, *extra)
 
 
 def simulator(extra: list[str]) -> None:
@@ -192,7 +195,7 @@ def simulator(extra: list[str]) -> None:
                 filter(None, [library, os.environ.get("LD_LIBRARY_PATH")])
             ),
         }
-        run(PYTHON, "-m", "pytest", *extra, variables=variables)
+        run(*PYTEST, *extra, variables=variables)
 
 
 def test(extra: list[str]) -> None:
@@ -200,7 +203,7 @@ def test(extra: list[str]) -> None:
     for option, tests in (("--downstream", downstream), ("--simulator", simulator)):
         if option in extra:
             return tests([x for x in extra if x != option])
-    run(PYTHON, "-m", "pytest", *extra)
+    run(*PYTEST, *extra)
     say("C++: building and testing examples/cpp against the installed package")
     example = ROOT / "build" / "example"
     run(

@@ -37,7 +37,7 @@ endfunction()
 
 flash_attn_add_simulated_kernels(flash_attn_simulated_kernels_sm90 90 ${hopper_kernels})
 foreach(arch 80 90)
-  flash_attn_add_simulated_kernels(flash_attn_simulated_kernels_${arch} ${arch} ${portable_kernels})
+  flash_attn_add_simulated_kernels(flash_attn_simulated_kernels_${arch} ${arch} ${portable_kernels} ${ampere_forward_kernels})
   add_library(flash_attn_simulated_${arch} SHARED EXCLUDE_FROM_ALL
     $<TARGET_OBJECTS:flash_attn_choice>
     $<TARGET_OBJECTS:flash_attn_torch>

@@ -190,7 +190,9 @@ def explain(
         names: this function's names of arguments that a function which it calls knows by others.
         of_torch: torch's operations checked the arguments: name all of them with torch's reason.
     """
-    if type(error) not in _ARGUMENT_ERRORS:
+    # No other error of the GPU's has anything to do with an argument.
+    no_such_gpu = isinstance(error, torch.AcceleratorError) and "device ordinal" in str(error)
+    if type(error) not in _ARGUMENT_ERRORS and not no_such_gpu:
         return
     signature = inspect.signature(function).parameters
     parameters = {name: p for name, p in signature.items() if p.annotation is not p.empty}

@@ -38,6 +38,18 @@ def _part(text: str) -> tuple[int, int]:
     return int(first), int(step)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means. A process takes a core; beside a GPU two, and at most 4 GiB of it."""
+    cores = min(len(os.sched_getaffinity(0)), 16)
+    if not torch.cuda.is_available():
+        return cores
+    memory = min(
+        torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())
+    )
+    return max(1, min(cores // 2, memory >> 32))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "gpu: needs a CUDA device",

@@ -238,7 +238,7 @@ def test_kernels_come_first_on_a_gpu() -> None:
     assert flash_attn.can_use(*tensors("cuda"), op="decode").backend == "cuda"
     assert flash_attn.can_use(*tensors("cuda", torch.float32)).backend == "sm80"
     assert flash_attn.can_use(*tensors("cuda", torch.float32), op="decode").backend == "cuda"
-    assert flash_attn.can_use(*tensors("cuda", torch.float32), dropout_p=0.1).backend == "aten"
+    assert flash_attn.can_use(*tensors("cuda", torch.float32), dropout_p=0.1).backend == "sm80"
     assert flash_attn.can_use(*tensors("cuda", torch.float64)).backend == "aten"
 
 

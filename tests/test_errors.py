@@ -12,6 +12,7 @@ import torch
 from cases import Target, each_target, use
 
 import flash_attn
+from flash_attn._errors import explained
 from flash_attn.reference import attention_ref  # noqa: F401  (the package imports without a GPU)
 
 
@@ -437,6 +438,19 @@ def test_other_device(argument: str) -> None:
         RuntimeError, match=f"flash_attn: {argument}: expected device cuda:0 .*got cpu"
     ):
         flash_attn.flash_attn_func(**call)
+
+
+def test_a_gpu_that_is_not_there_is_an_argument() -> None:
+    """Of the GPU's own errors this one alone."""
+
+    @explained()
+    def make(device: torch.device | str | None = None, says: str | None = None) -> None:
+        raise torch.AcceleratorError(f"CUDA error: {says}")
+
+    with pytest.raises(TypeError, match=r"flash_attn: device: expected .*, got 7"):
+        make(7, "invalid device ordinal")
+    with pytest.raises(torch.AcceleratorError, match="out of memory"):
+        make(7, "out of memory")
 
 
 @pytest.mark.gpu

@@ -188,6 +188,25 @@ def test_every_source_is_built() -> None:
     assert not forgotten, forgotten
 
 
+def included(path: Path, seen: set[Path]) -> set[Path]:
+    """The file and all of ours that it includes."""
+    if path not in seen:
+        seen.add(path)
+        for name in re.findall(r'^#include "([^"]+)"', text(path), re.MULTILINE):
+            included((path.parent / name).resolve(), seen)
+    return seen
+
+
+def test_what_has_one_ptx_asks_for_no_architecture() -> None:
+    """It would have the oldest one's code on each (flash_attn_from_one_ptx)."""
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    files = re.search(r"set\(ampere_forward_kernels\n([^)]*)\)", cmake)[1].split()
+    assert files
+    read = set.union(*(included(ROOT / file, set()) for file in files))
+    asking = [ids(path) for path in sorted(read) if "__CUDA_ARCH__" in code(path)]
+    assert not asking, asking
+
+
 def test_python_reaches_the_library_through_one_module() -> None:
     """Only _library loads _C, and no Python of ours calls torch's own attention but the races and
     the demo."""

@@ -205,6 +205,25 @@ def test_the_rounding_of_a_sum_that_cancels_is_within_the_standard(seed: int) ->
         compare(problem, off_by(64), expected)
 
 
+def test_the_rounding_of_out_beside_a_sink_is_within_the_standard(seed: int) -> None:
+    """The gradient of a bias that broadcasts the keys comes from out, which is stored in 16 bits."""
+    options = dict(seqlen_q=400, seqlen_k=2, heads_q=1, heads_kv=1, d=64, sink=True, bias="row")
+    problem = Problem(Case(dtype="bf16", batch=1, **options), seed, "cpu")
+    problem.learnable_sink.fill_(6.0)
+    expected = expect(problem)
+    out, exact = expected.values["out"], expected.values["dbias"]
+    p_sink = torch.exp(problem.learnable_sink.double() - expected.values["lse"])
+
+    def off_by(units: int) -> dict:
+        delta = (problem.dout.double() * (out.bfloat16().double() - out)).sum(-1)  # of D
+        error = units * (p_sink * delta.transpose(1, 2))[..., None]
+        return {"lse": expected.values["lse"].float(), "dbias": (exact + error).bfloat16()}
+
+    compare(problem, off_by(1), expected)
+    with pytest.raises(AssertionError, match="dbias: comp error"):
+        compare(problem, off_by(32), expected)
+
+
 def test_the_rounding_of_subnormals_is_within_the_standard() -> None:
     """fp16 holds a P below 2^-14 in multiples of 2^-24. Of some key here no query sees more; four
     times as coarse is an error."""

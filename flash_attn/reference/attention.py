@@ -370,7 +370,9 @@ def condition_tensors(
         B_dQ = E' |K|    B_dK = E'ᵀ |Q|
         G_dV = Pᵀ |dO|   G_dK = (softmax_scale · P ∘ |dP - D + L| · softcap')ᵀ |Q|   over P < 2⁻¹²⁶
 
-    rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded.
+    rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded. Of
+    a bias that broadcasts the keys Σ dS is L + P_sink (D - L), so B_dbias has P_sink rowsum|dO ∘ O|
+    besides, as the gradient of the sink has.
     H = |dO| |V|ᵀ where results have fp32 or more, else 0: dP is a sum that may cancel, and beside a
     sink, where O is small too, nothing hides its roundings then. The limits of such results are
     hundreds of units, of which the 64th leaves a few for each term.
@@ -431,6 +433,9 @@ def condition_tensors(
         if B_dsink is not None:
             P_sink = torch.exp(call.sink[:, None] - y.lse)
             B_dsink += (P_sink * ((L - D).abs() + D_magnitude).squeeze(-1)).sum(-1)
+            if B_dbias is not None and B_dbias.size(-1) == 1 < call.max_seqlen_k:
+                part = _crop_bias(B_dbias, rows.index, E.size(1), E.size(2))
+                part += (P_sink[..., None] * D_magnitude).sum_to_size(part.shape)
         largest = max(largest, y.largest_score)
     return Conditions(
         call.like_q(B_out),
