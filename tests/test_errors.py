@@ -12,7 +12,7 @@ import torch
 from cases import Target, each_target, use
 
 import flash_attn
-from flash_attn._errors import explained
+from flash_attn.ops.rms_norm import RMSNorm
 from flash_attn.reference import attention_ref  # noqa: F401  (the package imports without a GPU)
 
 
@@ -440,17 +440,18 @@ def test_other_device(argument: str) -> None:
         flash_attn.flash_attn_func(**call)
 
 
-def test_a_gpu_that_is_not_there_is_an_argument() -> None:
+def test_a_gpu_that_is_not_there_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the GPU's own errors this one alone."""
 
-    @explained()
-    def make(device: torch.device | str | None = None, says: str | None = None) -> None:
-        raise torch.AcceleratorError(f"CUDA error: {says}")
+    def fail(words: str) -> None:
+        raise torch.AcceleratorError(words)
 
-    with pytest.raises(TypeError, match=r"flash_attn: device: expected .*, got 7"):
-        make(7, "invalid device ordinal")
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: fail("CUDA error: invalid device ordinal"))
+    with pytest.raises(TypeError, match="flash_attn: device: expected device or str .*, got 7"):
+        RMSNorm(4, device=7)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: fail("CUDA error: out of memory"))
     with pytest.raises(torch.AcceleratorError, match="out of memory"):
-        make(7, "out of memory")
+        RMSNorm(4, device=7)
 
 
 @pytest.mark.gpu

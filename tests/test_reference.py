@@ -206,7 +206,7 @@ def test_the_rounding_of_a_sum_that_cancels_is_within_the_standard(seed: int) ->
 
 
 def test_the_rounding_of_out_beside_a_sink_is_within_the_standard(seed: int) -> None:
-    """The gradient of a bias that broadcasts the keys comes from out, which is stored in 16 bits."""
+    """The gradient of a bias that broadcasts the keys comes from out, which was rounded."""
     options = dict(seqlen_q=400, seqlen_k=2, heads_q=1, heads_kv=1, d=64, sink=True, bias="row")
     problem = Problem(Case(dtype="bf16", batch=1, **options), seed, "cpu")
     problem.learnable_sink.fill_(6.0)
