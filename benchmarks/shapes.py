@@ -132,20 +132,24 @@ def deterministic(quick: bool = False) -> list[Case]:
 
 
 def features(quick: bool = False) -> list[Case]:
-    """The other shapes, then score terms, dropout, determinism."""
-    causal_8k = dict(batch=2, seqlen=8192, heads=16, head_dim=128, causal=True)
-    terms = [
-        Case(**causal_8k, softcap=50.0),
-        Case(**causal_8k, alibi=True),
-        Case(4, 4096, 16, 128, bias="fixed"),
-        Case(4, 4096, 16, 128, bias="grad"),
-        Case(**causal_8k, sink=True),
-        Case(**causal_8k, dropout=0.1),
-    ]
+    """The other shapes, then score terms, dropout, determinism, few heads of keys."""
+    terms = []
+    for d in (128, 64):
+        heads = HIDDEN // d
+        causal_8k = dict(batch=2, seqlen=8192, heads=heads, head_dim=d, causal=True)
+        terms += [
+            Case(**causal_8k, softcap=50.0),
+            Case(**causal_8k, alibi=True),
+            Case(4, 4096, heads, d, bias="fixed"),
+            Case(4, 4096, heads, d, bias="grad"),
+            Case(**causal_8k, sink=True),
+            Case(**causal_8k, dropout=0.1),
+        ]
     deterministic = [
         Case(2, 8192, HIDDEN // d, d, True, deterministic=True) for d in (64, 128, 256)
     ]
-    cases = terms + deterministic
+    few = [Case(1, 4096, 32, d, True, heads_kv=2) for d in (64, 128)]
+    cases = terms + deterministic + few
     return other_shapes(quick) + (cases[::4] if quick else cases)
 
 

@@ -67,47 +67,58 @@ struct RowNumbers {
   }
 };
 
+// The left operand of RowColumns, in registers; or in shared memory, which costs a product what it reads
+// there. A base class: of an empty member, be it [[no_unique_address]], device code lays out what follows
+// elsewhere than the host, whose size of shared memory a launch has.
+template <typename Element, bool kHoldsOnes>
+struct ColumnOnes {
+  using Ones = OperandA<1, 16>;
+
+  __device__ __forceinline__ void write_ones(int /*row*/) {}
+  // Before the fence of the products.
+  __device__ __forceinline__ static Ones ones() {
+    const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
+    Ones ones = {{{{two, two, two, two}}}};
+    pin(ones);
+    return ones;
+  }
+  __device__ __forceinline__ const Ones& left(const Ones& ones) const { return ones; }
+};
+template <typename Element>
+struct ColumnOnes<Element, false> {
+  using Ones = NoOnes;
+
+  TermOnes<Element> stored;
+
+  __device__ __forceinline__ void write_ones(int row) {
+    if (row < 8) stored.write(row);
+  }
+  __device__ __forceinline__ static Ones ones() { return {}; }
+  __device__ __forceinline__ const TermOnes<Element>& left(Ones) const { return stored; }
+};
+
 // As 16 more columns of Q or of dO, beside ones in those of K or V: S - LSE / softmax_scale, dP - delta. Consumers
 // would read numbers once for every 16 keys, beside products that leave little of shared memory's
 // bandwidth. Three parts have the bits of fp32 in bf16 alone, which has its exponents as well.
-// kHoldsOnes: the ones are registers; else they lie in shared memory, which costs a product what it reads there.
 template <typename Element, int kBlockM, bool kHoldsOnes>
-struct RowColumns {
+struct RowColumns : ColumnOnes<Element, kHoldsOnes> {
   static constexpr bool kFolds = true;
   template <int kQueries>
   using OfLane = NoLaneValues<kQueries>;
-  using Columns = TermColumns<Element, kBlockM>;
-  using Ones = std::conditional_t<kHoldsOnes, typename Columns::Left, NoOnes>;
 
-  Columns columns;
-  [[no_unique_address]] std::conditional_t<kHoldsOnes, NoOnes, TermOnes<Element>> stored_ones;
+  TermColumns<Element, kBlockM> columns;
 
   // The product has each of the columns twice, so they have half of the number.
   __device__ __forceinline__ void write(int row, float number) {
     const uint2 parts = in_three_parts<Element>(-0.5f * number);
     *reinterpret_cast<uint4*>(columns.columns[row]) = {parts.x, parts.y, 0, 0};
-    if constexpr (!kHoldsOnes) {
-      if (row < 8) stored_ones.write(row);
-    }
-  }
-  // The left operand, before the fence of the products.
-  __device__ __forceinline__ static Ones ones() {
-    Ones ones;
-    if constexpr (kHoldsOnes) {
-      const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
-      ones = {{{{two, two, two, two}}}};
-      pin(ones);
-    }
-    return ones;
+    this->write_ones(row);
   }
   // In the batch of the products of S, of dP, which come first.
-  __device__ __forceinline__ void subtract_from(Accumulator<1, kBlockM>& C,
-                                                const Ones& ones) const {
-    if constexpr (kHoldsOnes) {
-      columns.start(C, ones);
-    } else {
-      columns.start(C, stored_ones);
-    }
+  __device__ __forceinline__ void subtract_from(
+      Accumulator<1, kBlockM>& C,
+      const typename ColumnOnes<Element, kHoldsOnes>::Ones& ones) const {
+    columns.start(C, this->left(ones));
   }
   template <int kQueries>
   __device__ __forceinline__ void read(NoLaneValues<kQueries>&, int, int) const {}
