@@ -79,9 +79,8 @@ struct BwdTraits {
   // without dP.
   static constexpr bool kMayFoldOne = kMayFold && kTile.block_m == 64;
   static constexpr bool kFoldsLse = kFoldsRows || (kMayFoldOne && kDrops);
-  // What is added to S may cancel LSE, and both may be large: then the last places of a sum between them count,
-  // so that delta alone is folded. A cap comes between Q Kᵀ and LSE.
-  static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && (kCaps || kAdditive));
+  // A cap comes between Q Kᵀ and LSE.
+  static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && kCaps);
   // The ones beside them are registers, where there are any.
   static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked);
   template <bool kFolds>
