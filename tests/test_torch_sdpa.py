@@ -54,13 +54,14 @@ OPTIONS = [
     dict(),
     dict(is_causal=True),
     dict(scale=-0.3),
-    dict(attn_mask=torch.randn(7, 7)),
+    dict(attn_mask=torch.arange(49.0).reshape(7, 7).sin()),
     dict(attn_mask=torch.ones(7, 7).tril().bool()),
 ]
+NAMES = ["plain", "causal", "scale", "float mask", "bool mask"]
 
 
 @each_device
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_enabled_function(options: dict, device: str) -> None:
     """Under a name that was imported before, too."""
     options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
