@@ -359,7 +359,8 @@ class CacheProblem:
             [p >= self.first(b) and self.place(b, p) is not None for p in range(self.capacity)]
             for b in range(self.case.batch)
         ]
-        return torch.tensor(exists)[:, None, None]
+        shape = self.case.batch, 1, 1, self.capacity
+        return torch.tensor(exists, dtype=torch.bool).reshape(shape)
 
     def compare(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """With float64, after run()."""
@@ -376,7 +377,7 @@ class CacheProblem:
             alibi_slopes=self.slopes,
             learnable_sink=self.sink,
             attn_bias=self.seen(),
-            seqused_k=torch.tensor(totals),
+            seqused_k=torch.tensor(totals, dtype=torch.int32),
         )
         expected, expected_lse, _ = attention_ref(**options)
         conditions = condition_tensors(torch.zeros_like(expected), **options)

@@ -71,7 +71,7 @@ def test_pairs_of_masks(p: float) -> None:
     """Other heads, sequences, seeds that differ in one bit, and the calls that follow."""
     seed, offset = STATE
     states = [(seed, offset + call) for call in (1, 2, 4)] + [
-        (seed ^ 1 << bit, offset) for bit in (0, 31, 32, 63)
+        (seed ^ bit, offset) for bit in (1, 1 << 31, 1 << 32, -(1 << 63))
     ]
     different = list(masks(p)) + [masks(p, state, 1, 1)[0] for state in states]
     found = {}
