@@ -51,6 +51,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Processes that share the cores would wait for each other's threads.
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(workers)))
     for line in (
         "gpu: needs a CUDA device",
         "simulated: runs a kernel of the simulated GPU, whose library is loaded",
