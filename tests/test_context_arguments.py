@@ -3,7 +3,6 @@ world of one rank: one line that names it, before this rank waits for another.""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from wrong_values import (
     NUMBERS,
     TRUTH,
     check_wrong_values,
+    each_argument,
     is_optional,
     normal,
     numbers,
@@ -119,15 +119,7 @@ UNSENT = frozenset({"complex64", "float8_e4m3fn", "meta"})
 BESIDE = {"seqlen_q": "q", "seqlen_k": "k", "cu_seqlens_q": "q", "cu_seqlens_k": "k", "length": "x"}
 
 
-@pytest.mark.parametrize(
-    "function, make, argument",
-    [
-        pytest.param(function, make, argument, id=f"{function.__name__}-{make.__name__}-{argument}")
-        for function, makes in CALLS.items()
-        for make in makes
-        for argument in inspect.signature(function).parameters
-    ],
-)
+@each_argument(CALLS)
 def test_wrong_value(function: Callable, make: Callable[[], dict], argument: str) -> None:
     right = TAKEN_BY.get(function, {}).get(argument, TAKEN.get(argument, set()))
     if is_optional(function, argument):

@@ -13,6 +13,7 @@ from wrong_values import (
     FLOATS,
     NUMBERS,
     check_wrong_values,
+    each_argument,
     is_optional,
     normal,
     numbers,
@@ -147,15 +148,7 @@ MORE: dict[Callable[[], dict], dict[str, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "function, make, argument",
-    [
-        pytest.param(function, make, argument, id=f"{function.__name__}-{make.__name__}-{argument}")
-        for function, makes in CALLS.items()
-        for make in makes
-        for argument in inspect.signature(function).parameters
-    ],
-)
+@each_argument(CALLS)
 def test_wrong_value(function: Callable, make: Callable[[], dict], argument: str) -> None:
     right = MORE.get(make, {}).get(argument, TAKEN.get(argument, set()))
     if is_optional(function, argument):

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import get_args
 
 import numpy as np
+import pytest
 import torch
 
 MANY = 300  # rows of a tensor whose repr would fill a page
@@ -68,6 +69,19 @@ def wrong_values(right: object) -> Iterator[tuple[str, object]]:
 def is_optional(function: Callable, argument: str) -> bool:
     parameter = inspect.signature(function).parameters[argument]
     return parameter.default is None or NoneType in get_args(parameter.annotation)
+
+
+def each_argument(calls: dict[Callable, list[Callable[[], dict]]]) -> pytest.MarkDecorator:
+    """A test's function, make and argument: each argument in each right call of the function."""
+    return pytest.mark.parametrize(
+        "function, make, argument",
+        [
+            pytest.param(function, make, name, id=f"{function.__name__}-{make.__name__}-{name}")
+            for function, makes in calls.items()
+            for make in makes
+            for name in inspect.signature(function).parameters
+        ],
+    )
 
 
 def check_wrong_values(
