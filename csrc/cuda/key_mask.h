@@ -6,8 +6,8 @@
 
 namespace flash_attn::cuda {
 
-// mask: bool, of the keys alone. hidden (batch): 1 for a sequence of which it hides keys. seqused (batch): the
-// keys that count of the others, and 0.
+// mask: bool, of the keys alone. hidden (batch) gets 1 for a sequence of which the mask hides keys.
+// seqused (batch) gets 0 for such a sequence, and for the others the keys that count.
 void run_find_hidden(const AttnParams& params, const BiasParams& mask, int32_t* hidden,
                      int32_t* seqused, Stream stream);
 

@@ -11,8 +11,8 @@
 namespace flash_attn::sm90 {
 namespace {
 
-// Terms that kernels of their own serve: ALiBi, a bias that broadcasts the queries or that TMA can read, or
-// ALiBi and such a bias; softcap; dropout.
+// Whether kernels of their own serve the terms: ALiBi, a bias that broadcasts the queries or that
+// TMA can read, or ALiBi and such a bias; softcap; dropout.
 bool has_some_terms(const BwdParams& params) {
   const ScoreParams& score = params.score;
   const bool has_bias = score.bias.data != nullptr;
@@ -28,7 +28,7 @@ bool is_narrow_with_terms(const BwdParams& params) {
          std::max(params.head_dim, params.head_dim_v) <= kBwdNarrowTermsClass;
 }
 
-// The kernels for splits, and for fp32 dK and dV.
+// Whether the kernels for splits, and for fp32 dK and dV, can serve the call; and whether they do.
 bool may_split(const BwdParams& params) {
   return std::max(params.head_dim, params.head_dim_v) <= kBwdSplitClass &&
          !cuda::has_score_terms(params) && !params.deterministic;
@@ -41,9 +41,9 @@ int split_class(const BwdParams& params) {
                                                                               : kBwdSplitClass;
 }
 
-// Time for tiles in so many splits each, in queries that a multiprocessor walks over. walk: of a tile that
-// all queries see. If not all sequences are alike, a tile is seen by half of them in the mean, and long tiles
-// come first.
+// The time that tiles take in so many splits each, in queries that a multiprocessor walks over.
+// walk: how many a tile walks over that all queries see. If not all sequences are alike, half of
+// the queries see a tile in the mean, and long tiles come first.
 double time_in_splits(int tiles, int splits, double walk, bool alike, int num_sms) {
   const double cost = splits > 1 ? kBwdSplitCost : 0, longest = walk / splits + cost;
   if (alike) return (tiles * splits + num_sms - 1) / num_sms * longest;
@@ -89,7 +89,8 @@ bool stores_bias_gradient(const BwdParams& params) {
 
 bool computes_bias_gradient(const BwdParams& params) {
   const BiasGradientParams& gradient = params.dbias;
-  // A bias lies where Q and dO do, in slabs that both have or both lack: what a load leaves out must stay 0.
+  // A bias lies where Q and dO do, in slabs that both have or both lack: what a load leaves out
+  // must stay 0.
   const auto is_narrow = [](int head_dim) { return head_dim <= kBwdNarrowTermsClass; };
   return std::max(params.head_dim, params.head_dim_v) <= kBwdMaxSingleHeadDim &&
          is_narrow(params.head_dim) == is_narrow(params.head_dim_v) && params.score.softcap == 0 &&

@@ -1,16 +1,17 @@
-// Backward attention for Hopper: wgmma and TMA, loads and products in different warps.
+// Backward attention for Hopper, with wgmma and TMA: some warps load, and others multiply.
 //
 //   P  = exp(softmax_scale · Q Kᵀ - LSE), masked        dV = Pᵀ dO
 //   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
 //   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
 //
-// A tile is kBlockN keys of one kv head; K, V and the sums dK, dV stay with the thread block while it
-// walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
-// Nobody else adds to its dK and dV, unless tiles are split (bwd_split.cuh), which adds them up in order: the
-// same bits every time. dQ is summed over thread blocks by
-// fp32 reductions in global memory. A thread block takes tile after tile, and what the next one needs
-// is loaded while dK and dV of this one go out. Where sequences are short, the sums of dQ are a pool in the
-// L2 cache, and two warps make rows of dq of them meanwhile (bwd_dq_pool.cuh). Roles:
+// A tile is kBlockN keys of one kv head. K, V and the sums dK, dV stay with the thread block while
+// it walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
+// Nobody else adds to its dK and dV, unless tiles are split (bwd_split.cuh); then they are added up
+// in order. Either way the bits are the same every time. dQ is summed over thread blocks by fp32
+// reductions in global memory. A thread block takes tile after tile, and what the next one needs is
+// loaded while dK and dV of this one go out. Where sequences are short, the sums of dQ are a pool
+// in the L2 cache, and two warps make rows of dq of them meanwhile (bwd_dq_pool.cuh). The roles
+// are:
 //
 //   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
 //   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV
@@ -19,37 +20,40 @@
 //                         bias and its gradient; or
 //                         dropout's words of queries
 //
-// Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, keys as rows: then Pᵀ and dSᵀ are
-// register operands of dV and dK as they come, and only dS goes through shared memory, for dQ, which
-// needs the keys of all consumers.
+// Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, with keys as rows. Then Pᵀ and dSᵀ are
+// register operands of dV and dK as they come, and only dS goes through shared memory, for dQ,
+// which needs the keys of all consumers.
 //
-// The plain loop of a consumer:
+// The plain loop of a consumer would be:
 //
 //   for each block of queries:  Sᵀ = K Qᵀ; score terms; P = exp(S - LSE); mask      dPᵀ = V dOᵀ
 //                               dV += Pᵀ dO;  dS = P ∘ (dP - delta)     → dS to shared memory
 //                               barrier                                 // the other consumer's dS
 //                               dK += dSᵀ Q;  dQ += dS K                // reductions, from registers
 //
-// The loop here departs from it in two ways. A consumer's products go on beside its arithmetic. And consumers
-// meet at no barrier: each says when its dS lies there, and dQ comes an iteration late, when the other's
-// dS has been there for a while. The first consumer has a head start of half an iteration, so that what
-// one waits for hides behind the other's products (i: the iteration; dV in two halves of the queries):
+// The loop here departs from it in two ways. A consumer's products go on beside its arithmetic. And
+// consumers meet at no barrier: each says when its dS lies there, and dQ comes an iteration late,
+// when the other's dS has been there for a while. The first consumer has a head start of half an
+// iteration, so that what one waits for hides behind the other's products. In the drawing i is the
+// iteration, and dV comes in two halves of the queries:
 //
 //   issue      │ S (i)    │ dP (i) │ dV (i), half │ dV (i), half │ dQ (i-1), dK (i) │
 //   meanwhile  │ read LSE │ exp    │ dS           │ dS, store    │ reduce dQ        │
 //
 // Where LSE and delta are columns of S and dP (bwd_row_terms.cuh), nobody reads them.
 //
-// dS comes from P as fp32, dV from P as rounded, and there are no registers for both. So only half of P
-// is rounded beside the other, and dV begins with it; the rest is rounded in its place, when its dS is
-// done.
+// dS comes from P as fp32 and dV from P as rounded, and there are no registers for both. So only
+// half of P is rounded beside the P in fp32, and dV begins with that half. The other half is
+// rounded in its place, when its dS is done.
 //
-// Compiled for several forms (BwdForm): without score terms, with all of them (cuda/attn/score_policy.cuh),
-// with some, and without them for a mask whose hidden tiles are passed over (bwd_masked_producer.cuh). Softcap
-// alone puts P times its slope in the place of P, dropout alone P with a sign.
+// The kernel is compiled for several forms (BwdForm): without score terms, with all of them
+// (cuda/attn/score_policy.cuh), with some, and without them for a mask whose hidden tiles are
+// passed over (bwd_masked_producer.cuh). With softcap alone, P times the slope of the cap stands in
+// the place of P; with dropout alone, P has a sign.
 //
-// Shared memory   │ K, half of it twice (kRepeatsKeys) │ V │ Q, dO × kStages │ dS × 3, in the end dV and dK │
-//                 │ LSE, delta × kStages │ pieces of dQ × 2 │ work × 2, barriers │
+// Shared memory   │ K, half of it twice (kRepeatsKeys) │ V │ Q, dO × kStages │
+//                 │ dS × 3, in the end dV and dK │ LSE, delta × kStages │ bands of dQ × 2 │
+//                 │ work × 2, barriers │
 #pragma once
 
 #include "../cuda/ptx/griddepcontrol.cuh"
@@ -113,7 +117,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   flash_attn::ptx::wait_for_prerequisites();
 
-  // Known to be the same in all lanes. Computed where it is used: kept, it takes a register too many.
+  // The compiler knows it to be the same in all lanes. It is computed where it is used: kept, it
+  // would take a register too many.
   const auto this_warp = [] {
     return __shfl_sync(~0u, flash_attn::ptx::opaque(threadIdx.x) / 32, 0);
   };

@@ -1,21 +1,23 @@
-// The gradient of a bias that sequences, heads or both share, with wgmma and TMA: dbias = Σ dS over all
-// who share it.
+// Computes the gradient of a bias that sequences, heads or both share, with wgmma and TMA:
+// dbias = Σ dS over all who share it.
 //
-// A tile is 128 × 128 places of the gradient. A thread block takes tile after tile and walks over the
-// (sequence, query head) pairs that read its places; S and dP of each are computed a second time,
-// behind the backward. The sum stays in registers, and so does the bias, which is the same for all
-// pairs: no workspace, no atomics, and the same bits every time.
+// A tile is 128 × 128 elements of the gradient. A thread block takes tile after tile and walks over
+// the (sequence, query head) pairs that read its elements; S and dP of each pair are computed a
+// second time, behind the backward. The sum stays in registers, and so does the bias, which is the
+// same for all pairs. So there is no workspace and no atomic, and the bits are the same every time.
 //
 //   producer warp 0          for tile:  load the bias
 //                            for pair:  load Q, dO;  for half of the keys:  load K, V
 //   producer warp 1          for pair:  LSE, delta, its score terms
-//   consumer warpgroups      for tile:  bias to registers; in its place the sum before, and from there to memory
-//   (64 queries each)        for pair, for half of the keys:
+//   consumer warpgroups      for tile:  bias to registers; in its place the sum before, which goes to
+//   (64 queries each)                   memory from there
+//                            for pair, for half of the keys:
 //                                       S = Q Kᵀ;  dP = dO Vᵀ             // under way together
 //                                       P = exp(S + bias - LSE), masked
 //                                       dbias += P ∘ (dP - delta)
 //
-// All keys at once would take too many registers. One consumer's products run beside the other's arithmetic.
+// All keys at once would take too many registers. One consumer's products run beside the other's
+// arithmetic.
 #pragma once
 
 #include "../cuda/attn/seqlen.cuh"
@@ -37,9 +39,9 @@ struct BwdBiasMaps : BwdTensorMaps {
   CUtensorMap bias;
 };
 
-// A walk over a thread block's tiles and the pairs that see any of their keys. Both producer warps walk
-// alike. begin(number): before a tile's first pair; visit(tile, SeqlenInfo, AttentionWindow, masked,
-// batch_idx, head).
+// Walks over a thread block's tiles and the pairs that see any of their keys. Both producer warps
+// walk alike. begin(number) is called before a tile's first pair, and visit(tile, SeqlenInfo,
+// AttentionWindow, masked, batch_idx, head) for each pair.
 template <typename Traits, typename Begin, typename Visit>
 __device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_tiles,
                                               const Begin& begin, const Visit& visit) {
@@ -66,13 +68,14 @@ __device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_t
   }
 }
 
-// Into which a sequence's keys of a tile fall: a box of TMA that begins behind them must not be asked for.
+// Into how many halves of a tile's keys a sequence's keys fall. A box of TMA that begins behind
+// them must not be asked for.
 template <typename Traits>
 __device__ __forceinline__ int num_parts(const BiasTile& tile, const SeqlenInfo& seqlen) {
   return tile.first_key + Traits::kPartKeys < seqlen.len_k ? Traits::kParts : 1;
 }
 
-// One thread.
+// Loads biases, Q, dO, K and V. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const BwdBiasMaps& maps,
                                                 typename Traits::SharedStorage& smem,
@@ -133,7 +136,8 @@ __device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const B
   row_ring.arrive_full();
 }
 
-// A whole warp, each thread of which says what it has written.
+// Tells the consumers which pairs come. A whole warp calls it, each thread of which says what it
+// has written.
 template <typename Traits>
 __device__ __forceinline__ void tell_pairs_loop(const BwdParams& params,
                                                 typename Traits::SharedStorage& smem,
@@ -275,7 +279,7 @@ class BiasConsumer {
     }
   }
 
-  // Starts C = A Bᵀ of this consumer's queries and a part of the keys.
+  // Starts C = A Bᵀ of this consumer's queries and half of the keys.
   __device__ __forceinline__ void start_product(Scores& C, const typename Traits::QTile& rows,
                                                 const typename Traits::KTile& keys) const {
     gemm_ss<Element, Traits::kHeadDim, Into::kZero>(
@@ -286,7 +290,7 @@ class BiasConsumer {
     ptx::wgmma_commit();
   }
 
-  // Of this warp's queries.
+  // Reads the bias of this warp's queries.
   __device__ __forceinline__ void read(Bias (&bias)[kParts]) const {
     using Slab = typename Traits::BiasSlab;
 #pragma unroll
@@ -324,11 +328,12 @@ class BiasConsumer {
     }
   }
 
-  // What follows from the thread's number is computed anew at each use: there are no registers to keep it.
+  // What follows from the thread's number is computed anew at each use, as there are no registers
+  // to keep it.
   __device__ __forceinline__ static int lane() {
     return static_cast<int>(flash_attn::ptx::opaque(threadIdx.x) % 32);
   }
-  // Of the warp's 16 queries in the tile.
+  // The first of the warp's 16 queries in the tile.
   __device__ __forceinline__ int warp_row() const {
     return 64 * consumer_ + static_cast<int>(flash_attn::ptx::opaque(threadIdx.x)) % 128 / 32 * 16;
   }
@@ -366,8 +371,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto zero_absent = [](auto& tile, int num_cols) {
     zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
   };
-  // Slabs in whose place a bias comes are loaded for every pair (computes_bias_gradient()): it overwrites none of
-  // these zeros.
+  // Slabs in whose place a bias comes are loaded for every pair (computes_bias_gradient()), so the
+  // bias overwrites none of these zeros.
   for (auto& rows : smem.rows) {
     zero_absent(rows.q, params.head_dim);
     zero_absent(rows.dout, params.head_dim_v);

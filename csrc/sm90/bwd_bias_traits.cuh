@@ -1,6 +1,7 @@
 // Tiles, warps and shared memory of the shared bias's kernel (bwd_bias.cuh).
 //
-// Shared memory: │ Q, dO, or a bias × stages │ half of K, V × stages │ visits × stages of Q │ barriers │
+// Shared memory   │ Q, dO, or a bias × stages │ half of K, V × stages │
+//                 │ visits × stages of Q │ barriers │
 #pragma once
 
 #include "../cuda/tile/fragment.cuh"

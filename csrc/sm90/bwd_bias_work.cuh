@@ -1,4 +1,5 @@
-// What the warps of the kernel for the gradient of a shared bias (bwd_bias.cuh) tell each other: tiles, visits.
+// What the warps of the kernel for a shared bias's gradient (bwd_bias.cuh) tell each other: tiles
+// and visits.
 #pragma once
 
 #include "../cuda/attn/block_range.cuh"
@@ -6,7 +7,7 @@
 
 namespace flash_attn::sm90 {
 
-// Places of the gradient, and who reads them.
+// Some elements of the gradient, and who reads them.
 struct BiasTile {
   int first_row, first_key;
   int batch_begin, batch_end, head_begin, head_end;
@@ -18,9 +19,9 @@ struct BiasTile {
     return int64_t{row_blocks(gradient)} * key_blocks(gradient) *
            (gradient.batch_stride == 0 ? 1 : params.batch) * entry_heads(params);
   }
-  // Rows are counted from the block of keys on: along rows, the steps in which a thread block takes its tiles
-  // would keep the distance from the diagonal, and a causal mask would leave it with all of them or
-  // with none.
+  // Rows are counted from the block of keys on. Along rows, the steps in which a thread block takes
+  // its tiles would keep the distance from the diagonal, and a causal mask would leave it with all
+  // of them or with none.
   __device__ __forceinline__ static BiasTile make(const BwdParams& params, int number) {
     const BiasGradientParams& gradient = params.dbias;
     const int n = number % key_blocks(gradient), diagonal = number / key_blocks(gradient);
@@ -46,8 +47,8 @@ struct BiasTile {
   }
 };
 
-// What a producer warp tells the consumers beside Q and dO: of one pair that reads a tile's places; or, beside a
-// bias, that a tile ends and the next one begins.
+// What a producer warp tells the consumers. Beside Q and dO, it tells of one pair that reads a
+// tile's elements; beside a bias, that a tile ends and the next one begins.
 struct BiasVisit {
   using ScorePolicy = TermScores<ScoreTerms{.alibi = true, .bias = true}>;
 

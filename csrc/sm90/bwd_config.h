@@ -21,7 +21,8 @@ struct BwdTile {
   bool holds_k = false, holds_v = false;
 };
 
-// dK and dV take kHeadDim registers of a thread, S and dP block_m: together at most 192 of 240.
+// dK and dV take kHeadDim registers of a thread, and S and dP take block_m. Together these are at
+// most 192 of the 240 registers that a thread has.
 template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
@@ -44,35 +45,36 @@ template <>
 inline constexpr BwdTile kBwdTile<128> = {
     .block_m = 64, .stages = 2, .pools = true, .folds_rows = true};
 
-// Columns of a class's tiles in shared memory, and of its sums of dQ.
+// A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
 
-// The sums of dQ as a pool (bwd_dq_pool.cuh) spare memory traffic that counts where sequences are short.
-// Rows of a head in it: a multiple of every piece's.
+// Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
+// counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
 inline constexpr int kBwdMaxPooledQueries = 1024;
 inline constexpr int kBwdPoolRows = 64;
-// How many times the tiles that run at a time have places for their sums: those that run, those that are
-// converted, and those whose thread blocks are late.
+// A pool has places for so many times the tiles that run at a time: for those that run, those that
+// are converted, and those whose thread blocks are late.
 inline constexpr int kBwdPoolRounds = 3;
 
-// Up to so many rounds of tiles, the order of their heads looks to the longest tiles first.
+// Up to so many rounds of tiles, heads are ordered so that the longest tiles come first.
 inline constexpr int kBwdFewRounds = 4;
 
-// Where tiles are split (bwd_split.cuh): the classes; what a split costs beside its queries, in queries, as K
-// and V are loaded once more and its sums go to memory and back; and how many there may be for each
-// multiprocessor, as each takes memory.
+// Tiles may be split in two classes (bwd_split.cuh). kBwdSplitCost is what a split costs beside its
+// queries, in queries: K and V are loaded once more, and its sums go to memory and back.
+// kBwdMaxSplits is how many splits there may be for each multiprocessor, as each takes memory.
 inline constexpr int kBwdSplitClass = 128, kBwdNarrowSplitClass = 64;
 inline constexpr int kBwdSplitCost = 256, kBwdMaxSplits = 4;
 
-// For wider heads, by the class of q and k: two thread blocks of 64 keys, and 64 queries an iteration.
+// Wider heads have two thread blocks of 64 keys each, and 64 queries an iteration. Their tiles go
+// by the class of q and k.
 struct BwdPairTile {
   int q_slots, dout_slots;  // slabs of 64 columns of Q, and of dO, in shared memory
-  // dV and dK of a block beside the arithmetic of the next one's scores, not beside their products:
-  // Q and dO stay for longer.
+  // dV and dK of a block are computed beside the arithmetic of the next block's scores, not beside
+  // their products. Q and dO stay for longer then.
   bool late_products;
   bool folds_rows;  // as BwdTile's; wider heads leave no room in shared memory
-  // Of a thread that computes dQ, P and dV, or dS and dK. What is left of the last two holds slabs of
-  // K and V.
+  // How many registers a thread has that computes dQ; P and dV; or dS and dK. What the last two
+  // leave free holds slabs of K and V.
   int dq_registers, s_registers, d_registers;
 };
 template <int kHeadDim>
@@ -95,7 +97,8 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
                                                   .s_registers = 208,
                                                   .d_registers = 208};
 
-// The gradient of a bias that is shared (bwd_bias.cuh): blocks of Q and dO, and of K and V, in shared memory.
+// The gradient of a shared bias (bwd_bias.cuh) has so many blocks of Q and dO, and of K and V, in
+// shared memory.
 struct BwdBiasStages {
   int rows, keys;
 };
@@ -106,11 +109,11 @@ inline constexpr BwdBiasStages kBwdBiasStages<64> = {.rows = 3, .keys = 5};
 template <>
 inline constexpr BwdBiasStages kBwdBiasStages<128> = {.rows = 2, .keys = 3};
 
-// The class of calls with several score terms, of head dims up to kBwdMaxSingleHeadDim. With terms that have
-// kernels of their own there are two classes, this one and:
+// Calls with several score terms have one class, for head dims up to kBwdMaxSingleHeadDim. Terms
+// that have kernels of their own have two classes, this one and a narrow one.
 inline constexpr int kBwdScoresClass = 128, kBwdNarrowTermsClass = 64;
 
-// Calls f.template operator()<class of q and k, class of v>(). Without score terms.
+// Calls f.template operator()<class of q and k, class of v>(), for a call without score terms.
 template <typename F>
 auto with_bwd_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;

@@ -16,7 +16,7 @@ enum BwdBarrier : int {  // 0 is __syncthreads
   kHeadStart
 };
 
-// A consumer's place among the blocks of a bias.
+// Where a consumer stands in the ring of the blocks of a bias.
 template <typename Traits, bool kHasOne = Traits::kAdditive>
 struct BwdTermPlace {
   __device__ __forceinline__ explicit BwdTermPlace(BwdSharedStorage<Traits>&) {}
@@ -41,7 +41,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   const typename Traits::Params& params;
   BwdSharedStorage<Traits>& smem;
   const int warpgroup;
-  int lane, warp_row;  // warp_row: of the warp's 16 keys in the block
+  int lane, warp_row;  // warp_row: the first of the warp's 16 keys in the block
   const float scale_log2;
   Ring<Traits::kStages> q_ring;  // dO's is in step with it
   Ring<Traits::kScoreStages> ds_ring;
@@ -62,18 +62,18 @@ struct BwdConsumer : BwdTermPlace<Traits> {
         turn_ring(smem.turn_ring),
         queue(smem.queue) {}
 
-  // At the start of a tile. What follows from the thread's number is computed anew in each: there are
-  // no registers to keep it.
+  // Called at the start of a tile. What follows from the thread's number is computed anew in each,
+  // as there are no registers to keep it.
   __device__ __forceinline__ void place_thread() {
     const unsigned thread = flash_attn::ptx::opaque(threadIdx.x);
     lane = thread % 32;
     warp_row = warpgroup * 64 + thread / 32 % 4 * 16;
   }
 
-  // The consumers come to a tile together, and the second begins when the first has issued its scores
-  // and their gradient. If they began together, they would do their exponentials together, too,
-  // iteration after iteration, and the tensor cores would have nothing to do meanwhile; if the second
-  // came an iteration later, the first would wait for its dS all the time.
+  // The consumers come to a tile together, and the second begins when the first has issued its
+  // scores and their gradient. If they began together, they would do their exponentials together,
+  // too, iteration after iteration, and the tensor cores would have nothing to do meanwhile; if the
+  // second came an iteration later, the first would wait for its dS all the time.
   __device__ __forceinline__ void await_start() const {
     if (warpgroup == 0) {
       ptx::barrier_sync<Traits::kConsumerThreads>(kTogether);
@@ -86,20 +86,21 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     if (warpgroup == 0) ptx::barrier_arrive<Traits::kConsumerThreads>(kHeadStart);
   }
 
-  // The reductions of the tile have been issued.
+  // Says that the reductions of the tile have been issued.
   __device__ __forceinline__ void say_summed() const {
     __syncwarp();
     if (lane == 0) queue.in(smem.summed_ring).arrive_full();
   }
 
-  // Of all consumers.
+  // The number of this thread among those of all consumers.
   __device__ __forceinline__ int thread() const { return threadIdx.x - 128; }
-  // What follows from it alone is not computed before the loop, where it would take registers.
+  // The lane, as a value that the compiler does not know. What follows from it alone is not
+  // computed before the loop, where it would take registers.
   __device__ __forceinline__ int opaque_lane() const {
     return static_cast<int>(flash_attn::ptx::opaque(lane));
   }
 
-  // The warp is done with the slot.
+  // The warp is done with the stage.
   template <int kStages>
   __device__ __forceinline__ void release(const Ring<kStages>& ring) const {
     if (lane == 0) ring.arrive_empty();
@@ -109,12 +110,12 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.dout_ring);
   }
   __device__ __forceinline__ Ring<1> v_ring() const { return k_ring.in(smem.v_ring); }
-  // Of dropout's words.
+  // The ring of dropout's words.
   __device__ __forceinline__ Ring<Traits::kStages> words_ring() const {
     return q_ring.in(smem.term_ring);
   }
 
-  // This warp's keys of K or V become an operand in registers, once they are there.
+  // Reads this warp's keys of K or V into an operand in registers, once they are there.
   __device__ __forceinline__ void hold(HeldOperand& held,
                                        const typename Traits::KTile& tile) const {
     const SmemOperand<Side::kA, Layout::kKInner, typename Traits::KTile> rows(tile, warp_row, lane);
@@ -124,7 +125,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   __device__ __forceinline__ void hold(typename Traits::Nothing,
                                        const typename Traits::KTile&) const {}
 
-  // Starts Sᵀ = K Qᵀ of this consumer's keys; dPᵀ = V dOᵀ.
+  // Starts Sᵀ = K Qᵀ of this consumer's keys; the next function starts dPᵀ = V dOᵀ.
   __device__ __forceinline__ void start_scores(Scores& S, typename Traits::HeldK& K) const {
     const auto& lse = smem.row_values[q_ring.stage()].lse;
     const auto ones = lse.ones();
@@ -141,8 +142,8 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     ptx::wgmma_commit();
   }
 
-  // Starts dV += Pᵀ dO or dK += dSᵀ Q: the rounded scores are registers, queries their columns, of
-  // which those from kFirst to kEnd are meant.
+  // Starts dV += Pᵀ dO or dK += dSᵀ Q. The rounded scores are registers, and queries are their
+  // columns, of which those from kFirst to kEnd count.
   template <int kFirst = 0, int kEnd = Traits::kBlockM>
   __device__ __forceinline__ void start_key_gradient(typename Traits::KeyGradient& gradient,
                                                      ScoresOperand& scores,
@@ -152,7 +153,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     ptx::wgmma_commit();
   }
 
-  // The place where the next dS comes has been copied to the gradient of the bias.
+  // Waits until what lay in the next stage of dS has been copied to the gradient of the bias.
   __device__ __forceinline__ void await_copies() const {
     if (params.dbias.form != BiasGradientParams::Form::kNone) ds_ring.wait_empty();
   }
@@ -175,7 +176,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   }
 
  private:
-  // The columns of K for them.
+  // The columns of K that this consumer's columns of dQ come from.
   __device__ __forceinline__ auto dq_keys() const {
     using K = WgmmaOperand<Layout::kKOuter, typename Traits::KTile>;
     if constexpr (Traits::kRepeatsKeys) {
@@ -184,7 +185,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
       return K(smem.k, dq_first_col());
     }
   }
-  // Of this consumer's keys, held or in the tile.
+  // Starts a product of this consumer's keys, which are held in registers or lie in the tile.
   __device__ __forceinline__ void start_product(Scores& C, HeldOperand& held,
                                                 const typename Traits::KTile&,
                                                 const typename Traits::QTile& rows) const {
@@ -204,9 +205,9 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   }
 };
 
-// Of dK or dV of this warp's keys, the columns of a tile from first_col on, which lie at `col` of the
-// gradient, through an empty place of dS: nobody else touches this warp's rows there before all consumers
-// have come to the next tile (await_start).
+// Stores a tile of columns of dK or dV of this warp's keys, from first_col on, which lie at `col`
+// of the gradient. They go through an empty stage of dS: nobody else touches this warp's rows there
+// before all consumers have come to the next tile (await_start).
 template <typename Traits, int kCols>
 __device__ __forceinline__ void store_key_gradient_cols(const BwdConsumer<Traits>& self,
                                                         const BwdWork& work,
@@ -231,7 +232,7 @@ __device__ __forceinline__ void store_key_gradient_cols(const BwdConsumer<Traits
                               num_cols - first_col, tile, self.warp_row, self.lane);
 }
 
-// All columns.
+// Stores all columns.
 template <typename Traits>
 __device__ __forceinline__ void store_key_gradient(const BwdConsumer<Traits>& self,
                                                    const BwdWork& work,

@@ -1,5 +1,6 @@
-// dQ's sums in the same order every time: blocks of keys take turns at each block of queries. One warp waits
-// for the turns of its thread block, one passes them on; where only one warp is free, it does both.
+// dQ's sums come in the same order every time: blocks of keys take turns at each block of queries.
+// One warp waits for the turns of its thread block, and one passes them on. Where only one warp is
+// free, it does both.
 #pragma once
 
 #include <cuda/atomic>
@@ -15,12 +16,12 @@ namespace flash_attn::sm90 {
 template <typename Traits>
 struct BwdSharedStorage;
 
-// One block of keys at one block of queries.
+// The turn of one block of keys at one block of queries.
 struct DqTurn {
   ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> added;  // how many have been, so far
   int turn;                                                        // how many come before this one
 
-  // share: of dQ's columns, where thread blocks share them.
+  // share: which of dQ's columns are meant, where thread blocks share them.
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ static DqTurn make(const BwdParams& params, bool last_first,
                                                 const BwdWork& work, const QueryBlocks& block,
@@ -43,7 +44,7 @@ struct DqTurn {
   }
 };
 
-// Calls step(turn, ring) for each block of queries of each tile. A whole warp.
+// Calls step(turn, ring) for each block of queries of each tile. A whole warp calls it.
 template <typename Traits, typename Step>
 __device__ __forceinline__ void for_each_turn(const BwdParams& params, bool last_first,
                                               BwdSharedStorage<Traits>& smem, const Step& step) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void for_each_turn(const BwdParams& params, bool last
   }
 }
 
-// Whether the sequences lie one behind the other. A whole warp.
+// Whether the sequences lie one behind the other. A whole warp calls it.
 __device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
   if (cu_seqlens == nullptr) return true;
   bool ascending = true;
@@ -69,8 +70,8 @@ __device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
   return __all_sync(~0u, ascending);
 }
 
-// A tile waits only for tiles that were taken before it. Where sequences overlap, which is an error of
-// the caller, some tiles do not exist, and nobody may wait for them.
+// A tile waits only for tiles that were taken before it. Where sequences overlap, which is an error
+// of the caller, some tiles do not exist, and nobody may wait for them.
 template <typename Traits>
 __device__ __forceinline__ void await_turns_loop(const BwdParams& params, bool last_first,
                                                  BwdSharedStorage<Traits>& smem) {
@@ -98,8 +99,8 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
   });
 }
 
-// Both, for one tile and one share of dQ's columns. A whole warp, of which one thread looks for either in
-// turn.
+// Waits for turns and passes them on, for one tile and one share of dQ's columns. A whole warp
+// calls it, of which one thread looks for either in turn.
 template <int kBlockM, int kBlockN, int kStages>
 __device__ __forceinline__ void take_turns(const BwdParams& params, bool last_first,
                                            const BwdWork& work, int share,

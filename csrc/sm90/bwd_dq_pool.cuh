@@ -1,9 +1,9 @@
-// dq_accum as a pool (DqPool): the sums of dQ stay in the L2 cache, and become rows of dq while the kernel
-// runs. One warp says which sums are complete; another one converts them, piece after piece, and leaves
-// zeros.
+// dq_accum as a pool (DqPool): the sums of dQ stay in the L2 cache, and become rows of dq while the
+// kernel runs. One warp says which sums are complete. Another one converts them, band after band,
+// and leaves zeros.
 //
-// Nobody waits for a thread block that does not run: tiles and pieces are taken in order, those that
-// run finish what they took, and the warp that converts holds up no other role.
+// Nobody waits for a thread block that does not run: tiles and shares are taken in order, those
+// that run finish what they took, and the warp that converts holds up no other role.
 #pragma once
 
 #include <cuda/atomic>
@@ -25,7 +25,7 @@ __device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& para
   return DeviceCounter(params.dq_pool.progress[2 + 2 * number]);
 }
 
-// A share: some pieces of one query head, one behind the other.
+// A share is some bands of one query head, one behind the other; a head has so many shares.
 template <typename Traits>
 __device__ __forceinline__ int dq_shares_of_head(const BwdParams& params) {
   constexpr int kRows = Traits::kPieces * Traits::kPieceRows;
@@ -46,8 +46,9 @@ __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork
          group * dq_shares_of_head<Traits>(params);
 }
 
-// Lets the consumers begin with a tile when there is a place for its sums, and says when it has been added.
-// Not in this order: the place may be that of the sums of the tile before. One thread.
+// Lets the consumers begin with a tile when there is a place for its sums, and says when the tile
+// has been added. It does not stick to this order: the place may be that of the sums of the tile
+// before. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
                                                 BwdSharedStorage<Traits>& smem) {
@@ -82,8 +83,8 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
   } while (work != nullptr);
 }
 
-// The warp that makes rows of dq from the sums of complete numbers, share after share. A piece comes by TMA,
-// is rounded where it lies, and leaves by TMA, while the next one comes.
+// The warp that makes rows of dq from the sums that are complete, share after share. A band comes
+// by TMA, is rounded where it lies, and leaves by TMA, while the next one comes.
 template <typename Traits>
 class DqConverter {
   using Element = typename Traits::Element;
@@ -96,7 +97,7 @@ class DqConverter {
                                          BwdSharedStorage<Traits>& smem)
       : params_(params), map_(map), smem_(smem) {}
 
-  // blocks: of keys, that add to the same sums.
+  // blocks: how many blocks of keys add to the same sums.
   __device__ __forceinline__ void run(int blocks) {
     const int of_head = dq_shares_of_head<Traits>(params_);
     const int group = params_.heads_q / params_.heads_kv;
@@ -133,11 +134,12 @@ class DqConverter {
     return __shfl_sync(~0u, taken, 0);
   }
 
-  // Of the share's piece number 0, or of the one behind the piece that is being visited.
+  // Starts the copy of the share's first band (band = 0), or of the one behind the band that is
+  // being visited.
   __device__ __forceinline__ void start(int piece) const {
     if (!speaks()) return;
     const Ring<Traits::kPieceStages> ring(smem_.piece_ring, visit_ + (piece > 0));
-    // What left from this place has been read.
+    // Waits until what left from this stage has been read.
     ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
     // The sums were added by reductions, which the copy must see.
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_global);
@@ -177,8 +179,8 @@ class DqConverter {
     ::cuda::ptx::cp_async_bulk_commit_group();
   }
 
-  // 16 rows and 32 columns of sums, to the slab's rows, which begin at `to`. What is written lies in front of
-  // what is still to be read, or in these blocks themselves.
+  // Rounds 16 rows and 32 columns of sums to the slab's rows, which begin at `to`. What is written
+  // lies in front of what is still to be read, or in these blocks themselves.
   __device__ __forceinline__ void round_block(const float* from, uint32_t to) const {
     uint32_t pairs[2][4];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Where the backward kernels add their parts of dQ.
+// Where the backward kernels add to dQ.
 #pragma once
 
 #include "../cuda/attn/dq_accum.cuh"
@@ -8,12 +8,13 @@
 
 namespace flash_attn::sm90 {
 
-// A walk of its own over the blocks of kBlockM queries: where a warp adds 16 rows of each block's dQ.
-// kAccumCols: of dq_accum. kComputesAnew: in each block; kept, it takes registers that score terms need.
+// Walks over the blocks of kBlockM queries on its own, and knows where a warp adds 16 rows of each
+// block's dQ. kAccumCols: the columns of dq_accum. kComputesAnew: this is computed in each block;
+// kept, it would take registers that score terms need.
 template <int kBlockM, int kAccumCols, bool kComputesAnew = false>
 class DqReduction {
  public:
-  // row, col: of the warp's rows in a block, and of its first column.
+  // row, col: the first of the warp's rows in a block, and its first column.
   __device__ __forceinline__ DqReduction(const BwdParams& params, const BwdWork& work,
                                          const QueryBlocks& first, int row, int col, int lane)
       : params_(params),
@@ -22,8 +23,8 @@ class DqReduction {
                 dq_accum_position(DqAccumOrder::kByLane, lane, 0)),
         block_(first) {}
 
-  // To the first block, or the next one. Not right behind add(): an instruction that changes the
-  // address waits until the reductions have been taken over.
+  // Goes to the first block, or to the next one. It should not stand right behind add(): an
+  // instruction that changes the address waits until the reductions have been taken over.
   __device__ __forceinline__ void advance() {
     if (kComputesAnew || new_head_) {
       start_head(block_);
@@ -34,8 +35,9 @@ class DqReduction {
     new_head_ = block_.advance();
   }
 
-  // To any block, and never advance(). What follows from its head is kept: reads of shared memory queue
-  // behind the reductions. Not right behind add() either.
+  // Goes to any block; who calls it never calls advance(). What follows from the block's head is
+  // kept, as reads of shared memory queue behind the reductions. It should not stand right behind
+  // add() either.
   __device__ __forceinline__ void go_to(const QueryBlock& block) {
     if (block.head != head_) {
       start_head({.head = block.head, .m = 0});
@@ -47,8 +49,8 @@ class DqReduction {
     rows_left_ = head_rows_left_ - block.m * kBlockM;
   }
 
-  // The first column of dQ lies first_col behind the constructor's. A block of 16 rows that the sequence
-  // lacks belongs to somebody else.
+  // The first column of dQ lies first_col behind the constructor's. A block of 16 rows that the
+  // sequence lacks belongs to somebody else.
   template <int kCols>
   __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_col = 0) const {
     if (rows_left_ <= 0) return;
@@ -76,7 +78,7 @@ class DqReduction {
   bool new_head_ = true;
   float* accum_;
   int rows_left_;
-  // Of go_to().
+  // What go_to() keeps of a head.
   int head_ = -1;
   float* head_accum_;
   int head_rows_left_;

@@ -1,5 +1,6 @@
-// The producer warps of the backward kernel where a mask's hidden tiles are passed over: one takes tiles, finds
-// the blocks of queries that see something of their keys, and says so, beside LSE and delta; one loads.
+// The producer warps of the backward kernel where a mask's hidden tiles are passed over. One takes
+// tiles, finds the blocks of queries that see something of their keys, and says so, beside LSE and
+// delta. One loads.
 #pragma once
 
 #include "../cuda/ptx/cp_async.cuh"
@@ -8,15 +9,15 @@
 
 namespace flash_attn::sm90 {
 
-// Those blocks of one block of keys: head after head, and within a head from the first to the last. A whole
-// warp, each lane of which looks at one of 32 blocks.
+// Finds those blocks for one block of keys: head after head, and within a head from the first to
+// the last. A whole warp calls it, each lane of which looks at one of 32 blocks.
 template <typename Traits>
 class QueryFinder {
  public:
   __device__ __forceinline__ QueryFinder(const Masked<BwdParams>& params, const BwdWork& work)
       : params_(params), work_(work), at_{.head = work.q.head, .m = work.range.begin} {}
 
-  // Whether there is one that has not been taken.
+  // Looks for one that has not been taken, and says whether there is one.
   __device__ __forceinline__ bool look() {
 #pragma unroll 1
     while (found_ == 0) {
@@ -33,7 +34,7 @@ class QueryFinder {
     return true;
   }
 
-  // The next one, after look().
+  // Takes the next one, after look().
   __device__ __forceinline__ FoundQueries take() {
     const int from = __ffs(static_cast<int>(found_)) - 1;
     const QueryBlock block = {.head = at_.head, .m = at_.m - 32 + from};
@@ -50,7 +51,7 @@ class QueryFinder {
   uint32_t states_ = 0;  // of this lane's
 };
 
-// What the rows of a block of queries say of the keys from first_key on. A whole warp.
+// Copies what the rows of a block of queries say of the work's keys. A whole warp calls it.
 template <int kBlockM>
 __device__ __forceinline__ void copy_mask_rows(int4 (&rows)[kBlockM], const TileMask& mask,
                                                const BwdWork& work, const QueryBlock& block) {
@@ -78,8 +79,8 @@ __device__ __forceinline__ void copy_mask_rows(int4 (&rows)[kBlockM], const Tile
   flash_attn::ptx::cp_async_wait<0>();
 }
 
-// Takes tiles, finds their blocks of queries and publishes both; loads LSE, delta and the mask's rows. A
-// whole warp.
+// Takes tiles, finds their blocks of queries and publishes both; loads LSE, delta and the mask's
+// rows. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_queries_loop(
     const Masked<BwdParams>& params, const typename Traits::Scheduler& scheduler, int num_tiles,
@@ -127,7 +128,7 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
   queue.end();
 }
 
-// One thread.
+// Loads the blocks that were found. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void load_found_loop(const BwdParams& params, const BwdTensorMaps& maps,
                                                 BwdSharedStorage<Traits>& smem) {

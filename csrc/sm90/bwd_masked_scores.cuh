@@ -1,24 +1,26 @@
-// A mask of tiles in the backward: which blocks of queries a consumer walks over, and what of their P is 0.
+// A mask of tiles in the backward decides which blocks of queries a consumer walks over, and what
+// of their P is 0.
 #pragma once
 
 #include "bwd_traits.cuh"
 
 namespace flash_attn::sm90 {
 
-// A consumer's walk over the blocks that were found, as QueryBlocks.
+// A consumer's walk over the blocks that were found. It stands in for QueryBlocks.
 class FoundBlocks : public QueryBlock {
  public:
   __device__ __forceinline__ explicit FoundBlocks(const BwdWork& work)
       : QueryBlock{}, more_(work.has_queries()) {}
 
   __device__ __forceinline__ bool more() const { return more_; }
-  // To the one that has come.
+  // Goes to the block that has come.
   __device__ __forceinline__ void go_to(const FoundQueries& queries) {
     static_cast<QueryBlock&>(*this) = queries.block();
     states_ = queries.states();
     more_ = !queries.is_last();
   }
-  // Of the block's tile-th 64 queries and a consumer's keys.
+  // The state of the mask's tile where the block's queries from 64 · tile on meet a consumer's
+  // keys.
   __device__ __forceinline__ uint32_t state(int tile, int consumer) const {
     return states_ >> 2 * (2 * tile + consumer) & 3;
   }
@@ -28,8 +30,9 @@ class FoundBlocks : public QueryBlock {
   uint32_t states_ = 0;
 };
 
-// Of a tile of the mask, which queries see the lane's two keys, a bit for each element of P: those of data[0][n]
-// from bit 4 · n on. rows: what the mask says of the queries, if it is mixed. key: the warp's first, of 16.
+// Which queries of a tile of the mask see the lane's two keys: a bit for each element of P, those
+// of data[0][n] from bit 4 · n on. rows: what the mask says of the queries, if the tile is mixed.
+// key: the first of the warp's 16 keys.
 __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& mask,
                                               const BwdWork& work, const int4* rows, int key,
                                               int lane) {
@@ -38,7 +41,8 @@ __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& ma
   const bool by_labels = mask.labels != nullptr && rows->w >= rows->z;
   key += fragment_row(0, lane);
   rows += fragment_col(0, lane);
-  // of_row: of one query, bits 0 and 2. A loop, so that it takes few registers while products are under way.
+  // of_row gives bits 0 and 2 of one query. The loop stays one, so that it takes few registers
+  // while products are under way.
   const auto find = [&](const auto& of_row) {
     uint32_t seen = 0;
 #pragma unroll 2
@@ -66,7 +70,7 @@ __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& ma
   });
 }
 
-// P = 0 where the mask hides it. seen: of each 64 queries.
+// Sets P to 0 where the mask hides it. seen: the bits of each 64 queries.
 template <int kBlockM>
 __device__ __forceinline__ void hide(Accumulator<1, kBlockM>& P,
                                      const uint32_t (&seen)[kBlockM / kMaskTile]) {

@@ -4,10 +4,10 @@
 //   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
 //   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
 //
-// As bwd.cuh, with other roles: dK and dV of 64 keys fill the registers of two warpgroups, and 64 keys
-// alone would send twice as many reductions of dQ to the L2 cache as it takes. So two thread blocks
-// of 64 keys each, a cluster, walk over the queries together and exchange dS: each computes half of
-// dQ's columns, for the keys of both.
+// It works as bwd.cuh, with other roles. dK and dV of 64 keys fill the registers of two warpgroups,
+// and 64 keys alone would send twice as many reductions of dQ to the L2 cache as it can take. So
+// two thread blocks of 64 keys each, a cluster, walk over the queries together and exchange dS:
+// each computes half of dQ's columns, for the keys of both.
 //
 //   warpgroup 0, producer   warp 0: K, Q     warp 1: V, dO     warp 2: LSE and delta
 //                           warp 3: the order of dQ's sums
@@ -17,14 +17,15 @@
 //   warpgroup 3, D          dPᵀ = V dOᵀ; dS = P ∘ (dP - delta)          → dS to both blocks
 //                           dK += dSᵀ Q
 //
-// S and D hold K and V of their keys in registers, as many slabs as there is room for; where shared memory has
-// room, LSE and delta are columns of the products (bwd_row_terms.cuh). Each warpgroup is a block of
-// queries ahead of the next, as far as the rings between them have slots, so that the tensor cores
-// always have somebody's product to do; within a warpgroup nothing is overlapped but the product
-// that ends an iteration.
+// S and D hold K and V of their keys in registers, as many slabs as there is room for. Where shared
+// memory has room, LSE and delta are columns of the products (bwd_row_terms.cuh). Each warpgroup is
+// a block of queries ahead of the next, as far as the rings between them have stages, so that the
+// tensor cores always have somebody's product to do. Within a warpgroup nothing is overlapped but
+// the product that ends an iteration.
 //
-// Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │ slabs of Q and of dO │
-//                 │ P, in its place dS × 2 │ the peer's dS × 2 │ LSE, delta × 2 │ work, barriers │
+// Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │
+//                 │ slabs of Q and of dO │ P, in its place dS × 2 │ the peer's dS × 2 │
+//                 │ LSE, delta × 2 │ work, barriers │
 #pragma once
 
 #include <new>
@@ -39,7 +40,7 @@
 
 namespace flash_attn::sm90 {
 
-// S: P of each block of queries, and dV.
+// The role S: computes P of each block of queries, and dV.
 template <typename Traits>
 __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
@@ -124,7 +125,7 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
                      self.params.head_dim_v);
 }
 
-// D: dS of each block of queries, for both blocks of the cluster, and dK.
+// The role D: computes dS of each block of queries, for both blocks of the cluster, and dK.
 template <typename Traits>
 __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
@@ -219,7 +220,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
                      self.params.head_dim);
 }
 
-// dQ: this thread block's share of the slabs, for the keys of both.
+// The role dQ: computes this thread block's share of the slabs, for the keys of both.
 template <typename Traits>
 __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
@@ -253,8 +254,8 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
   const int num_blocks = work.num_query_blocks();
   if (num_blocks > 0) Ring<1>(smem.k_ring).wait_full();
   Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
-  // Which block's sums of the slab in the middle are this thread block's: in order, those of the same
-  // queries always.
+  // The two thread blocks add the slab in the middle by turns. Where sums come in order, the
+  // queries decide whose turn it is, so that it is the same every time.
   int place = Traits::kOrders ? work.range.begin : 0;
 #pragma unroll 1
   for (int i = 0; i < num_blocks; ++i) {
@@ -278,8 +279,8 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
   ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);
 }
 
-// The number of the cluster's tile, where tiles wait for those before them, which therefore have to run: the
-// first cluster that runs takes the first tile.
+// Takes the number of the cluster's tile where tiles wait for those before them. Those have to run,
+// so the first cluster that runs takes the first tile.
 template <typename Traits>
 __device__ __forceinline__ int take_tile(const BwdParams& params,
                                          BwdPairSharedStorage<Traits>& smem, int rank) {
@@ -302,7 +303,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   if constexpr (Traits::kOrders) number = take_tile(params, smem, rank);
   const TileCoordinates tile = scheduler.tile(number);
   const SeqlenInfo seqlen(params, tile.batch_idx);
-  if (tile.block * Traits::kPairN >= seqlen.segment_k) {  // both
+  if (tile.block * Traits::kPairN >= seqlen.segment_k) {  // for both blocks
     // Without this the grid could end before the one that zeroes dq_accum.
     flash_attn::ptx::wait_for_prerequisites();
     if constexpr (Traits::kOrders) ptx::cluster_sync();  // the peer may still read the number

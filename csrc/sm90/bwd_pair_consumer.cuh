@@ -14,14 +14,14 @@ enum BwdPairBarrier : int {  // 0 is __syncthreads
   kProductsDone = 1
 };
 
-// What a thread of a consumer warpgroup knows of its place.
+// What a thread of a consumer warpgroup knows of where it stands.
 template <typename Traits>
 struct BwdPairConsumer {
   const BwdParams& params;
   BwdPairSharedStorage<Traits>& smem;
   const BwdWork& work;
   const int rank;            // of the thread block in its cluster: its keys start at rank · kBlockN
-  const int lane, warp_row;  // of the warp's 16 rows in the block, keys or queries
+  const int lane, warp_row;  // warp_row: the first of the warp's 16 rows, keys or queries
 
   __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
                                              BwdPairSharedStorage<Traits>& smem, int rank)
@@ -32,13 +32,14 @@ struct BwdPairConsumer {
         lane(threadIdx.x % 32),
         warp_row(threadIdx.x / 32 % 4 * 16) {}
 
-  // What follows from it alone is not computed before the loop, where it would take registers.
+  // The lane, as a value that the compiler does not know. What follows from it alone is not
+  // computed before the loop, where it would take registers.
   __device__ __forceinline__ int opaque_lane() const {
     return static_cast<int>(flash_attn::ptx::opaque(lane));
   }
 };
 
-// The gradient of this warp's keys, K's or V's, through the slabs that held them.
+// Stores the gradient of this warp's keys, dK or dV, through the slabs that held K or V.
 template <typename Traits, int kSlabs, int kCols>
 __device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>& self,
                                                    typename Traits::Slab (&slabs)[kSlabs],
@@ -60,13 +61,13 @@ __device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>
   }
 }
 
-// Of K's or V's slabs the first ones, of this warp's 16 keys, as operands in registers for as long as the tile
-// lasts. With none there is a place all the same, which takes no register.
+// The first slabs of K or V of this warp's 16 keys are operands in registers for as long as the
+// tile lasts. Without any there is an array all the same, which takes no register.
 template <int kSlabs>
 struct HeldSlabs {
   OperandA<1, 64> slabs[kSlabs > 0 ? kSlabs : 1];
 
-  // Once they are there.
+  // Called once the slabs are there.
   template <typename Slab>
   __device__ __forceinline__ void read(const Slab* from, int warp_row, int lane) {
 #pragma unroll
@@ -78,8 +79,8 @@ struct HeldSlabs {
   }
 };
 
-// C = A B over the columns of the slabs, of which some are held: B's are taken from the ring as they come.
-// add_rows: what is started behind them.
+// Starts C = A B over the columns of the slabs, of which some are held. B's are taken from the ring
+// as they come. add_rows() starts what comes behind them.
 template <typename Traits, int kSlabs, int kHeld, int kSlots, typename AddRows>
 __device__ __forceinline__ void start_scores(typename Traits::Scores& C,
                                              const typename Traits::Slab (&A)[kSlabs],
@@ -106,7 +107,7 @@ __device__ __forceinline__ void start_scores(typename Traits::Scores& C,
   ptx::wgmma_commit();
 }
 
-// gradient += scores · B, slab after slab of B's columns.
+// Starts gradient += scores · B, slab after slab of B's columns.
 template <typename Traits, int kCols, int kSlots>
 __device__ __forceinline__ void start_key_gradient(Accumulator<1, kCols>& gradient,
                                                    typename Traits::ScoresOperand& scores,

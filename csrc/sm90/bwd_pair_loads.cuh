@@ -6,8 +6,8 @@
 
 namespace flash_attn::sm90 {
 
-// Slabs of a block of keys, from first_col of num_cols columns on. One thread, which has announced
-// slab_bytes().
+// Loads the slabs of a block of keys that have num_cols columns from first_col on. One thread calls
+// it, which has announced slab_bytes().
 template <typename Slab, int kSlabs>
 __device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const CUtensorMap& map,
                                            const BwdWork& work, int first_key, int first_col,
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t slab_bytes(const Slab (&)[kSlabs], int num_c
   return min((num_cols + Slab::kCols - 1) / Slab::kCols, kSlabs) * sizeof(Slab);
 }
 
-// Q or dO, kSlabs slabs of each block. Where the matrix lacks a slab its first one comes once more, to
-// be multiplied with the zeros of K or V. One thread.
+// Loads Q or dO, kSlabs slabs of each block. Where the matrix lacks a slab, its first one comes
+// once more, to be multiplied with the zeros of K or V. One thread calls it.
 template <int kSlabs, int kSlots, typename Slab>
 __device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kSlots], const CUtensorMap& map,
                                                       const BwdWork& work, int num_cols,

@@ -1,4 +1,5 @@
-// P on its way from the warpgroup that computes it to the one that computes dS, through shared memory.
+// P on its way from the warpgroup that computes it to the one that computes dS, through shared
+// memory.
 #pragma once
 
 #include "../cuda/ptx/ldmatrix.cuh"
@@ -8,7 +9,8 @@
 
 namespace flash_attn::sm90 {
 
-// Two of kExactScale · P in 16 bits each, as fp16. For a dS in bf16: 11 bits are three more than it keeps.
+// Two numbers kExactScale · P as fp16. They serve a dS in bf16, as they have three bits more than
+// it keeps.
 struct HalfScores {
   __device__ __forceinline__ static uint32_t pack(float low, float high) {
     return flash_attn::ptx::pack<__half>(low, high);
@@ -18,16 +20,18 @@ struct HalfScores {
   }
 };
 
-// For a dS in fp16 that is as coarse as its own rounding. P has no sign and is at most 1 but for its own errors,
-// so here a sixteenth bit belongs to the mantissa: of a float that is small enough for five bits of its
-// exponent, to be 0 in the others. P from 8 on would lose them. A NaN becomes a number; where P is NaN, so are the
-// row's O and delta, and with delta dS.
+// They serve a dS in fp16, where HalfScores would be as coarse as the rounding of dS itself. P has
+// no sign and is at most 1 but for its own errors, so here the sign's bit belongs to the mantissa.
+// What is kept are bits of a float that is made so small that the upper bits of its exponent are 0;
+// P from 8 on would lose such bits. A NaN becomes a number. But where P is NaN, so are the row's O
+// and delta, and with delta dS.
 struct UnsignedHalfScores {
   static constexpr float kDown = 0x1p-111f, kUp = 0x1p111f;
   static constexpr int kFirstBit = 12;  // of a float's bits that are kept
   static constexpr uint32_t kKept = 0xffffu << kFirstBit;
 
-  // Shifted up, to the upper half of a register, ptxas of CUDA 13.0 takes the bits for 0.
+  // If they were shifted up, to the upper half of a register, ptxas of CUDA 13.0 would take the
+  // bits for 0.
   __device__ __forceinline__ static uint32_t pack(float low, float high) {
     constexpr uint32_t kLowerHalves = 0x5410;
     return flash_attn::ptx::permute_bytes(rounded(low) >> kFirstBit, rounded(high) >> kFirstBit,
@@ -39,13 +43,14 @@ struct UnsignedHalfScores {
   }
 
  private:
-  // To the bits that are kept.
+  // Rounds to the bits that are kept.
   __device__ __forceinline__ static uint32_t rounded(float x) {
     return __float_as_uint(x * kDown) + (1u << (kFirstBit - 1));
   }
 };
 
-// P: kExactScale times what it is. first_row: of the warp's rows in the tile.
+// Stores P, which is kExactScale times the probabilities. first_row: the first of the warp's rows
+// in the tile.
 template <typename Exact, typename Tile, int kBlockM>
 __device__ __forceinline__ void store_exact(Tile& tile, const Accumulator<1, kBlockM>& P,
                                             int first_row, int lane) {
@@ -60,8 +65,8 @@ __device__ __forceinline__ void store_exact(Tile& tile, const Accumulator<1, kBl
   }
 }
 
-// dS = P ∘ (dP - delta) in place of dP, from P as store_exact() left it, and from delta / kExactScale.
-// first_row: of the warp's rows in the tile.
+// Puts dS = P ∘ (dP - delta) in place of dP, from P as store_exact() left it, and from
+// delta / kExactScale. first_row: the first of the warp's rows in the tile.
 template <typename Exact, typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, const float (&delta)[kBlockM],
@@ -85,7 +90,7 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
   }
 }
 
-// The same where dP has delta subtracted from it.
+// The same where delta has been subtracted from dP already.
 template <typename Exact, typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, int lane) {

@@ -13,7 +13,8 @@
 
 namespace flash_attn::sm90 {
 
-// kOrdersSums: dQ's sums in the same order every time (bwd_dq_order.cuh), by an instance of its own.
+// kOrdersSums: dQ's sums come in the same order every time (bwd_dq_order.cuh), by an instance of
+// its own.
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, bool kOrdersSums>
 struct BwdPairTraits {
   static constexpr bool kOrders = kOrdersSums;
@@ -28,7 +29,7 @@ struct BwdPairTraits {
                        kSRegisters = kTile.s_registers, kDRegisters = kTile.d_registers;
   static_assert(kProducerRegisters + kDqRegisters + kSRegisters + kDRegisters <= 512);
 
-  // All operands lie in slabs of 64 rows and 64 columns, each with a place of its own in its ring.
+  // All operands lie in slabs of 64 rows and 64 columns, each in a stage of its own of its ring.
   static constexpr int kSlabCols = 64;
   using Slab = SmemTile<Element, 64, kSlabCols>;
   static constexpr int kSlabs = kHeadDim / kSlabCols, kSlabsV = kHeadDimV / kSlabCols;
@@ -40,10 +41,10 @@ struct BwdPairTraits {
       std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM, true>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<Rows, Rows>;
 
-  // Slabs of K and of V that S and D hold as operands in registers: as many as these have room for beside
+  // S and D hold slabs of K and of V as operands in registers: as many as they have room for beside
   // dV or dK, the scores, the same rounded, and what else a thread keeps. A product of 64 columns
-  // whose left operand lies in shared memory takes all that can be read there; beside it nobody else
-  // loads or stores.
+  // whose left operand lies in shared memory takes all that can be read there, and beside it nobody
+  // else loads or stores.
   static constexpr int held_slabs(int slabs, int gradient_cols, int registers, int others) {
     constexpr int kScores = kBlockM / 2 + kBlockM / 4;
     const int left = registers - kScores - gradient_cols / 2 - others;
@@ -51,8 +52,8 @@ struct BwdPairTraits {
   }
   static constexpr int kHeldSlabsK = held_slabs(kSlabs, kHeadDimV, kSRegisters, 36),
                        kHeldSlabsV = held_slabs(kSlabsV, kHeadDim, kDRegisters, 28);
-  // dQ goes to the two blocks of a cluster by slabs. With an odd number of them the one in the middle
-  // goes to either in turn; each block has the columns of the other's keys that it may need.
+  // dQ goes to the two blocks of a cluster by slabs. With an odd number of them the one in the
+  // middle goes to either in turn; each block has the columns of the other's keys that it may need.
   static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
 
   using ProbabilityTile = SmemTile<__half, kBlockN, kBlockM>;  // in the place of dS
@@ -64,8 +65,8 @@ struct BwdPairTraits {
   using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
 };
 
-// Which keys a thread block of a cluster loads, and how many columns of them. A block that has none of
-// the sequence's keys loads nothing: a box beyond the sequence must not be asked for.
+// Which keys a thread block of a cluster loads, and how many columns of them. A block that has none
+// of the sequence's keys loads nothing, as a box beyond the sequence must not be asked for.
 template <typename Traits>
 struct BwdPairKeys {
   int first_key, peer_first_key;
@@ -91,17 +92,18 @@ struct BwdPairSharedStorage {
   alignas(1024) Slab peer_k[Traits::kPeerSlabs];
   alignas(1024) Slab q[Traits::kQSlots];
   alignas(1024) Slab dout[Traits::kDoutSlots];
-  alignas(1024) Slab scores[Traits::kSlots];  // P, in its place dS: keys are rows
+  alignas(1024) Slab scores[Traits::kSlots];  // P, in its place dS; keys are rows
   alignas(1024) Slab peer_ds[Traits::kSlots];
   typename Traits::RowValues row_values[Traits::kSlots];
   [[no_unique_address]] BehindRows<typename Traits::RowValues> behind_rows;
   RingBarriers<Traits::kQSlots> q_ring;
   RingBarriers<Traits::kDoutSlots> dout_ring;
   RingBarriers<Traits::kSlots> row_ring;
-  // A slot of scores and peer_ds is full of P, then of dS; then p_ring has it empty.
+  // A stage of scores and peer_ds is full of P, and then of dS; p_ring says when it is empty again.
   RingBarriers<Traits::kSlots> p_ring, ds_ring;
   RingBarriers<1> k_ring, v_ring;
-  // Where dQ is added in order. full: it is this block's turn; its sums have been added.
+  // Where dQ is added in order, a full stage of turn_ring says that it is this block's turn, and
+  // one of added_ring that its sums have been added.
   RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
   int taken_tile;  // of the first block of the cluster
   alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
@@ -111,7 +113,7 @@ struct BwdPairSharedStorage {
   }
   __device__ __forceinline__ BwdWork& work() { return *reinterpret_cast<BwdWork*>(work_storage); }
 
-  // What no load ever writes. By all threads, before a barrier among them.
+  // Sets to 0 what no load ever writes. All threads call it, before a barrier among them.
   __device__ __forceinline__ void zero_absent_slabs(const BwdPairKeys<Traits>& keys) {
     const auto zero = [](auto& slabs, int num_cols) {
       int col = 0;

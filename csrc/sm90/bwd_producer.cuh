@@ -7,8 +7,8 @@
 
 namespace flash_attn::sm90 {
 
-// Of a block of K or V, num_cols columns from first_col on. One thread, once the tile is empty and the bytes
-// are expected.
+// Loads a block of K or V, num_cols columns from first_col on. One thread calls it, once the tile
+// is empty and the bytes are expected.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, const BwdWork& work,
                                           int num_cols, uint64_t& mbarrier, int first_col = 0) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void load_keys(Tile& tile, const CUtensorMap& map, co
             first_col);
 }
 
-// A block of Q or dO. One thread.
+// Loads a block of Q or dO. One thread calls it.
 template <int kStages, typename Tile>
 __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUtensorMap& map,
                                              const BwdWork& work, const QueryBlock& block,
@@ -28,14 +28,16 @@ __device__ __forceinline__ void load_queries(Tile (&tiles)[kStages], const CUten
             ptx::CacheHint::kEvictLast);
 }
 
-// What a kernel multiplies P and delta by; and what S, where LSE is subtracted from it.
+// What a kernel multiplies P and delta by; and what it multiplies S by, where LSE is subtracted
+// from it.
 struct RowScales {
   float p = 1, delta = 1, scale_log2 = 1;
 };
 
-// LSE and delta, scaled, of a block of queries; they start at any address in varlen: no bulk copy. A whole
-// warp, each thread of which says what it has written. The loads are under way while the slot is waited
-// for. write_more(): what else belongs into the slot.
+// Loads LSE and delta of a block of queries, and scales them. In varlen they start at any address,
+// so there is no bulk copy. A whole warp calls it, each thread of which says what it has written.
+// The loads are under way while the stage is waited for. write_more() writes what else belongs into
+// the stage.
 template <int kBlockM, int kStages, typename Values, typename WriteMore>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 const QueryBlock& block,
@@ -66,7 +68,8 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
   ring.arrive_full();
 }
 
-// Of each block of queries of a piece of work. before(block, new_head, ring): before each block.
+// Loads those of each block of queries of a work. before(block, new_head, ring) is called before
+// each block.
 template <int kBlockM, int kStages, typename Values, typename Before>
 __device__ __forceinline__ void load_row_values(const BwdParams& params, const BwdWork& work,
                                                 Values (&row_values)[kStages], Ring<kStages>& ring,
@@ -80,7 +83,7 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
   }
 }
 
-// A block of a bias, of all keys of the thread block. One thread.
+// Loads a block of a bias, for all keys of the thread block. One thread calls it.
 template <int kStages, typename Tile>
 __device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensorMap& map,
                                           const BwdWork& work, const QueryBlocks& block,
@@ -95,7 +98,7 @@ __device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensor
             ptx::CacheHint::kEvictFirst, work.first_key);
 }
 
-// Starts the copy of a block of dS to where the gradient of the bias lies. One thread.
+// Starts the copy of a block of dS to where the gradient of the bias lies. One thread calls it.
 template <typename Tile>
 __device__ __forceinline__ void store_bias_gradient(const Tile& tile, const CUtensorMap& map,
                                                     const BwdWork& work, const QueryBlocks& block,

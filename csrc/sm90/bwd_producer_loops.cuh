@@ -11,10 +11,10 @@
 
 namespace flash_attn::sm90 {
 
-// Takes tiles and publishes them; loads LSE and delta, and says what the score terms of a head are. A
-// whole warp. With a counter, which all thread blocks share, the next tile is taken before this one's
-// last block is waited for: late, so that thread blocks end together, but early enough for its first
-// loads to hide behind the end of this one.
+// Takes tiles and publishes them; loads LSE and delta, and says what the score terms of a head are.
+// A whole warp calls it. With a counter, which all thread blocks share, the next tile is taken
+// before this one's last block is waited for: late, so that thread blocks end together, but early
+// enough for its first loads to hide behind the end of this one.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
@@ -57,7 +57,8 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
         if (block.is_last()) take_next();
         if constexpr (ScorePolicy::kGeneral) {
           if (!new_head) return;
-          // A place in the ring is empty: the head before the last, whose terms lay here, is done with.
+          // A stage of the ring is empty, so the head before the last is done with, whose terms lay
+          // here.
           ring.wait_empty();
           if (threadIdx.x % 32 == 0) {
             new (smem.score_place(work, block.head))
@@ -73,7 +74,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   queue.end();
 }
 
-// Q and dO of a block of queries; with a tile's first also K and V. One thread.
+// Loads Q and dO of a block of queries, and with a tile's first also K and V. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void load_block(const BwdParams& params, const BwdTensorMaps& maps,
                                            const BwdWork& work, const QueryBlock& block,
@@ -81,7 +82,8 @@ __device__ __forceinline__ void load_block(const BwdParams& params, const BwdTen
                                            Ring<1>& k_ring, BwdSharedStorage<Traits>& smem) {
   load_queries(smem.q, maps.q, work, block, params.head_dim, q_ring);
   load_queries(smem.dout, maps.dout, work, block, params.head_dim_v, q_ring.in(smem.dout_ring));
-  // The places of the first block of queries are empty earlier, and V's before K's.
+  // The stages of the first block of queries are empty earlier than those of K and V, and V's
+  // before K's.
   if (!is_first) return;
   using KTile = typename Traits::KTile;
   const Ring<1> v_ring = k_ring.in(smem.v_ring);
@@ -98,7 +100,7 @@ __device__ __forceinline__ void load_block(const BwdParams& params, const BwdTen
   k_ring.advance();
 }
 
-// One thread.
+// Loads what the products of all tiles need. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTensorMaps& maps,
                                           BwdSharedStorage<Traits>& smem) {
@@ -115,7 +117,7 @@ __device__ __forceinline__ void load_loop(const BwdParams& params, const BwdTens
   }
 }
 
-// One thread.
+// Loads the blocks of a bias. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CUtensorMap& map,
                                                BwdSharedStorage<Traits>& smem) {
@@ -131,7 +133,8 @@ __device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CU
   }
 }
 
-// The gradient of a bias that broadcasts nothing, from dS as it lies there for dQ. One thread.
+// Stores the gradient of a bias that broadcasts nothing, from dS as it lies there for dQ. One
+// thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void store_bias_gradient_loop(const BwdParams& params,
                                                          const CUtensorMap& map,
@@ -152,7 +155,7 @@ __device__ __forceinline__ void store_bias_gradient_loop(const BwdParams& params
   }
 }
 
-// Dropout's words of each block of queries. A whole warp.
+// Draws dropout's words of each block of queries. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void draw_query_words_loop(const BwdParams& params,
                                                       BwdSharedStorage<Traits>& smem) {

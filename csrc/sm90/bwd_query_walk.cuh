@@ -7,7 +7,7 @@
 
 namespace flash_attn::sm90 {
 
-// A consumer's walk over the queries; leaves its sums dK (not yet scaled) and dV.
+// A consumer's walk over the queries. It leaves its sums dK, which are not scaled yet, and dV.
 template <typename Traits>
 class QueryWalk {
   using Element = typename Traits::Element;
@@ -16,8 +16,8 @@ class QueryWalk {
   using RowValues = typename Traits::RowValues;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
   static constexpr int kEarly = Traits::kEarly;
-  // Reads from shared memory are slow beside products. Of few queries, LSE and delta have room in registers
-  // before they are needed, while S or dP is under way.
+  // Reads from shared memory are slow beside products. If the queries are few, LSE and delta have
+  // room in registers before they are needed, while S or dP is under way.
   static constexpr bool kReadsAhead =
       (Traits::kPlainScores || Traits::kFoldsDelta) && Traits::kBlockM == 64;
 
@@ -56,7 +56,7 @@ class QueryWalk {
     }
   }
 
-  // The first has no block before it.
+  // The first block has none before it.
   template <bool kFirst>
   __device__ __forceinline__ void step() {
     typename Traits::Scores S, dP;
@@ -164,7 +164,7 @@ class QueryWalk {
     }
   }
 
-  // With a mask: which block has come, and which of its queries see this warp's keys.
+  // With a mask, finds out which block has come and which of its queries see this warp's keys.
   __device__ __forceinline__ void find_seen_queries(uint32_t (&seen)[Traits::kBlockM / kMaskTile]) {
     block.go_to(self.smem.mask.of_q[self.q_ring.stage()]);
     const int4* const rows = self.smem.mask.rows[self.q_ring.stage()];
@@ -176,12 +176,12 @@ class QueryWalk {
     }
   }
 
-  // Of this warp's scores.
+  // Where this warp's scores lie.
   __device__ __forceinline__ ScorePlace place() const {
     return {block.m * Traits::kBlockM, work.first_key + self.warp_row};
   }
 
-  // Terms that are added to S.
+  // Applies the terms that are added to S.
   __device__ __forceinline__ void finish_scores(typename Traits::Scores& S) {
     const auto& score = self.smem.score(work, block.head);
     score.template finish<true>(S, place(), self.lane);
@@ -209,7 +209,8 @@ class QueryWalk {
     const BiasParams& bias = self.params.score.bias;
     return bias.data != nullptr && bias.row_stride == 0;
   }
-  // A bias that broadcasts the queries, once a head: the keys of a thread stay the same in a tile.
+  // Brings a bias that broadcasts the queries, once a head: the keys of a thread stay the same in a
+  // tile.
   __device__ __forceinline__ void bring_key_bias() const {
     if (!has_key_bias() || !block.starts_head()) return;
     const BiasParams& bias = self.params.score.bias;
@@ -219,7 +220,8 @@ class QueryWalk {
                                          score.template bias_of_key<Element>(bias, key + 8)};
   }
 
-  // Dropout's, of the lane's keys, beside the product that is under way: registers are too short to keep it.
+  // Draws dropout's word of the lane's keys, beside the product that is under way: registers are
+  // too short to keep it.
   __device__ __forceinline__ uint2 draw_key_word() const {
     self.words_ring().wait_full();
     uint2& of_key = self.smem.dropout.of_keys[self.thread()];
@@ -230,14 +232,14 @@ class QueryWalk {
     }
     return {flash_attn::ptx::opaque(of_key.x), flash_attn::ptx::opaque(of_key.y)};
   }
-  // What is dropped of P.
+  // Marks what is dropped of P by its sign.
   __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P, uint2 of_key) const {
     sm90::negate_dropped(P, self.params.dropout, place().key, of_key,
                          self.smem.dropout.query_words[self.q_ring.stage()], self.opaque_lane());
     self.words_ring().arrive_empty();
   }
 
-  // dS from what stands in the place of P, of half of the queries, from kFirst on.
+  // Computes dS of half of the queries, from kFirst on, from what stands in the place of P.
   template <int kFirst, typename Delta>
   __device__ __forceinline__ void differentiate_weighted(const typename Traits::Scores& weights,
                                                          const typename Traits::Scores& dP,
@@ -252,7 +254,8 @@ class QueryWalk {
     }
   }
 
-  // The blocks that need no mask. With score terms registers are too short for them.
+  // Blocks from first_full() to end_full() need no mask. With score terms registers are too short
+  // to keep these two numbers.
   __device__ __forceinline__ int first_full() const {
     return kGeneral ? work.range.full_begin : full_begin;
   }
@@ -269,7 +272,7 @@ class QueryWalk {
     pin(dS);
     self.q_ring.arrive_empty();
   }
-  // Of the block before: dQ = dS K, which wants the dS of all consumers.
+  // Starts dQ = dS K of the block before, which needs the dS of all consumers.
   __device__ __forceinline__ void start_dq(typename Traits::QueryGradient& dQ) {
     self.start_query_gradient(dQ, self.smem.ds[self.ds_ring.before().stage()]);
     if constexpr (Traits::kMasked) {
@@ -284,7 +287,8 @@ class QueryWalk {
     reduction.add(dQ);
     if constexpr (Traits::kOrders) self.turn_ring.advance();
   }
-  // Of the block before: behind the next product, when its reductions are on their way.
+  // Says that dQ of the block before has been added. It comes behind the next product, when the
+  // reductions are on their way.
   __device__ __forceinline__ void say_added() const {
     __syncwarp();
     if (self.lane == 0) self.turn_ring.before().in(self.smem.added_ring).arrive_full();

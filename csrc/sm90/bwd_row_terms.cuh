@@ -1,5 +1,5 @@
-// LSE and delta of a block of queries, which are subtracted from the columns of Sᵀ and dPᵀ: either of them as
-// numbers that consumers read, or as columns of the product itself.
+// LSE and delta of a block of queries are subtracted from the columns of Sᵀ and dPᵀ. Either of them
+// comes as numbers that consumers read, or as columns of the product itself.
 #pragma once
 
 #include <cuda/ptx>
@@ -11,19 +11,20 @@
 
 namespace flash_attn::sm90 {
 
-// LSE or delta of a lane's queries: two of every eight of some of a block's queries.
+// LSE or delta of a lane's queries, which are two of every eight of some of a block's queries.
 template <int kQueries>
 struct LaneValues {
   float2 pairs[kQueries / 8];
 
-  // values: of the block's queries, in shared memory, the first one wanted ahead.
+  // values: those of the block's queries, in shared memory, with the first one wanted ahead.
   __device__ __forceinline__ void read(const float* values, int lane) {
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n) {
       pairs[n] = *reinterpret_cast<const float2*>(values + n * 8 + lane % 4 * 2);
     }
   }
-  // What P and dS consist of, from the score or its gradient that is the lane's i-th of the n-th eight.
+  // These give the exponent of P, and the difference of dP and delta, from the score or its
+  // gradient that is the lane's i-th of the n-th eight.
   __device__ __forceinline__ float exponent(float s, float scale_log2, int n, int i) const {
     return fmaf(s, scale_log2, -of(n, i));
   }
@@ -37,7 +38,7 @@ struct LaneValues {
   }
 };
 
-// They have been subtracted.
+// The values have been subtracted already.
 template <int kQueries>
 struct NoLaneValues {
   __device__ __forceinline__ float exponent(float s, float scale_log2, int, int) const {
@@ -60,22 +61,23 @@ struct RowNumbers {
   __device__ __forceinline__ void write(int row, float number) { numbers[row] = number; }
   __device__ __forceinline__ static NoOnes ones() { return {}; }
   __device__ __forceinline__ void subtract_from(Accumulator<1, kBlockM>&, NoOnes) const {}
-  // Of the block's queries from `first` on.
+  // Reads those of the block's queries from `first` on.
   template <int kQueries>
   __device__ __forceinline__ void read(LaneValues<kQueries>& values, int first, int lane) const {
     values.read(numbers + first, lane);
   }
 };
 
-// The left operand of RowColumns, in registers; or in shared memory, which costs a product what it reads
-// there. A base class: of an empty member, be it [[no_unique_address]], device code lays out what follows
-// elsewhere than the host, whose size of shared memory a launch has.
+// The left operand of RowColumns lies in registers; or in shared memory, which costs a product what
+// it reads there. It is a base class: behind an empty member, be it [[no_unique_address]], device
+// code lays out what follows elsewhere than the host, by whose size of shared memory the kernel is
+// launched.
 template <typename Element, bool kHoldsOnes>
 struct ColumnOnes {
   using Ones = OperandA<1, 16>;
 
   __device__ __forceinline__ void write_ones(int /*row*/) {}
-  // Before the fence of the products.
+  // Called before the fence of the products.
   __device__ __forceinline__ static Ones ones() {
     const uint32_t two = flash_attn::ptx::pack<Element>(1.f, 1.f);
     Ones ones = {{{{two, two, two, two}}}};
@@ -97,9 +99,10 @@ struct ColumnOnes<Element, false> {
   __device__ __forceinline__ const TermOnes<Element>& left(Ones) const { return stored; }
 };
 
-// As 16 more columns of Q or of dO, beside ones in those of K or V: S - LSE / softmax_scale, dP - delta. Consumers
-// would read numbers once for every 16 keys, beside products that leave little of shared memory's
-// bandwidth. Three parts have the bits of fp32 in bf16 alone, which has its exponents as well.
+// LSE or delta as 16 more columns of Q or of dO, beside ones in those of K or V, so that the
+// products are S - LSE / softmax_scale and dP - delta. Consumers would read numbers once for every
+// 16 keys, beside products that leave little of shared memory's bandwidth. Three numbers of bf16
+// have the bits of one of fp32, and its exponents as well; three of fp16 have not.
 template <typename Element, int kBlockM, bool kHoldsOnes>
 struct RowColumns : ColumnOnes<Element, kHoldsOnes> {
   static constexpr bool kFolds = true;
@@ -114,7 +117,7 @@ struct RowColumns : ColumnOnes<Element, kHoldsOnes> {
     *reinterpret_cast<uint4*>(columns.columns[row]) = {parts.x, parts.y, 0, 0};
     this->write_ones(row);
   }
-  // In the batch of the products of S, of dP, which come first.
+  // Starts the subtraction in the batch of the products of S or of dP, which come first.
   __device__ __forceinline__ void subtract_from(
       Accumulator<1, kBlockM>& C,
       const typename ColumnOnes<Element, kHoldsOnes>::Ones& ones) const {
@@ -131,8 +134,8 @@ struct RowTerms {
   Delta delta;
 
   __device__ __forceinline__ static float scale_log2(float softmax_scale) {
-    // Columns have LSE divided by it, so it is not 0. With one as small no difference of scores is felt,
-    // unless products come near the largest float.
+    // Columns have LSE divided by the scale, so it must not be 0. With one as small no difference
+    // of scores is felt, unless products come near the largest float.
     constexpr float kSmallest = 1e-35f;
     const float scale = softmax_scale * kLog2E;
     return Lse::kFolds ? fmaxf(scale, kSmallest) : scale;
@@ -140,9 +143,10 @@ struct RowTerms {
   __device__ __forceinline__ void write(int row, float lse_log2, float delta_of_row,
                                         float scale_log2) {
     if constexpr (Lse::kFolds) {
-      // Beside it P is 0 with any scale_log2, and infinity would leave NaN beside it in other products.
+      // Beside a value as large, P is 0 with any scale_log2. Infinity would leave NaN beside it in
+      // other products.
       constexpr float kLargest = 1e38f;
-      // A division takes a branch, and more registers than the writing warp has.
+      // A division would take a branch, and more registers than the writing warp has.
       const float inverse = flash_attn::ptx::reciprocal(scale_log2);
       const float near = lse_log2 * inverse;
       const float in_scores = fmaf(fmaf(-near, scale_log2, lse_log2), inverse, near);
@@ -152,7 +156,7 @@ struct RowTerms {
     }
     delta.write(row, delta_of_row);
   }
-  // By each thread that has written, before it says so.
+  // Called by each thread that has written, before it says so.
   __device__ __forceinline__ void publish() const {
     if constexpr (Lse::kFolds || Delta::kFolds) {
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -160,8 +164,8 @@ struct RowTerms {
   }
 };
 
-// What memcheck takes to be read behind the last columns: of their second eight it does not see that they
-// are the first once more.
+// Room behind the last columns, which memcheck takes to be read: it does not see that their second
+// eight are the first eight once more.
 template <typename Values>
 struct BehindRows {};
 template <typename Lse, typename Element, int kBlockM, bool kHoldsOnes>

@@ -1,5 +1,5 @@
-// A warpgroup's transposed scores in the backward, Sᵀ of 64 keys (rows) and kBlockM queries: from S to
-// P, and from P and dP to dS.
+// A warpgroup's transposed scores in the backward, Sᵀ of 64 keys (rows) and kBlockM queries: how S
+// becomes P, and how P and dP become dS.
 #pragma once
 
 #include "../cuda/attn/mask.cuh"
@@ -12,8 +12,8 @@
 
 namespace flash_attn::sm90 {
 
-// P = exp(S - LSE), 0 where nothing is seen: after the exponential, which may overflow there. row: the
-// first of the warp's 16 keys, counted from work.first_key.
+// P = exp(S - LSE), and 0 where nothing is seen. It is set to 0 after the exponential, which may
+// overflow there. row: the first of the warp's 16 keys, counted from work.first_key.
 template <int kBlockM, typename Values>
 __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
                                              const Values& lse_log2, bool masked,
@@ -33,7 +33,7 @@ __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float s
   }
 }
 
-// P as dV wants it, of the queries from kFirst to kEnd of the block.
+// Rounds P as dV needs it, of the queries from kFirst to kEnd of the block.
 template <typename Element, int kFirst, int kEnd, int kBlockM>
 __device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
                                              const Accumulator<1, kBlockM>& S) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void round_scores(OperandA<1, kBlockM>& P,
   }
 }
 
-// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, of kQueries queries from kFirst on, whose delta
-// this is.
+// dS = P ∘ (dP - delta), the gradient of softmax_scale · S, of kQueries queries from kFirst on.
+// delta is that of these queries.
 template <typename Element, int kFirst, int kQueries, int kBlockM, template <int> typename Values>
 __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
                                               const Accumulator<1, kBlockM>& P,
@@ -65,8 +65,8 @@ __device__ __forceinline__ void differentiate(OperandA<1, kBlockM>& dS,
   }
 }
 
-// Of P as dV wants it, 16 queries: into registers, or, of the last kLate blocks of 16, into late_p,
-// where they wait.
+// Puts P of 16 queries, as dV needs it, into registers; or, if they are among the last kLate blocks
+// of 16, into late_p, where they wait.
 template <int kBlockM, int kLate, int kThreads>
 __device__ __forceinline__ void put_early_or_late(OperandA<1, kBlockM>& P,
                                                   uint4 (&late_p)[kLate][kThreads], int thread,
@@ -79,7 +79,7 @@ __device__ __forceinline__ void put_early_or_late(OperandA<1, kBlockM>& P,
     late_p[k - kEarly][thread] = {rounded[0], rounded[1], rounded[2], rounded[3]};
   }
 }
-// Then the others into registers.
+// Then takes those that waited into registers.
 template <int kBlockM, int kLate, int kThreads>
 __device__ __forceinline__ void take_late(OperandA<1, kBlockM>& P,
                                           const uint4 (&late_p)[kLate][kThreads], int thread) {
@@ -94,7 +94,8 @@ __device__ __forceinline__ void take_late(OperandA<1, kBlockM>& P,
   }
 }
 
-// P with a softcap, as dV wants it; in the place of S, P times the slope, which dX consists of.
+// Computes P with a softcap, as dV needs it. In the place of S it leaves P times the slope, which
+// is a factor of dX.
 template <typename Element, int kBlockM, int kLate, int kThreads>
 __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
                                                     uint4 (&late_p)[kLate][kThreads], int thread,
@@ -103,9 +104,10 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
                                                     const float (&lse_log2)[kBlockM], bool masked,
                                                     const BwdWork& work, int row, int first_query,
                                                     int lane) {
-  // With less, what is hidden would be seen. No score feels the difference.
+  // With a smaller cap, what is hidden would be seen. No score feels the difference.
   const float cap_log2 = fmaxf(scaled_cap, 1e-14f);
-  // A maximum takes one of the pipes that are half as wide. Sums of a few squares are no less than its square.
+  // A maximum would take one of the pipes that are half as wide. Sums of a few squares serve
+  // instead: none is less than the largest of its squares.
   constexpr int kSums = 4;
   float sums[kSums] = {};
 #pragma unroll
@@ -132,7 +134,7 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
     apply([&](float x) { return tanh.anywhere(x); });
   }
   if (masked) {
-    // As far below as its square is finite: P is 0 then, and P times the slope too.
+    // It is as far below as its square is finite. P is 0 then, and so is P times the slope.
     constexpr float kHidden = -1e18f;
     const int key = work.first_key + row + fragment_row(0, lane);
     mask_queries(S, work.window, {key, key + 8}, first_query, lane, kHidden);
@@ -158,7 +160,7 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
   }
 }
 
-// P where it is negative if it is dropped, as dV wants it: likewise.
+// Rounds P as dV needs it, likewise into registers or late_p. P is negative where it is dropped.
 template <typename Element, int kBlockM, int kLate, int kThreads>
 __device__ __forceinline__ void round_kept(OperandA<1, kBlockM>& P,
                                            uint4 (&late_p)[kLate][kThreads], int thread,
@@ -174,7 +176,8 @@ __device__ __forceinline__ void round_kept(OperandA<1, kBlockM>& P,
     put_early_or_late(P, late_p, thread, k, rounded);
   }
 }
-// Queries as columns: what is dropped of P changes its sign. of_key: BwdDropoutStorage::of_keys.
+// Changes the sign of what is dropped of P, whose columns are queries. of_key is what the thread has
+// in BwdDropoutStorage::of_keys.
 template <int kN>
 __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
                                                int first_key, uint2 of_key,
@@ -187,8 +190,9 @@ __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const Drop
   }
 }
 
-// dS / ρ = P ∘ (m ∘ dP - delta / ρ), from P that is negative where it is dropped. kHalved: from half of P and twice
-// delta, without a comparison: where the other way costs a maximum, p + |p| is twice p or 0.
+// dS / ρ = P ∘ (m ∘ dP - delta / ρ), from P that is negative where it is dropped. kHalved: p is
+// half of P, and delta is doubled. This takes no comparison: p + |p| is twice p or 0, and the other
+// way costs a maximum.
 template <bool kHalved>
 __device__ __forceinline__ float differentiate_kept(float p, float dp, float delta) {
   if constexpr (kHalved) return fmaf(p + fabsf(p), dp, -(fabsf(p) * delta));
@@ -216,11 +220,11 @@ __device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
   }
 }
 
-// With any score terms, rounded twice: P as dV wants it, 0 where it is dropped; and `weights`, what dX
-// consists of beside dP and delta: P times the softcap's slope, negative where it is dropped. Both
-// carry the factor kExactScale, as lse_log2 does. 16 queries at a time, so that neither S nor that
-// slope is kept. place: of the warp's S. keep(k, weights, marked): of 16 queries, the weights as fp32,
-// and as rounded, negative where they are dropped.
+// Computes P with any score terms and rounds it twice. P is as dV needs it, 0 where it is dropped.
+// `weights` is what dX consists of beside dP and delta: P times the softcap's slope, negative where
+// it is dropped. Both carry the factor kExactScale, as lse_log2 does. 16 queries are computed at a
+// time, so that neither S nor that slope is kept. place: that of the warp's S. keep(k, weights,
+// marked) gets the weights of 16 queries as fp32, and as rounded, negative where they are dropped.
 template <typename Element, int kBlockM, typename Policy, typename Keep>
 __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1, kBlockM>& weights,
                                              const Accumulator<1, kBlockM>& S, const Policy& score,
@@ -267,7 +271,7 @@ __device__ __forceinline__ void exponentiate(OperandA<1, kBlockM>& P, OperandA<1
   }
 }
 
-// S += factor · bias, from a tile of queries as rows and keys as columns. key: the warp's first.
+// S += factor · bias, from a tile with queries as rows and keys as columns. key: the warp's first.
 template <typename Tile, int kBlockM>
 __device__ __forceinline__ void add_bias(Accumulator<1, kBlockM>& S, const Tile& bias, float factor,
                                          int key, int lane) {
@@ -286,7 +290,7 @@ __device__ __forceinline__ void add_bias(Accumulator<1, kBlockM>& S, const Tile&
   }
 }
 
-// dSᵀ to a tile of queries as rows and keys as columns. key: the warp's first.
+// Stores dSᵀ to a tile with queries as rows and keys as columns. key: the warp's first.
 template <typename Tile, int kBlockM>
 __device__ __forceinline__ void store_transposed(Tile& tile, const OperandA<1, kBlockM>& dS,
                                                  int key, int lane) {
@@ -297,7 +301,7 @@ __device__ __forceinline__ void store_transposed(Tile& tile, const OperandA<1, k
   }
 }
 
-// The fp32 weights of 16 queries of a thread, negative where they are dropped.
+// Stashes the fp32 weights of 16 queries of a thread, negative where they are dropped.
 template <int kBlocks, int kThreads>
 __device__ __forceinline__ void stash(float4 (&place)[kBlocks][kThreads], int thread, int k,
                                       const Accumulator<1, 16>& weights,
@@ -313,15 +317,15 @@ __device__ __forceinline__ void stash(float4 (&place)[kBlocks][kThreads], int th
   }
 }
 
-// dX = weight · (dP - delta), without dP where it is negative. The weight carries the factor kExactScale;
-// delta is divided by it. With dropout this lacks the factor ρ (cuda/attn/score_policy.cuh), and delta
-// is delta / ρ.
+// dX = weight · (dP - delta), without dP where the weight is negative. The weight carries the
+// factor kExactScale, and delta is divided by it. With dropout this lacks the factor ρ
+// (cuda/attn/score_policy.cuh), and delta is delta / ρ.
 __device__ __forceinline__ float differentiate_weight(float weight, float dp, float delta) {
   const float difference = fmaf(dp, 1 / kExactScale, -delta);
   return weight * (__float_as_int(weight) < 0 ? delta : difference);
 }
 
-// From the thread's fp32 weights.
+// Does so with the thread's fp32 weights.
 template <typename Element, int kBlockM, int kThreads>
 __device__ __forceinline__ void differentiate_weights(
     OperandA<1, kBlockM>& dX, const float4 (&weights)[kBlockM / 8][kThreads], int thread,

@@ -1,6 +1,6 @@
-// Tiles that several thread blocks share: each walks over some of the queries, and whoever ends last adds
-// up their dK and dV, in the order of the splits, so that the bits are the same every time. Each warp does
-// so for its own keys and waits for nobody.
+// Several thread blocks share a tile: each walks over some of the queries, and whoever ends last
+// adds up their dK and dV. It does so in the order of the splits, so that the bits are the same
+// every time. Each warp does this for its own keys and waits for nobody.
 #pragma once
 
 #include <cuda/atomic>
@@ -10,7 +10,8 @@
 
 namespace flash_attn::sm90 {
 
-// Leaves one split of the work: some of the heads if there are enough, else some of each head's queries.
+// Leaves one split of the work: some of the heads if there are enough, else some of each head's
+// queries.
 __device__ __forceinline__ void take_split(BwdWork& work, const BwdParams& params, int tile,
                                            int split) {
   const int splits = params.splits.count, heads = work.end_head - work.q.head;
@@ -26,8 +27,8 @@ __device__ __forceinline__ void take_split(BwdWork& work, const BwdParams& param
   work.end_head = min(work.q.head + each, work.end_head);
 }
 
-// The sums of this warp's keys, as accumulators hold them: dV's blocks of eight columns and then dK's, of
-// each split.
+// The sums of this warp's keys of each split, as accumulators hold them: dV's blocks of eight
+// columns come first, and then dK's.
 template <typename Traits>
 class SplitSums {
   static_assert(Traits::kConsumerThreads / 32 == cuda::kBwdSplitWarps);
@@ -42,7 +43,8 @@ class SplitSums {
         warp_(work.tile * cuda::kBwdSplitWarps + static_cast<int>(threadIdx.x) / kLanes -
               4 /* of the producer */) {}
 
-  // This split's. Returns whether those of all splits are there. A whole warp.
+  // Leaves the sums of this split. Returns whether those of all splits are there. A whole warp
+  // calls it.
   __device__ __forceinline__ bool leave(const KeyGradient& dV, const KeyGradient& dK) const {
     put(dV, place(split_));
     put(dK, place(split_) + kBlocks * kLanes);
@@ -55,7 +57,8 @@ class SplitSums {
     return __shfl_sync(~0u, before, 0) == splits_.count - 1;
   }
 
-  // Of all splits: columns of dV, or of dK, from the first one on. There are no registers for all at once.
+  // Adds up columns of dV, or of dK, over all splits, from the first one on. There are no registers
+  // for all columns at once.
   template <int kCols>
   __device__ __forceinline__ Accumulator<1, kCols> total(bool of_keys, int first_col) const {
     Accumulator<1, kCols> total;
@@ -91,10 +94,10 @@ class SplitSums {
   }
 
   const BwdSplits& splits_;
-  const int split_, lane_, warp_;  // warp_: of all tiles
+  const int split_, lane_, warp_;  // warp_: its number among those of all tiles
 };
 
-// Of a split of a tile: the last one stores what all have summed.
+// Ends a split of a tile: the last one to end stores what all have summed.
 template <typename Traits>
 __device__ __forceinline__ void join_splits(const BwdConsumer<Traits>& self, const BwdWork& work,
                                             const typename Traits::KeyGradient& dK,

@@ -13,16 +13,17 @@
 
 namespace flash_attn::sm90 {
 
-// How the consumers share a block's part of dQ: each takes some of the queries, or of the columns.
+// How the consumers share a block's dQ: each takes some of the queries, or some of the columns.
 enum class DqShare { kRows, kCols };
 
-// The loop's instances. Without score terms: kPlain; kPooled, with the sums of dQ as a pool
-// (bwd_dq_pool.cuh), for which other forms have no room; kOrdered, with these sums in the same order
-// every time (bwd_dq_order.cuh); kSplit, with tiles that are split (bwd_split.cuh), or dK and dV in fp32. The
-// code of each would cost the plain loop. kScores: with score
-// terms, each decided by a branch that all threads take alike. With no other terms: kAdditive (ALiBi, a
-// bias that TMA can read, or both), which are added to S and leave the rest as it is; kSoftcap; kDropout.
-// kMasked: without terms, and with a mask whose hidden tiles are passed over.
+// The instances of the loop; the code of each would cost the plain loop. Without score terms there
+// are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), for which other forms
+// have no room; kOrdered, where these sums come in the same order every time (bwd_dq_order.cuh);
+// kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and kMasked, with a mask
+// whose hidden tiles are passed over. kScores serves all score terms, each decided by a branch that
+// all threads take alike. Some terms have forms for when there are no others. kAdditive is for
+// those that are added to S and leave the rest as it is: ALiBi, a bias that TMA can read or that
+// broadcasts the queries, or ALiBi and such a bias. kSoftcap and kDropout are for one term each.
 enum class BwdForm {
   kPlain,
   kPooled,
@@ -53,14 +54,15 @@ struct BwdTraits {
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
-  // dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in shared
-  // memory, not in registers.
+  // Here dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in
+  // shared memory, not in registers.
   static constexpr bool kStashesWeights = kForm == BwdForm::kScores;
-  // dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign that
-  // tells what is dropped. Dropout's words of queries are shared.
+  // Here dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign
+  // that tells what is dropped. The consumers share dropout's words of queries.
   static constexpr bool kCaps = kForm == BwdForm::kSoftcap, kDrops = kForm == BwdForm::kDropout;
   static constexpr bool kWeighted = kCaps || kDrops;
-  // And P is half of it there (differentiate_kept). In fp16 it would lose a bit of its smallest numbers.
+  // With dropout in bf16, half of P stands there (differentiate_kept). In fp16 it would lose a bit
+  // of its smallest numbers.
   static constexpr bool kHalvesP = kDrops && kDType == DType::kBf16;
   static constexpr float kScaleOfP = kStashesWeights ? kExactScale : kHalvesP ? 0.5f : 1.f;
   using Element = flash_attn::Element<kDType>;
@@ -68,20 +70,20 @@ struct BwdTraits {
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
   static constexpr int kConsumers = kBwdConsumers;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kBwdBlockN, kStages = kTile.stages;
-  // Of how many queries P is rounded beside the P from which dS comes, so that dV may begin with them.
+  // dV may begin with so many queries: their P is rounded beside the P from which dS comes.
   static constexpr int kEarly = kBlockM / 2;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
-  // In fp16 three parts of a number would not have its bits. A pool takes the shared memory that this needs with
-  // 128 queries.
+  // LSE and delta are columns in bf16 alone, as three numbers of fp16 would not have their bits. A
+  // pool takes the shared memory that this needs with 128 queries.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
   static constexpr bool kFoldsRows = kMayFold && kPlainScores && (kTile.block_m == 64 || !kPools);
-  // With score terms and 128 queries there is no room for them. Of what dropout drops, dS has delta alone,
-  // without dP.
+  // With score terms and 128 queries there is no room for the columns. Where P is dropped, dS has
+  // delta alone, without dP, so with dropout only LSE is a column.
   static constexpr bool kMayFoldOne = kMayFold && kTile.block_m == 64;
   static constexpr bool kFoldsLse = kFoldsRows || (kMayFoldOne && kDrops);
-  // A cap comes between Q Kᵀ and LSE.
+  // A cap comes between Q Kᵀ and LSE, so with a softcap only delta is a column.
   static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && kCaps);
-  // The ones beside them are registers, where there are any.
+  // The ones that multiply these columns lie in registers, where there are any left.
   static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked);
   template <bool kFolds>
   using RowsOf =
@@ -92,13 +94,14 @@ struct BwdTraits {
   using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
   using HeldK = HeldRows<kTile.holds_k>;
   using HeldV = HeldRows<kTile.holds_v>;
-  // Of 64 K registers, as the forward deals them out.
+  // The 64 K registers of a multiprocessor are dealt out as in the forward.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   static constexpr int kTileCols = bwd_tile_cols(kHeadDim);
   using QTile = SmemTile<Element, kBlockM, kTileCols>;  // dO too
   using KTile = SmemTile<Element, kBlockN, kTileCols>;  // V too
-  // dSᵀ, keys as rows; or dS, queries as rows, as it leaves for the gradient of a bias.
+  // It holds dSᵀ, with keys as rows; or dS, with queries as rows, as it leaves for the gradient of
+  // a bias.
   using ScoreTile = std::conditional_t<kAdditive, SmemTile<Element, kBlockM, kBlockN>,
                                        SmemTile<Element, kBlockN, kBlockM>>;
   using Scores = Accumulator<1, kBlockM>;        // Sᵀ, dPᵀ of a consumer's 64 keys
@@ -107,32 +110,32 @@ struct BwdTraits {
 
   static constexpr DqShare kDqShare = kBlockM == 64 * kConsumers ? DqShare::kRows : DqShare::kCols;
   static constexpr int kDqCols = kDqShare == DqShare::kRows ? kHeadDim : kHeadDim / kConsumers;
-  // Columns of an operand start with a slab. Where half of K does not, the second consumer finds its half
-  // in a tile of its own.
+  // The columns of an operand start with a slab. Where half of K's columns do not, the second
+  // consumer finds its half in a tile of its own.
   static constexpr bool kRepeatsKeys =
       kDqShare == DqShare::kCols && kDqCols % KTile::kSlabCols != 0;
   using QueryGradient = Accumulator<1, kDqCols>;  // a consumer's share of dQ: 64 queries
   static_assert(kDqShare == DqShare::kRows || kBlockM == 64);
 
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
-  // A piece of the pool of dQ's sums: 16 KiB.
+  // A band of the pool of dQ's sums has 16 KiB.
   static constexpr int kPieceRows = 4096 / kHeadDim, kPieceStages = 2;
-  static constexpr int kPieces = 4;  // that a warp takes on at a time
-  using PieceSlab =
-      SmemTile<Element, kPieceRows, 64>;  // of rounded sums, at the start of the piece
+  static constexpr int kPieces = 4;                     // a warp takes on so many at a time
+  using PieceSlab = SmemTile<Element, kPieceRows, 64>;  // rounded sums, at the start of the band
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
   static constexpr int kTermStages = kDrops ? kStages : kHeadDim <= 64 ? 1 : 2;
 
-  // A consumer that stores dS(i) has seen all dS(i - 1); whoever stored that had finished dQ(i - 3).
+  // A consumer that stores dS(i) has seen all dS(i - 1). Whoever stored that had finished
+  // dQ(i - 3).
   static constexpr int kScoreStages = 3;
-  // Some columns of dK or dV on their way out, in an empty place of dS.
+  // It holds some columns of dK or dV on their way out, in an empty stage of dS.
   using GradientTile = SmemTile<Element, kBlockN, 64>;
   static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
 
   using Scheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
 };
 
-// K from column kDqCols on, for the second consumer's share of dQ.
+// Holds K from column kDqCols on, for the second consumer's share of dQ.
 template <typename Traits, bool kRepeatsKeys = Traits::kRepeatsKeys>
 struct BwdKeyStorage {};
 template <typename Traits>
@@ -140,14 +143,15 @@ struct BwdKeyStorage<Traits, true> {
   alignas(1024) typename Traits::KTile right_k;
 };
 
-// Blocks of a bias, and what threads stash.
+// Holds blocks of a bias, and what threads stash.
 template <typename Traits, BwdForm kForm = Traits::kForm>
 struct BwdTermStorage {};
 template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kAdditive> {
   union {
     alignas(1024) typename Traits::BiasTile bias[Traits::kTermStages];
-    // Of one that broadcasts the queries, what it adds to the scores of each consumer thread's two keys.
+    // If the bias broadcasts the queries, this is what it adds to the scores of each consumer
+    // thread's two keys.
     float2 key_bias[Traits::kConsumerThreads];
   };
 };
@@ -155,7 +159,7 @@ template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kScores> {
   float4 stash[Traits::kBlockM / 8][Traits::kConsumerThreads];
 };
-// Rounded P of the queries with which dV does not begin.
+// Holds the rounded P of the queries with which dV does not begin.
 template <typename Traits>
 struct BwdLateStorage {
   uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
@@ -169,7 +173,7 @@ struct BwdTermStorage<Traits, BwdForm::kDropout> : BwdLateStorage<Traits> {};
 class FoundQueries {
  public:
   FoundQueries() = default;
-  // states: of the mask's tiles, as BlockMask::states().
+  // states: those of the mask's tiles, as BlockMask::states() gives them.
   __device__ __forceinline__ FoundQueries(const QueryBlock& block, uint32_t states, bool is_last)
       : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 9 | states << 1 | is_last) {}
 
@@ -184,8 +188,9 @@ class FoundQueries {
   uint32_t bits_;
 };
 
-// The blocks that were found, on their way to the loader; of those loaded, beside row_values; and what the
-// mask's rows say of the block's keys: two intervals, or two words of bits.
+// Holds the blocks that were found, on their way to the loader; those that were loaded, beside
+// row_values; and what the mask's rows say of the block's keys, which is two intervals or two words
+// of bits.
 template <typename Traits, bool kMasked = Traits::kMasked>
 struct BwdMaskStorage {};
 template <typename Traits>
@@ -197,7 +202,7 @@ struct BwdMaskStorage<Traits, true> {
   RingBarriers<kFound> ring;
 };
 
-// Pieces of dQ's sums on their way to dq.
+// Holds bands of dQ's sums on their way to dq.
 template <typename Traits, bool kPools = Traits::kPools>
 struct BwdPoolStorage {};
 template <typename Traits>
@@ -214,14 +219,14 @@ struct BwdTermMaps<true> : BwdTensorMaps {
   CUtensorMap bias, dbias;  // if there is one, and its gradient is to be stored
 };
 
-// Dropout's words (DropoutHead::query_word) of each block of queries.
+// Holds dropout's words (DropoutHead::query_word) of each block of queries.
 template <typename Traits, bool kDrops = Traits::kDrops>
 struct BwdDropoutStorage {};
 template <typename Traits>
 struct BwdDropoutStorage<Traits, true> {
   alignas(8) uint32_t query_words[Traits::kTermStages][Traits::kBlockM / 2];
-  // Of each consumer thread what it draws once a head: the word of its keys, and what all words of the head
-  // are mixed with.
+  // What each consumer thread draws once a head: the word of its keys, and what all words of the
+  // head are mixed with.
   alignas(8) uint2 of_keys[Traits::kConsumerThreads];
 };
 
@@ -241,18 +246,20 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
   RingBarriers<Traits::kStages> q_ring;  // with row_values
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
-  // Where dQ is added in order. full: it is a block's turn; it has been added.
+  // Where dQ is added in order, a full stage of turn_ring says that it is a block's turn, and one
+  // of added_ring that the block has been added.
   RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
   RingBarriers<1> k_ring, v_ring;
   WorkQueue<BwdWork, 2> queue;
-  // Of a head and the next one.
+  // The score terms of a head and of the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
   RingBarriers<Traits::kTermStages> term_ring;  // of a bias, or of query_words
-  // Of a pool of sums. full: pieces have come; the consumers have issued all reductions of a tile.
+  // With a pool of sums, a full stage of band_ring says that a band has come, and one of
+  // summed_ring that the consumers have issued all reductions of a tile.
   RingBarriers<Traits::kPieceStages> piece_ring;
   RingBarriers<2> summed_ring;  // in step with the queue
 
-  // Of a query head of the work, once its first Q is there.
+  // Where the score terms of a query head of the work lie, once its first Q is there.
   __device__ __forceinline__ void* score_place(const BwdWork& work, int head) {
     return score_storage[(work.first_score + head - work.q.head) % 2];
   }
@@ -260,7 +267,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     return *reinterpret_cast<const ScorePolicy*>(score_place(work, head));
   }
 
-  // What no load ever writes. By all threads, before a barrier among them.
+  // Sets to 0 what no load ever writes. All threads call it, before a barrier among them.
   __device__ __forceinline__ void zero_absent_slabs(const BwdParams& params) {
     const auto zero = [](auto& tile, int num_cols) {
       sm90::zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
@@ -275,22 +282,24 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  // helpers: threads beside the loader's and the consumers' that read the queue.
+  // helpers: how many threads read the queue beside the loader's and the consumers'.
   __device__ __forceinline__ void init_barriers(int helpers) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    // Q's bytes, and row_values, which each thread of a warp has written and each consumer reads.
+    // A stage is full when Q's bytes and row_values have come. Each thread of a warp writes
+    // row_values, and each of the consumers' reads them.
     q_ring.init(1 + 32, 32 * kConsumerWarps);
     dout_ring.init(1, kConsumerWarps);
-    // Who waits for all to be full knows what is empty, but for copies of it that leave (dbias).
+    // Whoever waits for all dS to be full knows which stage is empty. Only the copies that leave
+    // for dbias have to say so.
     ds_ring.init(kConsumerWarps, 1);
-    k_ring.init(1 + Traits::kPools,
-                kConsumerWarps);  // with a pool also who says that there is a place in it
+    // With a pool, somebody also has to say that there is a place in it.
+    k_ring.init(1 + Traits::kPools, kConsumerWarps);
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);
     queue.init(1 + helpers + 32 * kConsumerWarps);
     if constexpr (Traits::kAdditive) term_ring.init(1, kConsumerWarps);
-    // Words, which each thread of a warp has written and each of the consumers' reads.
+    // Each thread of a warp writes words, and each of the consumers' reads them.
     if constexpr (Traits::kDrops) term_ring.init(32, 32 * kConsumerWarps);
     if constexpr (Traits::kMasked) mask.ring.init(1, 1);
     piece_ring.init(1, 1);

@@ -20,18 +20,20 @@ struct BwdWork {
   MatrixPlace q, kv;  // q: dO as well; its head is the first of the group
   int end_head;       // behind the group's last query head
   int batch_idx, first_key;
-  // Where the score terms of the first head lie; those of the next one in the other place.
+  // Which score_storage has the terms of the first head; those of the next head lie in the other
+  // one.
   int first_score;
   int64_t dq_row;           // of dq_accum, over all heads: query 0 of the first head
   int tile = 0, split = 0;  // where tiles are split
 
   __device__ __forceinline__ bool has_queries() const { return range.begin < range.end; }
-  // That QueryBlocks visits.
+  // How many blocks QueryBlocks visits.
   __device__ __forceinline__ int num_query_blocks() const {
     return (range.end - range.begin) * (end_head - q.head);
   }
 
-  // Of kBlockN keys, met by blocks of kBlockM queries. kPools: dq_accum is a pool.
+  // Makes the work of kBlockN keys, which blocks of kBlockM queries meet. kPools: dq_accum is a
+  // pool.
   template <int kBlockM, int kBlockN, bool kPools = false>
   __device__ __forceinline__ static BwdWork make(const BwdParams& params,
                                                  const TileCoordinates& tile,
@@ -57,7 +59,7 @@ struct BwdWork {
   }
 };
 
-// Queries m · kBlockM … of a query head.
+// A block of queries of a query head, from m · kBlockM on.
 struct QueryBlock {
   int head, m;
 };
@@ -76,7 +78,7 @@ class QueryBlocks : public QueryBlock {
   __device__ __forceinline__ bool is_first() const { return head == first_head_ && m == begin_; }
   __device__ __forceinline__ bool is_last() const { return head == end_head_ - 1 && m == end_ - 1; }
   __device__ __forceinline__ bool starts_head() const { return m == begin_; }
-  // Whether the head is a new one.
+  // Goes to the next block, and says whether its head is a new one.
   __device__ __forceinline__ bool advance() {
     if (++m < end_) return false;
     m = begin_;
@@ -88,15 +90,15 @@ class QueryBlocks : public QueryBlock {
   int begin_, end_, first_head_, end_head_;
 };
 
-// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but for
-// rounding: it keeps 11 bits down to 2^-27, and some to 2^-37.
+// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but
+// for rounding. So it keeps all bits of fp16 down to 2^-27, and some down to 2^-37.
 inline constexpr float kExactScale = 0x1p13f;
 
 struct BwdTensorMaps {
   CUtensorMap q, k, v, dout;
 };
 
-// Boxes of the tiles: block_m queries and block_n keys.
+// Makes the maps of a call. Their boxes are the tiles: block_m queries, or block_n keys.
 inline BwdTensorMaps make_bwd_tensor_maps(const BwdParams& params, int block_m, int block_n,
                                           int slab_cols) {
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
@@ -119,7 +121,7 @@ inline BwdTensorMaps make_bwd_tensor_maps(const BwdParams& params, int block_m, 
       .dout = make_tensor_map(params.dout, params.dout_strides, dout_shape, slab_cols, block_m)};
 }
 
-// dq of a call without cu_seqlens.
+// Makes the map of dq for a call without cu_seqlens.
 inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows) {
   return make_tensor_map(params.dq, params.dq_strides,
                          {.dtype = params.dtype,
@@ -130,30 +132,31 @@ inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows)
                          slab_cols, rows);
 }
 
-// Where additions to dQ wait for their turn: whether the last block of keys that a block of queries sees
-// comes first. Then blocks of keys that start together, each at its diagonal, need not wait.
+// Where additions to dQ wait for their turn, this says whether the last block of keys that a block
+// of queries sees comes first. Then blocks of keys that start together, each at its diagonal, need
+// not wait.
 inline bool adds_last_blocks_first(const BwdParams& params) {
   return params.dq_turns != nullptr && params.window_right >= 0;
 }
 
-// The blocks of kBlockN keys of a call, dealt out to `running` at a time.
+// Deals out the blocks of kBlockN keys of a call, of which `running` run at a time.
 template <typename Scheduler>
 Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
   const int64_t group = params.heads_q / params.heads_kv;
-  // What the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
+  // This is what the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
   auto scheduler = Scheduler::make(
       params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
       params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
           group);
-  // Head after head: the blocks walk over the same Q and dO together, and a pool's sums are complete soon.
-  // But blocks of one head that take turns come one behind the other: then as few of them as the L2 cache
-  // allows run together.
+  // Tiles come head after head: the thread blocks walk over the same Q and dO together, and a
+  // pool's sums are complete soon. But blocks of one head that take turns come one behind the
+  // other, so as few of them as the L2 cache allows run together.
   const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
   if (together || params.dq_pool.places > 0) {
     scheduler.section_heads = 1;
   } else if (params.dq_turns == nullptr && scheduler.num_tiles() <= kBwdFewRounds * running) {
-    // Smaller sections than what runs at a time would spare no memory, but put off the longest tiles of the
-    // last heads.
+    // Smaller sections than what runs at a time would spare no memory, but put off the longest
+    // tiles of the last heads.
     const int heads = (running + scheduler.blocks_per_head - 1) / scheduler.blocks_per_head;
     scheduler.section_heads =
         std::max(scheduler.section_heads, std::min(heads, params.batch * params.heads_kv));

@@ -34,8 +34,8 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   const bool has_terms = call.alibi || call.softcap || call.bias || call.dropout;
   reasons.refuse_if(call.deterministic && has_terms,
                     "deterministic with score terms or dropout is not supported");
-  // Slopes leave most probabilities below the normal range of fp16, to which kernels for several terms
-  // round them before they become gradients.
+  // Slopes leave most probabilities below the normal range of fp16, to which kernels for several
+  // terms round them before they become gradients.
   const bool has_several_terms = call.softcap || call.dropout || (call.bias && !call.dense_bias);
   reasons.refuse_if(call.alibi && has_several_terms && call.dtype == DType::kFp16,
                     "alibi_slopes in float16 beside other score terms is not supported in the "
@@ -81,12 +81,12 @@ bool skips_tiles(const CallShape& call) {
 
 double cost(const CallShape& call) {
   if (skips_tiles(call)) return 0;
-  // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as those of
-  // wider tiles, decode's reads half as long.
+  // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as
+  // those of wider tiles, decode's reads half as long.
   constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
-  // A bias costs narrow heads more here than the products cost sm80, if it is read number by number, as
-  // it is unless can_stage_bias() or broadcasts_queries().
+  // A bias costs narrow heads more here than the products cost sm80, if it is read number by
+  // number, as it is unless can_stage_bias() or broadcasts_queries().
   const bool is_cheap = (call.dense_bias || call.bias_of_keys) && !call.softcap && !call.dropout;
   if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kNarrowTileCost;
   if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;

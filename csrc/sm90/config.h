@@ -127,9 +127,9 @@ template <>
 inline constexpr FwdTile kScoresTile<256> = {
     .consumers = 2, .block_n = 32, .stages = 3, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// A staged bias takes the place of a tile of Q at d = 128; at d = 64, three consumers' 160 registers are
-// too few for it. A softcap, ALiBi or dropout alone runs in the tiles of plain calls. Head dims up to
-// 128.
+// A staged bias takes the place of a tile of Q at d = 128; at d = 64, three consumers' 160
+// registers are too few for it. A softcap, ALiBi or dropout alone runs in the tiles of plain calls.
+// Head dims up to 128.
 template <int kHeadDim>
 inline constexpr FwdTile kStagedBiasTile = {.consumers = 2,
                                             .block_n = 128,

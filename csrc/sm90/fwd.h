@@ -1,7 +1,7 @@
 // The forward kernel, and its instances for both dtypes by head-dim class: plain in inst/fwd_d*.cu,
 // with score terms in fwd_scores_d*.cu, with one of them in fwd_one_term_d*.cu, with the keys in
-// pieces in fwd_pieces_d*.cu, without terms but with max_logits in fwd_max_logits_d*.cu, with a mask
-// whose hidden tiles are passed over in fwd_masked_d*.cu.
+// pieces in fwd_pieces_d*.cu, without terms but with max_logits in fwd_max_logits_d*.cu, with a
+// mask whose hidden tiles are passed over in fwd_masked_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -13,7 +13,8 @@ namespace flash_attn::sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// The same with a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score terms.
+// The same with a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score
+// terms.
 void run_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
 
 template <DType kDType, int kHeadDim, int kHeadDimV>

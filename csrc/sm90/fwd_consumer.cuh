@@ -1,5 +1,5 @@
-// A consumer warpgroup of the forward kernel: its place, its turn at the tensor cores, the start and
-// the end of its tiles.
+// A consumer warpgroup of the forward kernel: its place, its turn at the tensor cores, the start
+// and the end of its tiles.
 #pragma once
 
 #include "fwd.h"
@@ -97,7 +97,8 @@ struct FwdConsumer : FwdBiasRing<Traits> {
       k_ring.wait_full();
     }
     wait_turn();
-    // Without keys S means nothing; but ptxas serialises products that are under way in one branch only.
+    // Without keys S means nothing; but ptxas serialises products that are under way in one branch
+    // only.
     scores(S);
     ptx::wgmma_commit();
     pass_turn();

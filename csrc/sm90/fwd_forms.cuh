@@ -12,11 +12,11 @@
 namespace flash_attn::sm90 {
 
 // The loop's instances. kScores: with score terms, each decided by a branch that all threads take
-// alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a partial
-// result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that TMA can
-// read, through shared memory), kKeyBias (one that broadcasts the queries), kDropout. kMaxLogits: no term,
-// and the largest score of each head is kept. kMasked: no term, and a mask whose hidden tiles are
-// passed over.
+// alike. kPieces: a tile of queries with a piece of its keys is a tile of its own, whose O is a
+// partial result in fp32. For calls with no other term: kSoftcap, kAlibi, kStagedBias (a bias that
+// TMA can read, through shared memory), kKeyBias (one that broadcasts the queries), kDropout.
+// kMaxLogits: no term, and the largest score of each head is kept. kMasked: no term, and a mask
+// whose hidden tiles are passed over.
 enum class FwdForm {
   kPlain,
   kScores,
@@ -109,8 +109,8 @@ struct FwdScorePolicyOf<FwdForm::kSoftcap> {
 template <FwdForm kForm>
 using FwdScorePolicy = typename FwdScorePolicyOf<kForm>::Type;
 
-// Tiles whose sequences or heads share a bias come side by side: it is read from memory once for them, as
-// they walk over it together.
+// Tiles whose sequences or heads share a bias come side by side: it is read from memory once for
+// them, as they walk over it together.
 template <typename Scheduler>
 struct SharedBiasScheduler : Scheduler {
   bool sequences_inside = false;

@@ -1,5 +1,6 @@
-// The producer warps of the forward kernel where a mask's hidden tiles are passed over: one takes tiles of
-// queries and finds the blocks of keys that they see something of, one loads Q, one V, one K.
+// The producer warps of the forward kernel where a mask's hidden tiles are passed over: one takes
+// tiles of queries and finds the blocks of keys that they see something of, one loads Q, one V, one
+// K.
 #pragma once
 
 #include <new>

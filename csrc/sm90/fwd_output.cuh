@@ -5,9 +5,9 @@
 
 namespace flash_attn::sm90 {
 
-// Normalises O and brings it to shared memory; writes LSE. Rows of the segment that do not count get 0
-// and -inf. The last columns that lie there, or all, are sent when the next tile is under way: the
-// wait for the proxies then falls beside its first softmax.
+// Normalises O and brings it to shared memory; writes LSE. Rows of the segment that do not count
+// get 0 and -inf. The last columns that lie there, or all, are sent when the next tile is under
+// way: the wait for the proxies then falls beside its first softmax.
 template <typename Traits>
 __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Traits>& self,
                                              typename Traits::Output& O,

@@ -1,4 +1,5 @@
-// The producer warps of the forward kernel: one takes tiles of queries and loads K, one loads Q, one V.
+// The producer warps of the forward kernel: one takes tiles of queries and loads K, one loads Q,
+// one V.
 #pragma once
 
 #include <new>
@@ -104,8 +105,8 @@ __device__ __forceinline__ void load_q_loop(const typename Traits::Params& param
       ring.expect_bytes(loaded_bytes<typename Traits::QTile>(params.head_dim));
     };
     if constexpr (Traits::kMaxLogits) {
-      // What is known of the head comes from memory, beside Q. Without this thread's arrival the slot is
-      // not full, whatever has come.
+      // What is known of the head comes from memory, beside Q. Without this thread's arrival the
+      // slot is not full, whatever has come.
       ring.wait_empty();
       load();
       start_score();

@@ -1,5 +1,5 @@
-// Score terms that the forward computes in step with its exponentials (OnlineSoftmax::step_ahead), for a
-// warp's block of scores that needs no mask: no pass of their own over S, and what the
+// Score terms that the forward computes in step with its exponentials (OnlineSoftmax::step_ahead),
+// for a warp's block of scores that needs no mask: no pass of their own over S, and what the
 // special-function unit leaves idle of the other units does them.
 #pragma once
 
@@ -18,12 +18,13 @@ __device__ __forceinline__ void complete_by(const Step& step, Scores& S) {
   }
 }
 
-// ALiBi where the block lies wholly on one side of its rows' diagonals: linear in the column, and S has
-// what the columns add (LinearTerm). The rest, a number for each row, joins the exponents' addend.
+// ALiBi where the block lies wholly on one side of its rows' diagonals: linear in the column, and S
+// has what the columns add (LinearTerm). The rest, a number for each row, joins the exponents'
+// addend.
 class AlibiStep : public NoStep {
  public:
-  // of_row: of the lane's first row, in the unit of S. slope: what a score gains from a column to the
-  // next.
+  // of_row: of the lane's first row, in the unit of S. slope: what a score gains from a column to
+  // the next.
   __device__ __forceinline__ AlibiStep(float of_row, float slope)
       : of_row_(of_row), slope_(slope) {}
 
@@ -81,8 +82,8 @@ class SoftcapPolynomial {
 
   // Whether it may be tried.
   __device__ __forceinline__ bool fits() const { return limit_ >= 0.f; }
-  // largest: the bits of the largest X². Numbers that are not negative compare as their bits do, NaN above
-  // all.
+  // largest: the bits of the largest X². Numbers that are not negative compare as their bits do,
+  // NaN above all.
   __device__ __forceinline__ bool serves(uint32_t largest) const {
     return largest <= __float_as_uint(limit_);
   }
@@ -103,9 +104,9 @@ class SoftcapPolynomial {
   float c_[kDegree + 1], limit_;
 };
 
-// Softcap where no score comes near the cap. That the scores were as small as that is found out beside
-// the exponentials, each instruction of which a busy tensor core makes felt: so the lowest degree that
-// serves.
+// Softcap where no score comes near the cap. That the scores were as small as that is found out
+// beside the exponentials, each instruction of which a busy tensor core makes felt: so the lowest
+// degree that serves.
 template <typename Policy, int kDegree>
 class SoftcapStep : public NoStep {
  public:
@@ -135,8 +136,8 @@ class SoftcapStep : public NoStep {
   uint32_t largest_ = 0;
 };
 
-// Softcap of larger scores: those of even columns by a polynomial, the others by the special-function
-// unit, so that both have work.
+// Softcap of larger scores: those of even columns by a polynomial, the others by the
+// special-function unit, so that both have work.
 template <typename Policy>
 class SoftcapMixedStep : public NoStep {
  public:

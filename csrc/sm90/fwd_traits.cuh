@@ -90,11 +90,11 @@ struct FwdWork {
   __device__ __forceinline__ bool has_keys() const { return range.end > range.begin; }
 };
 
-// Blocks of keys are walked over from the last to the first. With ALiBi scores rise towards the diagonal, and
-// on the way there each block would raise the maxima of its rows, which costs another pass over it: so
-// the walk begins at the diagonal of the tile's last query and goes on with the last block behind the
-// first one. This is how many blocks lie behind the one that it begins with. diagonal: the key that
-// query 0 meets on it.
+// Blocks of keys are walked over from the last to the first. With ALiBi scores rise towards the
+// diagonal, and on the way there each block would raise the maxima of its rows, which costs another
+// pass over it: so the walk begins at the diagonal of the tile's last query and goes on with the
+// last block behind the first one. This is how many blocks lie behind the one that it begins with.
+// diagonal: the key that query 0 meets on it.
 template <typename Traits>
 __device__ __forceinline__ int turned_blocks(const FwdWork& work, int64_t diagonal) {
   if constexpr (!Traits::kAlibi) return 0;
@@ -114,8 +114,8 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
                                              int piece, const SeqlenInfo& seqlen) {
   const int first_row = tile.block * Traits::kBlockM;
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
-  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O. Dropout's mask wants them to count
-  // from a multiple of 32, a mask of tiles from one of its tiles (KeyWalk::wait_values).
+  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O. Dropout's mask wants them to
+  // count from a multiple of 32, a mask of tiles from one of its tiles (KeyWalk::wait_values).
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
   const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
   constexpr int kKeyAlignment = Traits::kMasked                 ? Traits::kBlockN

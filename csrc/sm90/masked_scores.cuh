@@ -1,5 +1,5 @@
-// The mask of cuda/attn/tile_mask.cuh for blocks of several of its tiles, whose states are read once, by who
-// finds the blocks, and handed to who computes them.
+// The mask of cuda/attn/tile_mask.cuh for blocks of several of its tiles, whose states are read
+// once, by who finds the blocks, and handed to who computes them.
 #pragma once
 
 #include "../cuda/attn/tile_mask.cuh"
@@ -11,8 +11,8 @@ class BlockMask : public MaskedScores {
   using MaskedScores::Intervals;
   using MaskedScores::MaskedScores;
 
-  // The states of the tiles of kBlockM queries by kBlockN keys, two bits each, row after row; 0: nothing
-  // is seen.
+  // The states of the tiles of kBlockM queries by kBlockN keys, two bits each, row after row; 0:
+  // nothing is seen.
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ uint32_t states(int first_row, int first_key) const {
     static_assert(kBlockM % kMaskTile == 0 && kBlockN % kMaskTile == 0);
