@@ -7,12 +7,12 @@
 
 namespace flash_attn {
 
-// A part is (o, lse): its normalised output and ln of its sum of exponentials. Parts merge to
+// A piece leaves (o, lse): its normalised output and ln of its sum of exponentials. Pieces merge to
 //
 //   lse = ln Σᵢ exp(lseᵢ),    o = Σᵢ exp(lseᵢ - lse) · oᵢ
 //
-// This is the running softmax's (o, l, m) with m + ln l in one number: associative, commutative, and
-// (anything, -inf) is neutral. NaN in any lseᵢ reaches lse and every weight.
+// This is the running softmax's (o, l, m) with m + ln l in one number: associative, commutative,
+// and (anything, -inf) is neutral. NaN in any lseᵢ reaches lse and every weight.
 
 // What lseᵢ are taken against in a sum of exponentials: 0 when all are -inf, so that -inf - (-inf)
 // does not arise.
@@ -25,9 +25,9 @@ __device__ __forceinline__ float merge_finish(float reference, float sum) {
   return reference + ptx::log2(sum) * kLn2;
 }
 
-// exp(lseᵢ - lse); 0 for a part without keys, also when the whole has none.
-__device__ __forceinline__ float merge_weight(float part_lse, float lse) {
-  return part_lse == -INFINITY ? 0.f : ptx::exp2((part_lse - lse) * kLog2E);
+// exp(lseᵢ - lse); 0 for a piece without keys, also when the whole has none.
+__device__ __forceinline__ float merge_weight(float piece_lse, float lse) {
+  return piece_lse == -INFINITY ? 0.f : ptx::exp2((piece_lse - lse) * kLog2E);
 }
 
 }  // namespace flash_attn

@@ -1,17 +1,17 @@
-// Merges the pieces of decode: one thread block a row (sequence, query head, token), or a slice of its
-// columns. Rows of sequences in one piece are finished already.
+// Merges the pieces of decode: one thread block a row (sequence, query head, token), or a slice of
+// its columns. Rows of sequences in one piece are finished already.
 //
 //   lse = ln Σₛ exp(lseₛ),    out = Σₛ exp(lseₛ - lse) · oₛ
 //
 // Threads lie along the columns, four floats each, and repeat over the pieces as often as there is
-// use for: with head_dim 128 and 16 pieces, 32 · 4 threads load four pieces each. A thread runs once
-// through its pieces with a state (o, l, m): Σ exp(lseₛ - m) · oₛ, Σ exp(lseₛ - m), max lseₛ; the
-// states of a column meet by shuffles where a warp has several, then in shared memory. A piece
-// without keys has lse -inf and anything as o, which is loaded (lse and o come together, one latency)
-// and dropped.
+// use for: with head_dim 128 and 16 pieces, 32 · 4 threads load four pieces each. A thread runs
+// once through its pieces with a state (o, l, m): Σ exp(lseₛ - m) · oₛ, Σ exp(lseₛ - m), max lseₛ;
+// the states of a column meet by shuffles where a warp has several, then in shared memory. A piece
+// without keys has lse -inf and anything as o, which is loaded (lse and o come together, one
+// latency) and dropped.
 //
-// The blocks come while the kernel that reads the keys runs, find their sequence and its pieces from
-// the lengths, and wait.
+// The blocks come while the kernel that reads the keys runs, find their sequence and its pieces
+// from the lengths, and wait.
 #pragma once
 
 #include <algorithm>
@@ -29,12 +29,12 @@ namespace flash_attn::cuda {
 inline constexpr int kMaxCombineThreads = 512;
 inline constexpr int kPiecesAtOnce = 4;  // that a thread has under way
 
-// The pieces of one sequence lie in the slots first, base + step, base + 2 · step, … of the workspace.
+// The pieces of one sequence lie at first, base + step, base + 2 · step, … of the workspace.
 struct SequencePieces {
   int batch_idx = 0, count = 0;  // 0: nothing to merge here
   int first = 0, base = 0, step = 0;
 
-  __device__ __forceinline__ int slot(int piece) const {
+  __device__ __forceinline__ int workspace_idx(int piece) const {
     return piece == 0 ? first : base + piece * step;
   }
 };
@@ -60,8 +60,8 @@ struct PiecesOfDecode {
       }
       return {batch_idx, count, batch_idx, batch_idx, params.batch};
     }
-    const PieceRange place = PieceLine(params).of_sequence(batch_idx);
-    return {batch_idx, place.count == 1 ? 0 : place.count, place.first, place.first, 1};
+    const PieceRange range = PieceLine(params).of_sequence(batch_idx);
+    return {batch_idx, range.count == 1 ? 0 : range.count, range.first, range.first, 1};
   }
 };
 
@@ -109,13 +109,13 @@ struct MergeState {
 
   __device__ __forceinline__ static MergeState empty() { return {{}, 0.f, -INFINITY}; }
 
-  // Takes in (part_o, part_sum) times weight. NaN comes through, with weight 0 too.
-  __device__ __forceinline__ void add(float weight, float part_sum, const float4& part_o) {
-    sum += weight * part_sum;
-    o.x += weight * part_o.x;
-    o.y += weight * part_o.y;
-    o.z += weight * part_o.z;
-    o.w += weight * part_o.w;
+  // Takes in (other_o, other_sum) times weight. NaN comes through, with weight 0 too.
+  __device__ __forceinline__ void add(float weight, float other_sum, const float4& other_o) {
+    sum += weight * other_sum;
+    o.x += weight * other_o.x;
+    o.y += weight * other_o.y;
+    o.z += weight * other_o.z;
+    o.w += weight * other_o.w;
   }
   __device__ __forceinline__ void raise(float new_max) {
     const float factor = merge_weight(max_lse, merge_reference(new_max));
@@ -142,7 +142,7 @@ struct MergeState {
 
 // Returns the state of four columns over the pieces first, first + step, … of a row of a sequence.
 __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
-                                                   const SequencePieces& pieces, int row_of_slot,
+                                                   const SequencePieces& pieces, int row_of_piece,
                                                    int col, int first, int step) {
   MergeState state = MergeState::empty();
   for (int begin = first; begin < pieces.count; begin += kPiecesAtOnce * step) {
@@ -152,9 +152,10 @@ __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
     for (int i = 0; i < kPiecesAtOnce; ++i) {
       const int piece = begin + i * step;
       const bool exists = piece < pieces.count;
-      const int64_t slot_row = workspace_row(params, pieces.slot(piece), 0, 0) + row_of_slot;
-      const float* source = params.partial.o + slot_row * params.head_dim_v + col;
-      lse[i] = exists ? params.partial.lse[slot_row] : -INFINITY;
+      const int64_t partial_row =
+          workspace_row(params, pieces.workspace_idx(piece), 0, 0) + row_of_piece;
+      const float* source = params.partial.o + partial_row * params.head_dim_v + col;
+      lse[i] = exists ? params.partial.lse[partial_row] : -INFINITY;
       o[i] = exists ? *reinterpret_cast<const float4*>(source) : float4{};
     }
     float max_lse = state.max_lse;
@@ -214,8 +215,8 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   const float reference = merge_reference(total.max_lse);
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
-    const MergeState& part = states[group * columns];
-    total.add(merge_weight(part.max_lse, reference), part.sum, part.o);
+    const MergeState& other = states[group * columns];
+    total.add(merge_weight(other.max_lse, reference), other.sum, other.o);
   }
   const float lse = merge_finish(reference, total.sum);
   const float factor = (total.sum == 0.f ? 0.f : ptx::reciprocal(total.sum)) *

@@ -4,10 +4,10 @@
 //
 // The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
 // block takes one kv head of one sequence, up to 16 of the (token, query head) pairs that read it,
-// and a piece of the keys (pieces.cuh). Its warps share nothing but that: warp w takes the
-// tiles w, w + 4, … of the piece through a ring of shared-memory stages of its own, in which K and V
-// tiles take turns, and has its own running softmax. No block barrier until the end, where the warps'
-// (o, lse) are merged. One warp, one tile:
+// and a piece of the keys (pieces.cuh). Its warps share nothing but that: warp w takes the tiles w,
+// w + 4, … of the piece through a ring of shared-memory stages of its own, in which K and V tiles
+// take turns, and has its own running softmax. No block barrier until the end, where the warps' (o,
+// lse) are merged. One warp, one tile:
 //
 //   wait K(j)   S = Q K(j)ᵀ   refill K(j)'s stage   mask, softmax   wait V(j)   O += P V(j)   refill
 //
@@ -250,7 +250,7 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
     const float lse = merge_finish(reference, sum);
     const int token = piece.token(row), head = piece.head(row, token);
     if (!piece.whole()) {
-      const int64_t partial_row = workspace_row(params, piece.slot, head, token);
+      const int64_t partial_row = workspace_row(params, piece.workspace_idx, head, token);
       if (col == 0) params.partial.lse[partial_row] = lse;
       auto* destination =
           reinterpret_cast<float4*>(params.partial.o + partial_row * params.head_dim + col);
@@ -277,7 +277,7 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
     if (row >= piece.num_rows) return;
     const int token = piece.token(row);
     ptx::wait_for_prerequisites();
-    params.partial.lse[workspace_row(params, piece.slot, piece.head(row, token), token)] =
+    params.partial.lse[workspace_row(params, piece.workspace_idx, piece.head(row, token), token)] =
         -INFINITY;
     return;
   }
@@ -325,12 +325,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     const PieceLine line(params);
 #pragma unroll 1
     for (int number = block.number;; number += grid.pieces) {
-      const PieceRange place = line.find(number);
-      if (place.count == 0) return;
+      const PieceRange range = line.find(number);
+      if (range.count == 0) return;
       decode_piece<Traits>(smem, params,
                            DecodePiece::of_line<Traits::kKeys, Traits::kPaged>(
-                               params, grid, block, line, number, place));
-      __syncthreads();  // the piece is stored: its place is a ring again
+                               params, grid, block, line, number, range));
+      __syncthreads();  // the piece is stored: its memory is a ring again
     }
   } else {
     decode_piece<Traits>(smem, params,

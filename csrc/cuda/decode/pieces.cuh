@@ -7,9 +7,10 @@
 //   sequences   │ 0                  │ 1    │ 2        │ 3                     │ …
 //   pieces      │ 0   │ 1   │ 2   │ 3│ 4    │ 5   │ 6  │ 7   │ 8   │ 9   │ 10  │ …
 //
-// Lengths are on the device, so each block finds its pieces there. The grid has a few blocks for each
-// place on the device, whatever the lengths: blocks that end early make room for others, and those
-// that find nothing to do are not many. Piece n is taken by the blocks of n modulo the grid.
+// Lengths are on the device, so each block finds its pieces there. The grid has a few times the
+// blocks that the device has room for, whatever the lengths: blocks that end early make room for
+// others, and those that find nothing to do are not many. Piece n is taken by the blocks of n
+// modulo the grid.
 #pragma once
 
 #include <climits>
@@ -122,7 +123,7 @@ struct DecodePiece : DecodeBlock {
   int len_k;
   int first_seen;          // by any of the rows
   int first_key, end_key;  // of the cache's rows; empty: first_key >= end_key
-  int slot;                // of the workspace; -1: all keys of the sequence, straight to the output
+  int workspace_idx;       // -1: all keys of the sequence, straight to the output
 
   // Cuts a sequence into pieces that differ by one tile at most. A piece has least_tiles at least,
   // even if others have none then.
@@ -134,7 +135,7 @@ struct DecodePiece : DecodeBlock {
     const int batch_idx = grid.splits.divide(block.number);
     const int split = block.number - batch_idx * params.splits.count;
     DecodePiece piece(params, grid, block, batch_idx);
-    piece.slot = params.partial.o == nullptr ? -1 : split * params.batch + piece.batch_idx;
+    piece.workspace_idx = params.partial.o == nullptr ? -1 : split * params.batch + piece.batch_idx;
     piece.template clip<kKeys, kPaged>(params, 0, params.capacity);
     if (params.splits.count == 1) return piece;
     const int tiles = (max(piece.end_key - piece.first_key, 0) + kKeys - 1) / kKeys;
@@ -155,20 +156,20 @@ struct DecodePiece : DecodeBlock {
                                                         const DecodeGrid& grid,
                                                         const DecodeBlock& block,
                                                         const PieceLine& line, int number,
-                                                        const PieceRange& place) {
-    DecodePiece piece(params, grid, block, place.batch_idx);
-    piece.slot = place.count == 1 ? -1 : number;
+                                                        const PieceRange& range) {
+    DecodePiece piece(params, grid, block, range.batch_idx);
+    piece.workspace_idx = range.count == 1 ? -1 : number;
     constexpr int kTileKeys = PieceLine::kTileKeys;
-    const SequenceKeys keys(params, place.batch_idx);
+    const SequenceKeys keys(params, range.batch_idx);
     const int first_tile =
-        keys.first_tile<kTileKeys>() + (number - place.first) * line.piece_tiles();
+        keys.first_tile<kTileKeys>() + (number - range.first) * line.piece_tiles();
     const int end_tile =
         min(first_tile + line.piece_tiles(), (keys.end + kTileKeys - 1) / kTileKeys);
     piece.template clip<kKeys, kPaged>(params, first_tile * kTileKeys, end_tile * kTileKeys);
     return piece;
   }
 
-  __device__ __forceinline__ bool whole() const { return slot < 0; }
+  __device__ __forceinline__ bool whole() const { return workspace_idx < 0; }
   __device__ __forceinline__ int token(int row) const { return grid.group.divide(first_row + row); }
   __device__ __forceinline__ int head(int row, int token_of_row) const {
     return kv_head * group + first_row + row - token_of_row * group;

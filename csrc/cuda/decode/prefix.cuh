@@ -10,12 +10,12 @@
 //
 //   wait K, V(j)   barrier   copy K, V(j + stages - 1)   S = Q K(j)ᵀ   mask, softmax   O += P V(j)
 //
-// The barrier says both that tile j is there and that nobody reads tile j - 1 any more, whose place
+// The barrier says both that tile j is there and that nobody reads tile j - 1 any more, whose stage
 // the copies take. A warp without rows only copies.
 //
-// Which sequences share, only the device knows: each block finds its rows first (find_members). Every
-// row sees as much of the prefix as its own sequence has, and skips that much in its own part, so the
-// result is right whatever stands in SharedPrefix. One merge takes all pieces.
+// Which sequences share, only the device knows: each block finds its rows first (find_members).
+// Every row sees as much of the prefix as its own sequence has, and skips that much of its own
+// keys, so the result is right whatever stands in SharedPrefix. One merge takes all pieces.
 #pragma once
 
 #include <climits>
@@ -219,15 +219,15 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
   if (params.seqlen_new > 0 && end_key > kvcache_len_k(params, source) - params.seqlen_new) {
     ptx::wait_for_prerequisites();
   }
-  int place = 0;  // of the next copy in the ring, and the oldest one's, once all are taken
+  int stage = 0;  // of the next copy in the ring, and the oldest one's, once all are taken
   const auto load = [&](int tile) {
     if (tile < tiles) {
       cache.locate();
-      cache.keys(smem.ring.k[place], smem.valid[place][warp]);
-      cache.values(smem.ring.v[place]);
+      cache.keys(smem.ring.k[stage], smem.valid[stage][warp]);
+      cache.values(smem.ring.v[stage]);
     }
     ptx::cp_async_commit();
-    place = place + 1 == kStages ? 0 : place + 1;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   };
 #pragma unroll 1
   for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
 #else
       const int lane = thread_lane;
 #endif
-      const KvTile &K = smem.ring.k[place], &V = smem.ring.v[place];
+      const KvTile &K = smem.ring.k[stage], &V = smem.ring.v[stage];
       Accumulator<kRowBlocks, kBlockKeys> S;
       gemm_smem<Element, Traits::kHeadDim, Into::kZero>(
           S, Q, SmemOperandB<KvTile, Layout::kKInner>(K, 0, lane));
@@ -267,7 +267,7 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
       }
       uint64_t valid = 0;
 #pragma unroll
-      for (int w = 0; w < kPrefixWarps; ++w) valid |= smem.valid[place][w] << w * Traits::kKeys;
+      for (int w = 0; w < kPrefixWarps; ++w) valid |= smem.valid[stage][w] << w * Traits::kKeys;
       mask_absent(S, valid, lane);
       float correction[kRows];
       if (softmax.step(S, correction)) scale_rows(O, correction);
@@ -321,8 +321,9 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
     const PrefixRow row(smem, params, grid, block.kv_head,
                         warp * 16 * kRowBlocks + i / 2 * 16 + fragment_row(i, lane));
     if (!row.exists) continue;
-    const int64_t slot = int64_t{params.splits.count + piece} * params.batch + row.batch_idx;
-    const int64_t partial_row = workspace_row(params, slot, row.head, row.token);
+    const int64_t workspace_idx =
+        int64_t{params.splits.count + piece} * params.batch + row.batch_idx;
+    const int64_t partial_row = workspace_row(params, workspace_idx, row.head, row.token);
     const float factor = softmax.inverse_sum(i);
     float* destination = params.partial.o + partial_row * params.head_dim;
 #pragma unroll
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     } else {
       attend_prefix<Traits, 1>(smem.shared, params, prefix, grid, block);
     }
-    __syncthreads();  // the ring's place is searched again
+    __syncthreads();  // the ring's memory is searched again
     if (threadIdx.x == 0) block.tile += grid.num_tiles;
   }
 }

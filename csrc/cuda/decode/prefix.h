@@ -15,11 +15,11 @@ inline constexpr int kPrefixHeadDim = 192;
 // The most sequences of a call: a thread block counts them in the shared memory of its tiles.
 inline constexpr int kPrefixMostSequences = 4096;
 
-// The first lens[b] keys of sequence b lie where those of sequence source[b] do; a source that is no
-// sequence has none. Anything may stand in either.
+// The first lens[b] keys of sequence b lie where those of sequence source[b] do; a source that is
+// no sequence has none. Anything may stand in either.
 struct SharedPrefix {
   const int32_t *source = nullptr, *lens = nullptr;  // (batch)
-  int pieces = 0;  // that they are cut into; their slots come behind those of Splits
+  int pieces = 0;  // that they are cut into; their results come behind those of Splits
 
   // The sequence whose keys sequence batch_idx shares; -1: none.
   FLASH_ATTN_HOST_DEVICE int source_of(int batch_idx, int batch) const {

@@ -6,15 +6,16 @@
 
 namespace flash_attn::cuda {
 
-// Rows of a matrix tile, the least that mma.sync takes: the query heads of one kv head times the new
-// tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the time.
+// Rows of a matrix tile, the least that mma.sync takes: the query heads of one kv head times the
+// new tokens. Few rows waste tensor time, which is free here: reading K and V is what takes the
+// time.
 inline constexpr int kDecodeRows = 16;
 
-// A workspace has the shape (slots, heads_q, seqlen_q), as lse has with sequences for slots. The
-// kernel that leaves a piece says which slot it has.
-FLASH_ATTN_HOST_DEVICE inline int64_t workspace_row(const DecodeParams& params, int64_t slot,
-                                                    int head, int token) {
-  return (slot * params.heads_q + head) * params.seqlen_q + token;
+// A workspace has the shape (results, heads_q, seqlen_q), as lse has it with sequences. The
+// kernel that leaves a piece says which of the results it is, by workspace_idx.
+FLASH_ATTN_HOST_DEVICE inline int64_t workspace_row(const DecodeParams& params,
+                                                    int64_t workspace_idx, int head, int token) {
+  return (workspace_idx * params.heads_q + head) * params.seqlen_q + token;
 }
 
 }  // namespace flash_attn::cuda
