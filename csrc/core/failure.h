@@ -9,7 +9,7 @@
 
 namespace flash_attn {
 
-// A piece of a message: text, or a number.
+// What a message is put together from: text, or a number.
 struct Word {
   Word(const char* text) : text(text) {}
   template <std::integral Number>

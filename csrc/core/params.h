@@ -189,8 +189,9 @@ struct FwdParams : AttnParams {
 // place n % places, after those of number n - places have become rows of dq.
 struct DqPool {
   int places = 0;  // 0: no pool, dq_accum has room for all
-  // Workspace (1 + 2 · batch · heads_kv), zeroed by the launch: how many pieces of dq have been taken
-  // on; then, of each number, how many blocks of keys have been added, and how many pieces written.
+  // Workspace (1 + 2 · batch · heads_kv), zeroed by the launch: how many shares of dq have been
+  // taken on; then, for each number, how many blocks of keys have been added, and how many shares
+  // written.
   int32_t* progress = nullptr;
 };
 

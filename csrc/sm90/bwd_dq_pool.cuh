@@ -28,7 +28,7 @@ __device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& para
 // A share is some bands of one query head, one behind the other; a head has so many shares.
 template <typename Traits>
 __device__ __forceinline__ int dq_shares_of_head(const BwdParams& params) {
-  constexpr int kRows = Traits::kPieces * Traits::kPieceRows;
+  constexpr int kRows = Traits::kBands * Traits::kBandRows;
   return (params.seqlen_q + kRows - 1) / kRows;
 }
 
@@ -88,8 +88,8 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
 template <typename Traits>
 class DqConverter {
   using Element = typename Traits::Element;
-  using Slab = typename Traits::PieceSlab;
-  static constexpr int kRows = Traits::kPieceRows, kCols = Traits::kHeadDim;
+  using Slab = typename Traits::BandSlab;
+  static constexpr int kRows = Traits::kBandRows, kCols = Traits::kHeadDim;
   static constexpr int kBytes = kRows * kCols * static_cast<int>(sizeof(float));
 
  public:
@@ -104,16 +104,16 @@ class DqConverter {
 #pragma unroll 1
     for (int share = take(); share < params_.batch * params_.heads_q * of_head; share = take()) {
       head_ = share / of_head;
-      first_row_ = share % of_head * Traits::kPieces * kRows;
+      first_row_ = share % of_head * Traits::kBands * kRows;
       const int number = head_ / group;
       const int place = number % params_.dq_pool.places * group + head_ % group;
       sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
       await(dq_blocks_added(params_, number), blocks);
       start(0);
 #pragma unroll 1
-      for (int piece = 0; piece < Traits::kPieces && exists(piece); ++piece, ++visit_) {
-        if (piece + 1 < Traits::kPieces && exists(piece + 1)) start(piece + 1);
-        finish(piece);
+      for (int band = 0; band < Traits::kBands && exists(band); ++band, ++visit_) {
+        if (band + 1 < Traits::kBands && exists(band + 1)) start(band + 1);
+        finish(band);
       }
       if (speaks()) dq_shares_written(params_, number).fetch_add(1, ::cuda::memory_order_release);
     }
@@ -123,10 +123,8 @@ class DqConverter {
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ static bool speaks() { return lane() == 0; }
-  __device__ __forceinline__ int row_of(int piece) const { return first_row_ + piece * kRows; }
-  __device__ __forceinline__ bool exists(int piece) const {
-    return row_of(piece) < params_.seqlen_q;
-  }
+  __device__ __forceinline__ int row_of(int band) const { return first_row_ + band * kRows; }
+  __device__ __forceinline__ bool exists(int band) const { return row_of(band) < params_.seqlen_q; }
 
   __device__ __forceinline__ int take() const {
     int taken = 0;
@@ -136,27 +134,27 @@ class DqConverter {
 
   // Starts the copy of the share's first band (band = 0), or of the one behind the band that is
   // being visited.
-  __device__ __forceinline__ void start(int piece) const {
+  __device__ __forceinline__ void start(int band) const {
     if (!speaks()) return;
-    const Ring<Traits::kPieceStages> ring(smem_.piece_ring, visit_ + (piece > 0));
+    const Ring<Traits::kBandStages> ring(smem_.band_ring, visit_ + (band > 0));
     // Waits until what left from this stage has been read.
     ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
     // The sums were added by reductions, which the copy must see.
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_global);
     ring.expect_bytes(kBytes);
     ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global,
-                               smem_.pieces[ring.stage()], sums_ + piece * kRows * kCols, kBytes,
+                               smem_.bands[ring.stage()], sums_ + band * kRows * kCols, kBytes,
                                &ring.full());
   }
 
-  __device__ __forceinline__ void finish(int piece) const {
-    const Ring<Traits::kPieceStages> ring(smem_.piece_ring, visit_);
+  __device__ __forceinline__ void finish(int band) const {
+    const Ring<Traits::kBandStages> ring(smem_.band_ring, visit_);
     ring.wait_full();
-    auto* const zeros = reinterpret_cast<float4*>(sums_ + piece * kRows * kCols);
+    auto* const zeros = reinterpret_cast<float4*>(sums_ + band * kRows * kCols);
 #pragma unroll 4
     for (int i = lane(); i < kRows * kCols / 4; i += 32) zeros[i] = {};
-    const float* const from = smem_.pieces[ring.stage()];
-    auto* const slabs = reinterpret_cast<Slab*>(smem_.pieces[ring.stage()]);
+    const float* const from = smem_.bands[ring.stage()];
+    auto* const slabs = reinterpret_cast<Slab*>(smem_.bands[ring.stage()]);
 #pragma unroll 1
     for (int row = 0; row < kRows; row += kDqAccumRows) {
       const uint32_t to = slabs->address(row + lane() % 16, lane() / 16 * 8);
@@ -174,7 +172,7 @@ class DqConverter {
                                .head = head_ % params_.heads_q,
                                .batch = head_ / params_.heads_q};
     for (int col = 0; col < params_.head_dim; col += Slab::kCols) {
-      store_tile_rows<kRows>(slabs[col / Slab::kCols], 0, map_, place, row_of(piece), col);
+      store_tile_rows<kRows>(slabs[col / Slab::kCols], 0, map_, place, row_of(band), col);
     }
     ::cuda::ptx::cp_async_bulk_commit_group();
   }

@@ -33,7 +33,7 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
     }
   }
   if constexpr (Traits::kPools) {
-    maps.dq = make_dq_map(params, Traits::PieceSlab::kCols, Traits::kPieceRows);
+    maps.dq = make_dq_map(params, Traits::BandSlab::kCols, Traits::kBandRows);
   }
   // Tiles of one length need no counter, unless they wait for each other.
   const bool counts = Traits::kOrders || Traits::kPools || Traits::kMasked;

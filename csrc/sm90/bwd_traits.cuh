@@ -119,9 +119,9 @@ struct BwdTraits {
 
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
   // A band of the pool of dQ's sums has 16 KiB.
-  static constexpr int kPieceRows = 4096 / kHeadDim, kPieceStages = 2;
-  static constexpr int kPieces = 4;                     // a warp takes on so many at a time
-  using PieceSlab = SmemTile<Element, kPieceRows, 64>;  // rounded sums, at the start of the band
+  static constexpr int kBandRows = 4096 / kHeadDim, kBandStages = 2;
+  static constexpr int kBands = 4;                    // a warp takes on so many at a time
+  using BandSlab = SmemTile<Element, kBandRows, 64>;  // rounded sums, at the start of the band
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
   static constexpr int kTermStages = kDrops ? kStages : kHeadDim <= 64 ? 1 : 2;
 
@@ -207,7 +207,7 @@ template <typename Traits, bool kPools = Traits::kPools>
 struct BwdPoolStorage {};
 template <typename Traits>
 struct BwdPoolStorage<Traits, true> {
-  alignas(1024) float pieces[Traits::kPieceStages][Traits::kPieceRows * Traits::kTileCols];
+  alignas(1024) float bands[Traits::kBandStages][Traits::kBandRows * Traits::kTileCols];
 };
 
 template <bool kAdditive>
@@ -256,7 +256,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
   RingBarriers<Traits::kTermStages> term_ring;  // of a bias, or of query_words
   // With a pool of sums, a full stage of band_ring says that a band has come, and one of
   // summed_ring that the consumers have issued all reductions of a tile.
-  RingBarriers<Traits::kPieceStages> piece_ring;
+  RingBarriers<Traits::kBandStages> band_ring;
   RingBarriers<2> summed_ring;  // in step with the queue
 
   // Where the score terms of a query head of the work lie, once its first Q is there.
@@ -302,7 +302,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     // Each thread of a warp writes words, and each of the consumers' reads them.
     if constexpr (Traits::kDrops) term_ring.init(32, 32 * kConsumerWarps);
     if constexpr (Traits::kMasked) mask.ring.init(1, 1);
-    piece_ring.init(1, 1);
+    band_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
