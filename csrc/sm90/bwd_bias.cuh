@@ -71,8 +71,8 @@ __device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_t
 // Into how many halves of a tile's keys a sequence's keys fall. A box of TMA that begins behind
 // them must not be asked for.
 template <typename Traits>
-__device__ __forceinline__ int num_parts(const BiasTile& tile, const SeqlenInfo& seqlen) {
-  return tile.first_key + Traits::kPartKeys < seqlen.len_k ? Traits::kParts : 1;
+__device__ __forceinline__ int num_halves(const BiasTile& tile, const SeqlenInfo& seqlen) {
+  return tile.first_key + Traits::kHalfKeys < seqlen.len_k ? Traits::kHalves : 1;
 }
 
 // Loads biases, Q, dO, K and V. One thread calls it.
@@ -92,13 +92,13 @@ __device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const B
     const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
                                .head = bias.head_stride == 0 ? 0 : tile.head_begin,
                                .batch = bias.batch_stride == 0 ? 0 : tile.batch_begin};
-    const int parts = tile.first_key + Traits::kPartKeys < bias.keys ? Traits::kParts : 1;
+    const int halves = tile.first_key + Traits::kHalfKeys < bias.keys ? Traits::kHalves : 1;
     row_ring.wait_empty();
-    row_ring.expect_bytes(parts * loaded_bytes<BiasSlab>(Traits::kPartKeys));
-    for (int part = 0; part < parts; ++part) {
-      load_tile(smem.bias(row_ring.stage(), part), maps.bias, place, tile.first_row,
-                Traits::kPartKeys, row_ring.full(), ptx::CacheHint::kEvictFirst,
-                tile.first_key + part * Traits::kPartKeys);
+    row_ring.expect_bytes(halves * loaded_bytes<BiasSlab>(Traits::kHalfKeys));
+    for (int half = 0; half < halves; ++half) {
+      load_tile(smem.bias(row_ring.stage(), half), maps.bias, place, tile.first_row,
+                Traits::kHalfKeys, row_ring.full(), ptx::CacheHint::kEvictFirst,
+                tile.first_key + half * Traits::kHalfKeys);
     }
     row_ring.advance();
   };
@@ -121,8 +121,8 @@ __device__ __forceinline__ void load_pairs_loop(const BwdParams& params, const B
                   kHint);
         row_ring.advance();
 #pragma unroll 1
-        for (int part = 0; part < num_parts<Traits>(tile, seqlen); ++part) {
-          const int first_key = tile.first_key + part * Traits::kPartKeys;
+        for (int half = 0; half < num_halves<Traits>(tile, seqlen); ++half) {
+          const int first_key = tile.first_key + half * Traits::kHalfKeys;
           key_ring.wait_empty();
           key_ring.expect_bytes(loaded_bytes<KTile>(params.head_dim) +
                                 loaded_bytes<KTile>(params.head_dim_v));
@@ -184,7 +184,7 @@ __device__ __forceinline__ void tell_pairs_loop(const BwdParams& params,
                           if (lane == 0) {
                             visit.is_pair = true;
                             visit.masked = masked;
-                            visit.num_parts = num_parts<Traits>(tile, seqlen);
+                            visit.num_halves = num_halves<Traits>(tile, seqlen);
                             visit.tile = tile;
                             visit.window = window;
                             new (visit.score_storage) BiasVisit::ScorePolicy(
@@ -202,7 +202,7 @@ class BiasConsumer {
   using Scores = typename Traits::Scores;
   using Bias = typename Traits::Bias;
   using Storage = typename Traits::SharedStorage;
-  static constexpr int kParts = Traits::kParts;
+  static constexpr int kHalves = Traits::kHalves;
 
  public:
   __device__ __forceinline__ BiasConsumer(const BwdParams& params, Storage& smem, int consumer)
@@ -213,8 +213,8 @@ class BiasConsumer {
         key_ring_(smem.key_ring) {}
 
   __device__ __forceinline__ void run() {
-    Scores dbias[kParts];
-    Bias bias[kParts];
+    Scores dbias[kHalves];
+    Bias bias[kHalves];
 #pragma unroll 1
     for (;; release_visit()) {
       row_ring_.wait_full();
@@ -227,12 +227,12 @@ class BiasConsumer {
       if (visit.ends_tile) store(dbias, visit.tile);
       if (!visit.begins_tile) return;
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);  // TMA writes there next
-      for (Scores& part : dbias) part.fill(0.f);
+      for (Scores& half : dbias) half.fill(0.f);
     }
   }
 
  private:
-  __device__ __forceinline__ void add_pair(Scores (&dbias)[kParts], const Bias (&bias)[kParts],
+  __device__ __forceinline__ void add_pair(Scores (&dbias)[kHalves], const Bias (&bias)[kHalves],
                                            const BiasVisit& visit) {
     const int first_query = visit.tile.first_row + warp_row();
     float lse_log2[Scores::kRows], delta[Scores::kRows];
@@ -244,18 +244,18 @@ class BiasConsumer {
     }
     const auto& rows = smem_.rows[row_ring_.stage()];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part == visit.num_parts) break;
+    for (int half = 0; half < kHalves; ++half) {
+      if (half == visit.num_halves) break;
       Scores P, dP;
       key_ring_.wait_full();
       const auto& keys = smem_.keys[key_ring_.stage()];
       start_product(P, rows.q, keys.k);      // S = Q Kᵀ
       start_product(dP, rows.dout, keys.v);  // dP = dO Vᵀ
-      const ScorePlace place = {first_query, visit.tile.first_key + part * Traits::kPartKeys};
+      const ScorePlace place = {first_query, visit.tile.first_key + half * Traits::kHalfKeys};
       ptx::wgmma_wait<1>();
       pin(P);
       visit.score().finish(P, place, lane());
-      visit.score().template add_bias<Element>(P, bias[part]);
+      visit.score().template add_bias<Element>(P, bias[half]);
       recompute_probabilities(P, params_.softmax_scale * kLog2E, lse_log2, visit.masked,
                               [&](Scores& S) {
                                 int query[Scores::kRows];
@@ -272,7 +272,7 @@ class BiasConsumer {
       for (int row = 0; row < Scores::kRows; ++row) {
 #pragma unroll
         for (int i = 0; i < Scores::kRowElements; ++i) {
-          float& sum = dbias[part].at(row, i);
+          float& sum = dbias[half].at(row, i);
           sum = fmaf(P.at(row, i), dP.at(row, i) - delta[row], sum);
         }
       }
@@ -291,21 +291,22 @@ class BiasConsumer {
   }
 
   // Reads the bias of this warp's queries.
-  __device__ __forceinline__ void read(Bias (&bias)[kParts]) const {
+  __device__ __forceinline__ void read(Bias (&bias)[kHalves]) const {
     using Slab = typename Traits::BiasSlab;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int half = 0; half < kHalves; ++half) {
       const uint32_t address =
-          smem_.bias(row_ring_.stage(), part).address(warp_row() + lane() % 16, lane() / 16 * 8);
+          smem_.bias(row_ring_.stage(), half).address(warp_row() + lane() % 16, lane() / 16 * 8);
 #pragma unroll
       for (int col = 0; col < Slab::kCols; col += 16) {
-        flash_attn::ptx::ldmatrix_x4(bias[part].data[0][col / 16], Slab::advance(address, 0, col));
+        flash_attn::ptx::ldmatrix_x4(bias[half].data[0][col / 16], Slab::advance(address, 0, col));
       }
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void store(const Scores (&dbias)[kParts], const BiasTile& tile) const {
+  __device__ __forceinline__ void store(const Scores (&dbias)[kHalves],
+                                        const BiasTile& tile) const {
     using Slab = typename Traits::BiasSlab;
     constexpr int kChunk = Slab::kChunk, kRowChunks = Slab::kCols / kChunk;
     const BiasGradientParams& gradient = params_.dbias;
@@ -313,13 +314,13 @@ class BiasConsumer {
                            tile.batch_begin * gradient.batch_stride +
                            tile.head_begin * gradient.head_stride;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      Slab& slab = smem_.bias(row_ring_.stage(), part);
-      store_rounded(slab, dbias[part], 0, warp_row(), lane());
+    for (int half = 0; half < kHalves; ++half) {
+      Slab& slab = smem_.bias(row_ring_.stage(), half);
+      store_rounded(slab, dbias[half], 0, warp_row(), lane());
       __syncwarp();
       for (int i = lane(); i < 16 * kRowChunks; i += 32) {
         const int row = warp_row() + i / kRowChunks, col = i % kRowChunks * kChunk;
-        const int query = tile.first_row + row, key = tile.first_key + part * Slab::kCols + col;
+        const int query = tile.first_row + row, key = tile.first_key + half * Slab::kCols + col;
         if (query >= gradient.rows || key >= gradient.keys) continue;
         *reinterpret_cast<uint4*>(of_entry + int64_t{query} * gradient.keys + key) =
             *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(slab.data) +
@@ -405,7 +406,7 @@ void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, St
           BiasTile::kRows, " rows and ", BiasTile::kKeys, " keys, got ", tiles});
   }
   const BwdBiasMaps maps = {
-      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kPartKeys, Traits::QTile::kSlabCols),
+      make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kHalfKeys, Traits::QTile::kSlabCols),
       make_bias_map(params, Traits::BiasSlab::kSlabCols, Traits::BiasSlab::kRows)};
   const int blocks = static_cast<int>(std::min<int64_t>(tiles, device.num_sms));
   cuda::launch<bwd_bias_kernel<Traits>>(blocks, Traits::kThreads,

@@ -19,16 +19,16 @@ struct BwdBiasTraits {
   static constexpr BwdBiasStages kStages = kBwdBiasStages<kHeadDim>;
   static constexpr int kConsumers = 2, kBlockM = BiasTile::kRows, kBlockN = BiasTile::kKeys;
   static_assert(kBlockM == 64 * kConsumers);
-  static constexpr int kParts = 2;  // of the keys of a tile
-  static constexpr int kPartKeys = kBlockN / kParts;
+  static constexpr int kHalves = 2;  // of the keys of a tile
+  static constexpr int kHalfKeys = kBlockN / kHalves;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 
   using QTile = SmemTile<Element, kBlockM, kHeadDim>;    // dO too
-  using KTile = SmemTile<Element, kPartKeys, kHeadDim>;  // V too
-  using Scores = Accumulator<1, kPartKeys>;
-  using Bias = OperandA<1, kPartKeys>;                     // in registers as an operand would be
-  using BiasSlab = SmemTile<Element, kBlockM, kPartKeys>;  // the same, or a sum, of all rows
+  using KTile = SmemTile<Element, kHalfKeys, kHeadDim>;  // V too
+  using Scores = Accumulator<1, kHalfKeys>;
+  using Bias = OperandA<1, kHalfKeys>;                     // in registers as an operand would be
+  using BiasSlab = SmemTile<Element, kBlockM, kHalfKeys>;  // the same, or a sum, of all rows
 
   struct SharedStorage {
     struct Rows {
@@ -43,9 +43,9 @@ struct BwdBiasTraits {
     RingBarriers<kStages.rows> row_ring;
     RingBarriers<kStages.keys> key_ring;
 
-    __device__ __forceinline__ BiasSlab& bias(int stage, int part) {
-      static_assert(kParts * sizeof(BiasSlab) <= sizeof(Rows));
-      return reinterpret_cast<BiasSlab*>(&rows[stage])[part];
+    __device__ __forceinline__ BiasSlab& bias(int stage, int half) {
+      static_assert(kHalves * sizeof(BiasSlab) <= sizeof(Rows));
+      return reinterpret_cast<BiasSlab*>(&rows[stage])[half];
     }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

@@ -54,7 +54,7 @@ struct BiasVisit {
 
   bool is_pair;
   bool masked;                  // some of the pair's scores are
-  int num_parts;                // of keys
+  int num_halves;               // of keys
   bool ends_tile, begins_tile;  // one that ends is `tile`, one that begins is `next`
   BiasTile tile, next;
   AttentionWindow window;
