@@ -68,7 +68,7 @@ inline constexpr int kBwdSplitCost = 256, kBwdMaxSplits = 4;
 // Wider heads have two thread blocks of 64 keys each, and 64 queries an iteration. Their tiles go
 // by the class of q and k.
 struct BwdPairTile {
-  int q_slots, dout_slots;  // slabs of 64 columns of Q, and of dO, in shared memory
+  int q_stages, dout_stages;  // slabs of 64 columns of Q, and of dO, in shared memory
   // dV and dK of a block are computed beside the arithmetic of the next block's scores, not beside
   // their products. Q and dO stay for longer then.
   bool late_products;
@@ -81,16 +81,16 @@ template <int kHeadDim>
 inline constexpr BwdPairTile kBwdPairTile = {};
 // Q is needed longer than dO: from S to dK.
 template <>
-inline constexpr BwdPairTile kBwdPairTile<192> = {.q_slots = 9,
-                                                  .dout_slots = 6,
+inline constexpr BwdPairTile kBwdPairTile<192> = {.q_stages = 9,
+                                                  .dout_stages = 6,
                                                   .late_products = true,
                                                   .folds_rows = true,
                                                   .dq_registers = 64,
                                                   .s_registers = 216,
                                                   .d_registers = 208};
 template <>
-inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
-                                                  .dout_slots = 6,
+inline constexpr BwdPairTile kBwdPairTile<256> = {.q_stages = 8,
+                                                  .dout_stages = 6,
                                                   .late_products = false,
                                                   .folds_rows = false,
                                                   .dq_registers = 72,

@@ -47,9 +47,9 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
   auto& smem = self.smem;
   const BwdWork& work = self.work;
   const float scale_log2 = Traits::RowValues::scale_log2(self.params.softmax_scale);
-  Ring<Traits::kQSlots> q_ring(smem.q_ring);
-  Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
-  Ring<Traits::kSlots> row_ring(smem.row_ring);
+  Ring<Traits::kQStages> q_ring(smem.q_ring);
+  Ring<Traits::kDoutStages> dout_ring(smem.dout_ring);
+  Ring<Traits::kStages> row_ring(smem.row_ring);
   HeldSlabs<Traits::kHeldSlabsK> held_k;
   typename Traits::ScoresOperand P;  // of the block before, until its dV is done
   Accumulator<1, Traits::kHeadDimV> dV;
@@ -132,9 +132,9 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
   constexpr uint32_t kWarpBytes = sizeof(typename Traits::Slab) / 4;  // 16 rows
   auto& smem = self.smem;
   const BwdWork& work = self.work;
-  Ring<Traits::kQSlots> q_ring(smem.q_ring);
-  Ring<Traits::kDoutSlots> dout_ring(smem.dout_ring);
-  Ring<Traits::kSlots> row_ring(smem.row_ring);
+  Ring<Traits::kQStages> q_ring(smem.q_ring);
+  Ring<Traits::kDoutStages> dout_ring(smem.dout_ring);
+  Ring<Traits::kStages> row_ring(smem.row_ring);
   HeldSlabs<Traits::kHeldSlabsV> held_v;
   typename Traits::ScoresOperand dS;  // of the block before, until its dK is done
   Accumulator<1, Traits::kHeadDim> dK;
@@ -228,7 +228,7 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
   constexpr int kOwnSlabs = Traits::kSlabs / 2;  // that are always this block's
   auto& smem = self.smem;
   const BwdWork& work = self.work;
-  Ring<Traits::kSlots> ds_ring(smem.ds_ring);
+  Ring<Traits::kStages> ds_ring(smem.ds_ring);
   DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction(self.params, work, QueryBlocks(work),
                                                            self.warp_row, 0, self.lane);
   const int first_slab = self.rank * (Traits::kSlabs - kOwnSlabs);
@@ -256,14 +256,14 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
   Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
   // The two thread blocks add the slab in the middle by turns. Where sums come in order, the
   // queries decide whose turn it is, so that it is the same every time.
-  int place = Traits::kOrders ? work.range.begin : 0;
+  int visit = Traits::kOrders ? work.range.begin : 0;
 #pragma unroll 1
   for (int i = 0; i < num_blocks; ++i) {
     ds_ring.wait_full();
     reduction.advance();
     if constexpr (Traits::kOrders) turn_ring.wait_full();
     if constexpr (Traits::kSlabs % 2 == 1) {
-      if (place % 2 == self.rank) add_slab(kOwnSlabs, false);
+      if (visit % 2 == self.rank) add_slab(kOwnSlabs, false);
     }
 #pragma unroll
     for (int s = 0; s < kOwnSlabs; ++s) add_slab(first_slab + s, s == kOwnSlabs - 1);
@@ -272,8 +272,8 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
       if (self.lane == 0) turn_ring.in(smem.added_ring).arrive_full();
       turn_ring.advance();
     }
-    ++place;
-    if (Traits::kOrders && place == work.range.end) place = work.range.begin;  // of the next head
+    ++visit;
+    if (Traits::kOrders && visit == work.range.end) visit = work.range.begin;  // of the next head
     ds_ring.advance();
   }
   ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);
@@ -330,7 +330,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
                                                     smem.turn_ring, smem.added_ring);
       }
     } else if (warp == 2) {
-      Ring<Traits::kSlots> ring(smem.row_ring);
+      Ring<Traits::kStages> ring(smem.row_ring);
       load_row_values<Traits::kBlockM>(
           params, work, smem.row_values, ring,
           {.p = kExactScale,

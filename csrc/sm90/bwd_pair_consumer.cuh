@@ -81,12 +81,12 @@ struct HeldSlabs {
 
 // Starts C = A B over the columns of the slabs, of which some are held. B's are taken from the ring
 // as they come. add_rows() starts what comes behind them.
-template <typename Traits, int kSlabs, int kHeld, int kSlots, typename AddRows>
+template <typename Traits, int kSlabs, int kHeld, int kStages, typename AddRows>
 __device__ __forceinline__ void start_scores(typename Traits::Scores& C,
                                              const typename Traits::Slab (&A)[kSlabs],
                                              HeldSlabs<kHeld>& held,
-                                             const typename Traits::Slab (&B)[kSlots],
-                                             Ring<kSlots> ring, const AddRows& add_rows) {
+                                             const typename Traits::Slab (&B)[kStages],
+                                             Ring<kStages> ring, const AddRows& add_rows) {
   using Element = typename Traits::Element;
   using Operand = WgmmaOperand<Layout::kKInner, typename Traits::Slab>;
 #pragma unroll
@@ -108,11 +108,11 @@ __device__ __forceinline__ void start_scores(typename Traits::Scores& C,
 }
 
 // Starts gradient += scores · B, slab after slab of B's columns.
-template <typename Traits, int kCols, int kSlots>
+template <typename Traits, int kCols, int kStages>
 __device__ __forceinline__ void start_key_gradient(Accumulator<1, kCols>& gradient,
                                                    typename Traits::ScoresOperand& scores,
-                                                   const typename Traits::Slab (&B)[kSlots],
-                                                   Ring<kSlots> ring) {
+                                                   const typename Traits::Slab (&B)[kStages],
+                                                   Ring<kStages> ring) {
 #pragma unroll
   for (int col = 0; col < kCols; col += Traits::kSlabCols, ring.advance()) {
     ring.wait_full();
@@ -124,8 +124,8 @@ __device__ __forceinline__ void start_key_gradient(Accumulator<1, kCols>& gradie
 }
 
 // The warp is done with a block's slabs.
-template <int kSlabs, int kSlots>
-__device__ __forceinline__ void release_slabs(Ring<kSlots>& ring, int lane) {
+template <int kSlabs, int kStages>
+__device__ __forceinline__ void release_slabs(Ring<kStages>& ring, int lane) {
 #pragma unroll
   for (int s = 0; s < kSlabs; ++s, ring.advance()) {
     if (lane == 0) ring.arrive_empty();

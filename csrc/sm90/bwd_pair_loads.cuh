@@ -24,11 +24,12 @@ __device__ __forceinline__ uint32_t slab_bytes(const Slab (&)[kSlabs], int num_c
 
 // Loads Q or dO, kSlabs slabs of each block. Where the matrix lacks a slab, its first one comes
 // once more, to be multiplied with the zeros of K or V. One thread calls it.
-template <int kSlabs, int kSlots, typename Slab>
-__device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kSlots], const CUtensorMap& map,
-                                                      const BwdWork& work, int num_cols,
-                                                      RingBarriers<kSlots>& barriers) {
-  Ring<kSlots> ring(barriers);
+template <int kSlabs, int kStages, typename Slab>
+__device__ __forceinline__ void load_query_slabs_loop(Slab (&slabs)[kStages],
+                                                      const CUtensorMap& map, const BwdWork& work,
+                                                      int num_cols,
+                                                      RingBarriers<kStages>& barriers) {
+  Ring<kStages> ring(barriers);
 #pragma unroll 1
   for (QueryBlocks block(work); block.more(); block.advance()) {
     const MatrixPlace place = {.box = work.q.box, .head = block.head, .batch = work.q.batch};

@@ -33,8 +33,8 @@ struct BwdPairTraits {
   static constexpr int kSlabCols = 64;
   using Slab = SmemTile<Element, 64, kSlabCols>;
   static constexpr int kSlabs = kHeadDim / kSlabCols, kSlabsV = kHeadDimV / kSlabCols;
-  static constexpr int kQSlots = kTile.q_slots, kDoutSlots = kTile.dout_slots;
-  static constexpr int kSlots = 2;       // of what a block of queries has one of
+  static constexpr int kQStages = kTile.q_stages, kDoutStages = kTile.dout_stages;
+  static constexpr int kStages = 2;      // of what a block of queries has one of
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
   static constexpr bool kFoldsRows = kTile.folds_rows && kDType == DType::kBf16;
   using Rows =
@@ -90,17 +90,17 @@ struct BwdPairSharedStorage {
   alignas(1024) Slab k[Traits::kSlabs];
   alignas(1024) Slab v[Traits::kSlabsV];
   alignas(1024) Slab peer_k[Traits::kPeerSlabs];
-  alignas(1024) Slab q[Traits::kQSlots];
-  alignas(1024) Slab dout[Traits::kDoutSlots];
-  alignas(1024) Slab scores[Traits::kSlots];  // P, in its place dS; keys are rows
-  alignas(1024) Slab peer_ds[Traits::kSlots];
-  typename Traits::RowValues row_values[Traits::kSlots];
+  alignas(1024) Slab q[Traits::kQStages];
+  alignas(1024) Slab dout[Traits::kDoutStages];
+  alignas(1024) Slab scores[Traits::kStages];  // P, in its place dS; keys are rows
+  alignas(1024) Slab peer_ds[Traits::kStages];
+  typename Traits::RowValues row_values[Traits::kStages];
   [[no_unique_address]] BehindRows<typename Traits::RowValues> behind_rows;
-  RingBarriers<Traits::kQSlots> q_ring;
-  RingBarriers<Traits::kDoutSlots> dout_ring;
-  RingBarriers<Traits::kSlots> row_ring;
+  RingBarriers<Traits::kQStages> q_ring;
+  RingBarriers<Traits::kDoutStages> dout_ring;
+  RingBarriers<Traits::kStages> row_ring;
   // A stage of scores and peer_ds is full of P, and then of dS; p_ring says when it is empty again.
-  RingBarriers<Traits::kSlots> p_ring, ds_ring;
+  RingBarriers<Traits::kStages> p_ring, ds_ring;
   RingBarriers<1> k_ring, v_ring;
   // Where dQ is added in order, a full stage of turn_ring says that it is this block's turn, and
   // one of added_ring that its sums have been added.
@@ -108,8 +108,8 @@ struct BwdPairSharedStorage {
   int taken_tile;  // of the first block of the cluster
   alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
 
-  __device__ __forceinline__ auto& p(int slot) {
-    return reinterpret_cast<typename Traits::ProbabilityTile&>(scores[slot]);
+  __device__ __forceinline__ auto& p(int stage) {
+    return reinterpret_cast<typename Traits::ProbabilityTile&>(scores[stage]);
   }
   __device__ __forceinline__ BwdWork& work() { return *reinterpret_cast<BwdWork*>(work_storage); }
 

@@ -58,35 +58,35 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
   pin(S);
 #pragma unroll 1
   for (;;) {
-    const int slot = self.slots.stage();
-    if (smem.queue.slots[slot].end) break;
-    const FwdWork& work = smem.queue.slots[slot].work();
+    const int stage = self.work_ring.stage();
+    if (smem.queue.stages[stage].end) break;
+    const FwdWork& work = smem.queue.stages[stage].work();
     typename Traits::Output O;
     typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
     if constexpr (Traits::kMaxLogits) {
       if (work.has_keys()) {
-        softmax.record().start(smem.score(slot).known(),
+        softmax.record().start(smem.score(stage).known(),
                                work.window.len_q() - work.first_row - self.warp_row, self.lane);
       }
     }
     O.fill(0.f);
     if (work.has_keys()) {
-      KeyWalk<Traits>(work, smem.score(slot), self, S, O, softmax).run();
+      KeyWalk<Traits>(work, smem.score(stage), self, S, O, softmax).run();
     } else {
       self.send_staged();
       if constexpr (Traits::kStartsEarly) self.start_next_tile(S);
     }
     if constexpr (Traits::kPieces) {
       store_piece<Traits>(work, self, O, softmax);
-      self.release_work(slot);
+      self.release_work(stage);
     } else {
       stage_output<Traits>(work, self, O, softmax);
       if constexpr (Traits::kMaxLogits) {
         if (work.has_keys())
-          softmax.record().publish(params.max_logits + work.q.head, smem.score(slot).known(),
+          softmax.record().publish(params.max_logits + work.q.head, smem.score(stage).known(),
                                    self.lane);
       }
-      self.staged = slot;
+      self.staged = stage;
     }
     if constexpr (!Traits::kStartsEarly) self.start_next_tile(S);
     ptx::wgmma_wait<0>();

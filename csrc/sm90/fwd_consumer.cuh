@@ -43,8 +43,8 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   FwdSharedStorage<Traits>& smem;
   int warpgroup, lane;
   int warp_row;     // of the warp's 16 rows in the tile
-  int staged = -1;  // slot of the tile whose O lies in shared memory
-  Ring<kFwdWorkSlots> slots;
+  int staged = -1;  // stage of the tile whose O lies in shared memory
+  Ring<kFwdWorkStages> work_ring;
   Ring<Traits::kQStages> q_ring;
   Ring<Traits::kStages> k_ring, v_ring;
 
@@ -57,7 +57,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
         warpgroup(consumer),
         lane(threadIdx.x % 32),
         warp_row(consumer * 64 + threadIdx.x / 32 % 4 * 16),
-        slots(smem.queue.ring),
+        work_ring(smem.queue.ring),
         q_ring(smem.q_ring),
         k_ring(smem.k_ring),
         v_ring(smem.v_ring) {
@@ -90,9 +90,9 @@ struct FwdConsumer : FwdBiasRing<Traits> {
 
   // Starts S = Q K(n)ᵀ of a tile, n its first block. The caller waits.
   __device__ __forceinline__ void start_tile(typename Traits::Scores& S) {
-    slots.wait_full();
-    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
-    if (!slot.end && slot.work().has_keys()) {
+    work_ring.wait_full();
+    const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
+    if (!stage.end && stage.work().has_keys()) {
       q_ring.wait_full();
       k_ring.wait_full();
     }
@@ -105,7 +105,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   }
 
   __device__ __forceinline__ void start_next_tile(typename Traits::Scores& S) {
-    slots.advance();
+    work_ring.advance();
     start_tile(S);
   }
 
@@ -130,14 +130,14 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   // Sends what still lies in shared memory of the tile before, and is done with that tile.
   __device__ __forceinline__ void send_staged() {
     if (staged < 0) return;
-    send_output(smem.queue.slots[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
+    send_output(smem.queue.stages[staged].work(), Traits::VTile::kCols - Traits::kOutputCols);
     release_work(staged);
     staged = -1;
   }
 
-  // This thread is done with the tile: once all threads are, its slot in the queue is free.
-  __device__ __forceinline__ void release_work(int slot) const {
-    ::cuda::ptx::mbarrier_arrive(&smem.queue.ring.empty[slot]);
+  // This thread is done with the tile: once all threads are, its stage in the queue is free.
+  __device__ __forceinline__ void release_work(int stage) const {
+    ::cuda::ptx::mbarrier_arrive(&smem.queue.ring.empty[stage]);
   }
 
   // Sets the values of the first keys of the block at hand to 0. The whole warpgroup calls it.

@@ -55,27 +55,27 @@ template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_keys_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
     int num_tiles, FwdSharedStorage<Traits>& smem) {
-  Ring<kFwdWorkSlots> slots(smem.queue.ring);
+  Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<decltype(smem.mask)::kFound> found_ring(smem.mask.ring);
   const bool speaks = threadIdx.x % 32 == 0;
   int tile_idx = blockIdx.x;
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
-    FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
-    slots.wait_empty();
+    FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
+    work_ring.wait_empty();
     if (speaks) {
-      slot.end = false;
-      new (slot.storage) FwdWork(make_work<Traits>(params, tile, 0, {params, tile.batch_idx}));
-      new (smem.score_storage[slots.stage()]) BlockMask(params, tile.batch_idx, tile.head, 0);
+      stage.end = false;
+      new (stage.storage) FwdWork(make_work<Traits>(params, tile, 0, {params, tile.batch_idx}));
+      new (smem.score_storage[work_ring.stage()]) BlockMask(params, tile.batch_idx, tile.head, 0);
     }
     __syncwarp();
-    KeyFinder<Traits> finder(slot.work(), smem.score(slots.stage()));
+    KeyFinder<Traits> finder(stage.work(), smem.score(work_ring.stage()));
     bool more = finder.look();
     __syncwarp();
     if (speaks) {
-      if (!more) slot.work().range.end = slot.work().range.begin;
-      slots.arrive_full();
+      if (!more) stage.work().range.end = stage.work().range.begin;
+      work_ring.arrive_full();
     }
 #pragma unroll 1
     while (more) {
@@ -89,17 +89,17 @@ __device__ __forceinline__ void schedule_and_find_keys_loop(
       __syncwarp();
       found_ring.advance();
     }
-    slots.advance();
+    work_ring.advance();
     tile_idx += gridDim.x;
     if (params.tile_counter != nullptr) {
       if (speaks) tile_idx = gridDim.x + atomicAdd(params.tile_counter, 1);
       tile_idx = __shfl_sync(~0u, tile_idx, 0);
     }
   }
-  slots.wait_empty();
+  work_ring.wait_empty();
   if (speaks) {
-    smem.queue.slots[slots.stage()].end = true;
-    slots.arrive_full();
+    smem.queue.stages[work_ring.stage()].end = true;
+    work_ring.arrive_full();
   }
 }
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void schedule_and_find_keys_loop(
 template <typename Traits, typename Step>
 __device__ __forceinline__ void for_each_found(FwdSharedStorage<Traits>& smem, const Step& step) {
   Ring<decltype(smem.mask)::kFound> ring(smem.mask.ring);
-  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*slot*/) {
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*stage*/) {
 #pragma unroll 1
     for (bool more = work.has_keys(); more; ring.advance()) {
       ring.wait_full();

@@ -29,7 +29,7 @@ template <typename Traits>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     const CUtensorMap& k_map, FwdSharedStorage<Traits>& smem) {
-  Ring<kFwdWorkSlots> slots(smem.queue.ring);
+  Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kStages> k_ring(smem.k_ring);
   const int lane = threadIdx.x % 32;
   int tile_idx = blockIdx.x;
@@ -38,19 +38,19 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     const TileCoordinates tile = scheduler.tile(tile_idx / num_pieces<Traits>(params));
     const SeqlenInfo seqlen(params, tile.batch_idx);
     const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
-    FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
+    FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     int n = 0, begin = 0, turned = 0;  // blocks of K to load
     if (has_rows && lane == 0) {
-      slots.wait_empty();
-      slot.end = false;
+      work_ring.wait_empty();
+      stage.end = false;
       const int piece = tile_idx % num_pieces<Traits>(params);
-      new (slot.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen));
-      slots.arrive_full();
-      n = slot.work().range.end, begin = slot.work().range.begin;
-      turned = turned_blocks<Traits>(slot.work(), seqlen.diagonal(params));
+      new (stage.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen));
+      work_ring.arrive_full();
+      n = stage.work().range.end, begin = stage.work().range.begin;
+      turned = turned_blocks<Traits>(stage.work(), seqlen.diagonal(params));
     }
     const auto load_next = [&] {
-      load_block<Traits>(k_map, slot.work(), --n, turned, params.head_dim, smem.k, k_ring);
+      load_block<Traits>(k_map, stage.work(), --n, turned, params.head_dim, smem.k, k_ring);
     };
     while (n > begin + 1) load_next();
     tile_idx += gridDim.x;
@@ -59,26 +59,26 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     }
     if (n > begin) load_next();
     tile_idx = __shfl_sync(~0u, tile_idx, 0);
-    if (has_rows) slots.advance();
+    if (has_rows) work_ring.advance();
   }
   if (lane == 0) {
-    slots.wait_empty();
-    smem.queue.slots[slots.stage()].end = true;
-    slots.arrive_full();
+    work_ring.wait_empty();
+    smem.queue.stages[work_ring.stage()].end = true;
+    work_ring.arrive_full();
   }
 }
 
-// Calls step(work, slot) for each tile. One thread of a loader warp.
+// Calls step(work, stage) for each tile. One thread of a loader warp calls it.
 template <typename Traits, typename Step>
 __device__ __forceinline__ void for_each_work(FwdSharedStorage<Traits>& smem, const Step& step) {
-  Ring<kFwdWorkSlots> slots(smem.queue.ring);
+  Ring<kFwdWorkStages> work_ring(smem.queue.ring);
 #pragma unroll 1
-  for (;; slots.advance()) {
-    slots.wait_full();
-    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
-    if (slot.end) break;
-    step(slot.work(), slots.stage());
-    slots.arrive_empty();
+  for (;; work_ring.advance()) {
+    work_ring.wait_full();
+    const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
+    if (stage.end) break;
+    step(stage.work(), work_ring.stage());
+    work_ring.arrive_empty();
   }
 }
 
@@ -89,11 +89,11 @@ __device__ __forceinline__ void load_q_loop(const typename Traits::Params& param
                                             const CUtensorMap& map,
                                             FwdSharedStorage<Traits>& smem) {
   Ring<Traits::kQStages> ring(smem.q_ring);
-  for_each_work<Traits>(smem, [&](const FwdWork& work, int slot) {
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int stage) {
     if (!work.has_keys()) return;
     const auto start_score = [&] {
       const int64_t diagonal = SeqlenInfo(params, work.batch_idx).diagonal(params);
-      [[maybe_unused]] auto* const score = new (smem.score_storage[slot])
+      [[maybe_unused]] auto* const score = new (smem.score_storage[stage])
           typename Traits::ScorePolicy(params, work.batch_idx, work.q.head, diagonal);
       if constexpr (Traits::kAlibi) score->turn(turned_blocks<Traits>(work, diagonal));
     };
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_q_loop(const typename Traits::Params& param
     };
     if constexpr (Traits::kMaxLogits) {
       // What is known of the head comes from memory, beside Q. Without this thread's arrival the
-      // slot is not full, whatever has come.
+      // stage is not full, whatever has come.
       ring.wait_empty();
       load();
       start_score();
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUt
                                                FwdSharedStorage<Traits>& smem) {
   using Tile = typename Traits::BiasTile;
   Ring<Traits::kBiasStages> first_ring(smem.bias_rings[0]);
-  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*slot*/) {
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*stage*/) {
     const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
                                .head = bias.head_stride == 0 ? 0 : work.q.head,
                                .batch = bias.batch_stride == 0 ? 0 : work.batch_idx};
@@ -157,14 +157,14 @@ __device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
   const BiasParams& bias = params.score.bias;
   const int lane = threadIdx.x % 32;
   const float factor = 1.f / params.softmax_scale;
-  Ring<kFwdWorkSlots> slots(smem.queue.ring);
+  Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kBiasStages> ring(smem.key_bias.ring);
 #pragma unroll 1
-  for (;; slots.advance()) {
-    slots.wait_full();
-    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
-    if (slot.end) break;
-    const FwdWork& work = slot.work();
+  for (;; work_ring.advance()) {
+    work_ring.wait_full();
+    const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
+    if (stage.end) break;
+    const FwdWork& work = stage.work();
     with_bias_type<typename Traits::Element>(bias.dtype, [&]<typename Number>(const Number*) {
       const Number* const numbers = static_cast<const Number*>(bias.data) +
                                     work.batch_idx * bias.batch_stride +
@@ -185,7 +185,7 @@ __device__ __forceinline__ void load_key_bias_loop(const FwdParams& params,
         ring.arrive_full();
       }
     });
-    slots.arrive_empty();
+    work_ring.arrive_empty();
   }
 }
 
@@ -196,14 +196,14 @@ __device__ __forceinline__ void draw_key_words_loop(const FwdParams& params,
   constexpr int kWords = Traits::kBlockN / 4;  // of a block, one for each lane
   static_assert(kWords <= 32);
   const int lane = threadIdx.x % 32;
-  Ring<kFwdWorkSlots> slots(smem.queue.ring);
+  Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kStages> ring(smem.v_ring);
 #pragma unroll 1
-  for (;; slots.advance()) {
-    slots.wait_full();
-    const FwdWorkSlot& slot = smem.queue.slots[slots.stage()];
-    if (slot.end) break;
-    const FwdWork& work = slot.work();
+  for (;; work_ring.advance()) {
+    work_ring.wait_full();
+    const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
+    if (stage.end) break;
+    const FwdWork& work = stage.work();
     const DropoutHead head =
         DropoutHead::of(params.dropout, int64_t{work.batch_idx} * params.heads_q + work.q.head);
 #pragma unroll 1
@@ -213,7 +213,7 @@ __device__ __forceinline__ void draw_key_words_loop(const FwdParams& params,
       if (lane < kWords) smem.dropout.key_words[ring.stage()][lane] = word;
       ring.arrive_full();
     }
-    slots.arrive_empty();
+    work_ring.arrive_empty();
   }
 }
 
@@ -221,7 +221,7 @@ template <typename Traits>
 __device__ __forceinline__ void load_v_loop(const FwdParams& params, const CUtensorMap& map,
                                             FwdSharedStorage<Traits>& smem) {
   Ring<Traits::kStages> ring(smem.v_ring);
-  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*slot*/) {
+  for_each_work<Traits>(smem, [&](const FwdWork& work, int /*stage*/) {
     int turned = 0;
     if constexpr (Traits::kAlibi) {
       turned = turned_blocks<Traits>(work, SeqlenInfo(params, work.batch_idx).diagonal(params));

@@ -155,9 +155,9 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
 // The queue by which tiles come to all warps. Each loop follows it with a ring of its own, not with
 // a WorkReader: a consumer gives a tile back when the next one is under way, and the warp that
 // writes it loads K in between.
-inline constexpr int kFwdWorkSlots = 3;
-using FwdWorkQueue = WorkQueue<FwdWork, kFwdWorkSlots>;
-using FwdWorkSlot = FwdWorkQueue::Slot;
+inline constexpr int kFwdWorkStages = 3;
+using FwdWorkQueue = WorkQueue<FwdWork, kFwdWorkStages>;
+using FwdWorkStage = FwdWorkQueue::Stage;
 
 // Blocks of a staged bias. Each consumer has its own, so that whoever comes first need not wait for
 // the others.
@@ -251,13 +251,13 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
   [[no_unique_address]] FwdAlibiStorage<Traits> alibi;
   FwdWorkQueue queue;
-  alignas(ScorePolicy) unsigned char score_storage[kFwdWorkSlots][sizeof(ScorePolicy)];
+  alignas(ScorePolicy) unsigned char score_storage[kFwdWorkStages][sizeof(ScorePolicy)];
   RingBarriers<Traits::kQStages> q_ring;
   RingBarriers<Traits::kStages> k_ring, v_ring;
 
-  // The score terms of the tile in this slot, which are there once its Q is.
-  __device__ __forceinline__ const ScorePolicy& score(int slot) const {
-    return *reinterpret_cast<const ScorePolicy*>(score_storage[slot]);
+  // The score terms of the tile in this stage, which are there once its Q is.
+  __device__ __forceinline__ const ScorePolicy& score(int stage) const {
+    return *reinterpret_cast<const ScorePolicy*>(score_storage[stage]);
   }
 
   // Zeroes what no load ever writes. All threads call it, before a barrier among them.

@@ -21,13 +21,13 @@ __device__ __forceinline__ void dawdle(uint32_t seed, int who, int turn) {
 
 constexpr int kRingConsumers = 5;  // warps
 
-// One warp fills slots of 32 numbers, the others copy them out. All lanes say that a slot is full, and
-// empty_lanes of each consumer that it is empty. seen: (consumer, turn, 32)
+// One warp fills stages of 32 numbers, the others copy them out. All lanes say that a stage is
+// full, and empty_lanes of each consumer that it is empty. seen: (consumer, turn, 32)
 template <int kStages>
 __global__ void __launch_bounds__(32 * (kRingConsumers + 1))
     ring_kernel(const float* numbers, int turns, int empty_lanes, uint32_t seed, float* seen) {
   __shared__ RingBarriers<kStages> barriers;
-  __shared__ float slots[kStages][32];
+  __shared__ float stages[kStages][32];
   if (threadIdx.x == 0) {
     barriers.init(32, kRingConsumers * empty_lanes);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(32 * (kRingConsumers + 1))
     for (int turn = 0; turn < turns; ++turn, ring.advance()) {
       dawdle(seed, warp, turn);
       ring.wait_empty();
-      slots[ring.stage()][lane] = numbers[turn * 32 + lane];
+      stages[ring.stage()][lane] = numbers[turn * 32 + lane];
       ring.arrive_full();
     }
     return;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * (kRingConsumers + 1))
   for (int turn = 0; turn < turns; ++turn, ring.advance()) {
     ring.wait_full();
     dawdle(seed, warp, turn);
-    seen[(warp * turns + turn) * 32 + lane] = slots[ring.stage()][lane];
+    seen[(warp * turns + turn) * 32 + lane] = stages[ring.stage()][lane];
     __syncwarp();
     if (lane < empty_lanes) ring.arrive_empty();
   }
@@ -68,8 +68,8 @@ void test_ring(Random& random) {
   expect_equal("what consumers saw", seen.read(), expected);
 }
 
-// Warpgroups take turns through one named barrier each, as the forward's consumers do: who has waited
-// writes its number behind the last one's.
+// Warpgroups take turns through one named barrier each, as the forward's consumers do: who has
+// waited writes its number behind the last one's.
 template <int kGroups>
 __global__ void __launch_bounds__(128 * kGroups) turns_kernel(int turns, uint32_t seed, int* log) {
   __shared__ int next;

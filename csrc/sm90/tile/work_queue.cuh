@@ -1,5 +1,5 @@
-// What a thread block works on, tile after tile: one warp takes tiles and describes them, all others
-// read the descriptions.
+// What a thread block works on, tile after tile: one warp takes tiles and describes them, all
+// others read the descriptions.
 #pragma once
 
 #include <new>
@@ -8,9 +8,9 @@
 
 namespace flash_attn::sm90 {
 
-template <typename Work, int kSlots>
+template <typename Work, int kStages>
 struct WorkQueue {
-  struct Slot {
+  struct Stage {
     bool end;  // no work: all is done
     alignas(Work) unsigned char storage[sizeof(Work)];
 
@@ -19,8 +19,8 @@ struct WorkQueue {
     }
     __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(storage); }
   };
-  Slot slots[kSlots];
-  RingBarriers<kSlots> ring;
+  Stage stages[kStages];
+  RingBarriers<kStages> ring;
 
   // One thread calls it, before a barrier among all threads. readers: how many threads release what
   // they have read.
@@ -29,10 +29,10 @@ struct WorkQueue {
 
 // The end of the queue at which one warp writes. All its lanes wait together: a lane that waited
 // alone would keep the others polling beside it.
-template <typename Work, int kSlots>
+template <typename Work, int kStages>
 class WorkWriter {
  public:
-  __device__ __forceinline__ explicit WorkWriter(WorkQueue<Work, kSlots>& queue)
+  __device__ __forceinline__ explicit WorkWriter(WorkQueue<Work, kStages>& queue)
       : queue_(queue), ring_(queue.ring) {}
 
   // Returns what lies in the queue now, which the writer may read until the next push().
@@ -45,12 +45,12 @@ class WorkWriter {
   // work.
   __device__ __forceinline__ Work& draft(const Work& work) {
     ring_.wait_empty();
-    auto& slot = queue_.slots[ring_.stage()];
+    auto& stage = queue_.stages[ring_.stage()];
     if (threadIdx.x % 32 == 0) {
-      slot.end = false;
-      new (slot.storage) Work(work);
+      stage.end = false;
+      new (stage.storage) Work(work);
     }
-    return slot.work();
+    return stage.work();
   }
   __device__ __forceinline__ void publish() {
     if (threadIdx.x % 32 == 0) ring_.arrive_full();
@@ -60,40 +60,40 @@ class WorkWriter {
   __device__ __forceinline__ void end() {
     ring_.wait_empty();
     if (threadIdx.x % 32 == 0) {
-      queue_.slots[ring_.stage()].end = true;
+      queue_.stages[ring_.stage()].end = true;
       ring_.arrive_full();
     }
   }
 
  private:
-  WorkQueue<Work, kSlots>& queue_;
-  Ring<kSlots> ring_;
+  WorkQueue<Work, kStages>& queue_;
+  Ring<kStages> ring_;
 };
 
 // The end at which one thread reads. It takes a single register.
-template <typename Work, int kSlots>
+template <typename Work, int kStages>
 class WorkReader {
  public:
-  __device__ __forceinline__ explicit WorkReader(WorkQueue<Work, kSlots>& queue) : queue_(queue) {}
+  __device__ __forceinline__ explicit WorkReader(WorkQueue<Work, kStages>& queue) : queue_(queue) {}
 
-  // Waits for the next piece of work; null behind the last one.
+  // Waits for the next work; null behind the last one.
   __device__ __forceinline__ const Work* read() const {
-    Ring<kSlots>(queue_.ring, visit_).wait_full();
-    const auto& slot = queue_.slots[visit_ % kSlots];
-    return slot.end ? nullptr : &slot.work();
+    Ring<kStages>(queue_.ring, visit_).wait_full();
+    const auto& stage = queue_.stages[visit_ % kStages];
+    return stage.end ? nullptr : &stage.work();
   }
   // The stage that goes with what was read, in a ring that is visited in step with the queue.
-  __device__ __forceinline__ Ring<kSlots> in(RingBarriers<kSlots>& barriers) const {
-    return Ring<kSlots>(barriers, visit_);
+  __device__ __forceinline__ Ring<kStages> in(RingBarriers<kStages>& barriers) const {
+    return Ring<kStages>(barriers, visit_);
   }
   // The reader is done with it. `arrives`: in the one thread that says so for this reader.
   __device__ __forceinline__ void release(bool arrives) {
-    if (arrives) Ring<kSlots>(queue_.ring, visit_).arrive_empty();
+    if (arrives) Ring<kStages>(queue_.ring, visit_).arrive_empty();
     ++visit_;
   }
 
  private:
-  WorkQueue<Work, kSlots>& queue_;
+  WorkQueue<Work, kStages>& queue_;
   unsigned visit_ = 0;
 };
 
