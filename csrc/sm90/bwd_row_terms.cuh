@@ -113,8 +113,8 @@ struct RowColumns : ColumnOnes<Element, kHoldsOnes> {
 
   // The product has each of the columns twice, so they have half of the number.
   __device__ __forceinline__ void write(int row, float number) {
-    const uint2 parts = in_three_parts<Element>(-0.5f * number);
-    *reinterpret_cast<uint4*>(columns.columns[row]) = {parts.x, parts.y, 0, 0};
+    const uint2 three = as_three_numbers<Element>(-0.5f * number);
+    *reinterpret_cast<uint4*>(columns.columns[row]) = {three.x, three.y, 0, 0};
     this->write_ones(row);
   }
   // Starts the subtraction in the batch of the products of S or of dP, which come first.

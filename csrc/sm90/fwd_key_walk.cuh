@@ -91,7 +91,7 @@ class KeyWalk {
     self.k_ring.wait_full();
     self.wait_turn();
     self.scores(S);
-    if constexpr (Traits::kAlibi) self.smem.alibi.term.start(S, slope_parts);
+    if constexpr (Traits::kAlibi) self.smem.alibi.term.start(S, slope_operand);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
@@ -277,9 +277,9 @@ class KeyWalk {
   __device__ __forceinline__ void follow_slope() {
     if (next_slope != slope) {
       slope = next_slope;
-      slope_parts = Term::parts_of(slope, self.lane);
+      slope_operand = Term::operand_of(slope, self.lane);
     }
-    pin(slope_parts);
+    pin(slope_operand);
   }
 
   // While the products run, brings what a staged bias adds to the next S of this warp's queries
@@ -413,8 +413,8 @@ class KeyWalk {
   uint32_t facts;                     // of the block at hand: whether it is full, or the first
   float bias_factor;                  // of a staged bias
   float slope = NAN, next_slope = 0;  // ALiBi: of the block at hand and the next one; NaN: none yet
-  typename Term::Slope slope_parts;   // of `slope`
-  float of_row;                       // ALiBi: what is linear in the row, of the lane's first one
+  typename Term::Slope slope_operand;  // of `slope`
+  float of_row;                        // ALiBi: what is linear in the row, of the lane's first one
   SoftcapPolynomial<1> first_polynomial;
   SoftcapPolynomial<2> second_polynomial;
   bool first_serves, second_serves, mixed_serves;  // of softcap's steps, so far

@@ -143,13 +143,13 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
     Accumulator<kMBlocks, kBlockN> sum;
     sum.fill(0.f);
 #pragma unroll
-    for (int part = 0; part < 3; ++part) {
+    for (int product = 0; product < 3; ++product) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int m = 0; m < kMBlocks; ++m) {
-          const auto& of_a = part == 0 ? a[step][m].low : a[step][m].high;
-          const auto& of_b = part == 1 ? b[step].low : b[step].high;
+          const auto& of_a = product == 0 ? a[step][m].low : a[step][m].high;
+          const auto& of_b = product == 1 ? b[step].low : b[step].high;
 #pragma unroll
           for (int half = 0; half < kBlockN / 8; ++half) {
             float (&c)[4] = sum.data[m][half];

@@ -8,7 +8,7 @@
 
 namespace flash_attn {
 
-// A warp's place in a grid of warps, and its part of a kRows × kCols result.
+// Where a warp stands in a grid of warps, and its part of a kRows × kCols result.
 template <int kWarps, int kGridRows, int kRows, int kCols>
 struct WarpGrid {
   static constexpr int kGridCols = kWarps / kGridRows;

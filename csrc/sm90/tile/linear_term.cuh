@@ -7,8 +7,8 @@
 
 namespace flash_attn::sm90 {
 
-// S[i][j] += slope · j, for kN columns. Q's 16 columns are the slope in three parts, which together have the
-// bits of fp32, and zeros; they lie in registers. Those of K have j in each.
+// S[i][j] += slope · j, for kN columns. Q's 16 columns are the slope as three numbers, which
+// together have the bits of fp32, and zeros; they lie in registers. Those of K have j in each.
 template <typename Element, int kN>
 struct LinearTerm : TermColumns<Element, kN> {
   // Both dtypes hold this number. With a steeper slope S would lose too many of its bits beside the
@@ -26,8 +26,8 @@ struct LinearTerm : TermColumns<Element, kN> {
   }
 
   // The left operand of a slope, which is the same in all rows.
-  __device__ __forceinline__ static Slope parts_of(float slope, int lane) {
-    return LinearTerm::left(in_three_parts<Element>(slope), lane);
+  __device__ __forceinline__ static Slope operand_of(float slope, int lane) {
+    return LinearTerm::left(as_three_numbers<Element>(slope), lane);
   }
 };
 

@@ -1,5 +1,6 @@
-// 16 more columns of the operands of a product, for what is added to all rows or columns alike: beside a
-// busy tensor core an instruction for each score costs more than such a step of the product.
+// 16 more columns of the operands of a product, for what is added to all rows or columns alike:
+// beside a busy tensor core an instruction for each score costs more than such a step of the
+// product.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +11,10 @@
 
 namespace flash_attn::sm90 {
 
-// The bits of an fp32 number in three of 16 bits: first and second in x, third and 0 in y.
+// An fp32 number as the sum of three of 16 bits, which keep its bits. The first and the second lie
+// in x, the third and 0 in y.
 template <typename Element>
-__device__ __forceinline__ uint2 in_three_parts(float value) {
+__device__ __forceinline__ uint2 as_three_numbers(float value) {
   const auto rounded = [](float x) {
     return flash_attn::ptx::unpack<Element>(flash_attn::ptx::pack<Element>(x, 0.f)).x;
   };
@@ -45,7 +47,7 @@ struct TermOnes {
 template <typename Element, int kN>
 struct TermColumns {
   // The columns of the left operand are the same in all rows. They are made from the first four, as
-  // in_three_parts() gives them.
+  // as_three_numbers() gives them.
   using Left = OperandA<1, 16>;
 
   alignas(128) Element columns[kN][8];
