@@ -24,13 +24,13 @@ __global__ void __launch_bounds__(kThreads)
   auto& term = *reinterpret_cast<Term*>(dynamic_smem);
   term.init(threadIdx.x, kThreads);
   __syncthreads();
-  typename Term::Slope parts = Term::parts_of(slope, threadIdx.x % 32);
+  typename Term::Slope operand = Term::operand_of(slope, threadIdx.x % 32);
   Accumulator<1, kN> C;
   load(C, c);
   sm90::pin(C);
-  sm90::pin(parts);
+  sm90::pin(operand);
   sm90::ptx::wgmma_fence();
-  term.start(C, parts);
+  term.start(C, operand);
   finish(C, sum);
 }
 
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *scale_log2 = scale;
 }
 
-// Slopes of as few bits as leave the sums exact: two parts of the three.
+// Slopes of as few bits as leave the sums exact: two of the three numbers.
 template <typename Element, int kN>
 void test_linear_term(Random& random) {
   for (const float slope : {64.f, -3.f, 0.f, 0x3ABDp-12f, -0x2AABp-13f}) {
@@ -90,8 +90,8 @@ void test_linear_term(Random& random) {
   }
 }
 
-// c - the number of the column. The number is added as its parts, twice each, and the tensor cores cut off what
-// they keep no bits for beside the largest: seen on a GPU are errors of 0.85 · 2^-22 of it. Two parts of bf16
+// c - the number of the column. The number is added as three, twice each, and the tensor cores cut off what
+// they keep no bits for beside the largest: seen on a GPU are errors of 0.85 · 2^-22 of it. Two numbers of bf16
 // would leave 2^-17.
 template <int kN>
 void expect_subtracted(const char* what, const std::vector<float>& actual,
