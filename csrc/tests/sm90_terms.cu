@@ -1,5 +1,6 @@
-// sm90/tile/term_columns.cuh: columns of the operands of a product that stand for a term of the scores, by
-// linear_term.cuh and by LSE and delta of the backward's queries (sm90/bwd_row_terms.cuh).
+// sm90/tile/term_columns.cuh: columns of the operands of a product that stand for a term of the
+// scores, by linear_term.cuh and by LSE and delta of the backward's queries
+// (sm90/bwd_row_terms.cuh).
 #include <cuda/ptx>
 
 #include <algorithm>
@@ -90,9 +91,9 @@ void test_linear_term(Random& random) {
   }
 }
 
-// c - the number of the column. The number is added as three, twice each, and the tensor cores cut off what
-// they keep no bits for beside the largest: seen on a GPU are errors of 0.85 · 2^-22 of it. Two numbers of bf16
-// would leave 2^-17.
+// c - the number of the column. The number is added as three, twice each, and the tensor cores cut
+// off what they keep no bits for beside the largest: seen on a GPU are errors of 0.85 · 2^-22 of
+// it. Two numbers of bf16 would leave 2^-17.
 template <int kN>
 void expect_subtracted(const char* what, const std::vector<float>& actual,
                        const std::vector<float>& c, const std::vector<double>& numbers) {
@@ -110,8 +111,8 @@ void expect_subtracted(const char* what, const std::vector<float>& actual,
   if (wrong > 0) fail(what, wrong, c.size(), first, actual[first], expected_there);
 }
 
-// lse_size: LSE's deviation. Some rows have what no other has: nothing to attend to, more than can be divided,
-// as much as a row with a gradient may have.
+// lse_size: LSE's deviation. Some rows have what no other has: nothing to attend to, more than can
+// be divided, as much as a row with a gradient may have.
 template <int kN>
 void test_row_terms(Random& random, float softmax_scale, float lse_size) {
   constexpr float kLargestLse = 6.1e6f;  // 2^22 in base 2
