@@ -15,6 +15,7 @@ namespace flash_attn::sm90 {
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
 // The gradient of a bias of the forms kWhole and kShared, behind run_bwd(), where computes_bias_gradient().
+// It writes each place of the gradient, also those that nobody sees.
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool computes_bias_gradient(const BwdParams& params);
 // With a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score terms, neither

@@ -55,9 +55,6 @@ inline constexpr int kBwdPoolRows = 64;
 // converted, and those whose thread blocks are late.
 inline constexpr int kBwdPoolRounds = 3;
 
-// Up to so many rounds of tiles, the order of their heads looks to the longest tiles first.
-inline constexpr int kBwdFewRounds = 4;
-
 // Where tiles are split (bwd_split.cuh): the classes; what a split costs beside its queries, in queries, as K
 // and V are loaded once more and its sums go to memory and back; and how many there may be for each
 // multiprocessor, as each takes memory.
