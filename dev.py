@@ -203,6 +203,8 @@ def test(extra: list[str]) -> None:
     for option, tests in (("--downstream", downstream), ("--simulator", simulator)):
         if option in extra:
             return tests([x for x in extra if x != option])
+    say("Building the unit tests of the kernels' tile layers and of the choice of a backend")
+    run("cmake", "--build", ROOT / "build", "--target", "flash_attn_tests")
     run(*PYTEST, *extra)
     say("C++: building and testing examples/cpp against the installed package")
     example = ROOT / "build" / "example"

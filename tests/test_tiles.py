@@ -16,7 +16,7 @@ from flash_attn import _build_info
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "build" / "libflash_attn_tile_tests.so"
-NOT_BUILT = "built without CUDA, or not in the source tree (FLASH_ATTN_TESTS)"
+NOT_BUILT = "built without CUDA, or without the target flash_attn_tests"
 MESSAGE_BYTES = 1000
 # racecheck follows neither an order that one lane passes on for its warp nor bar.arrive.
 UNSEEN_BY_RACECHECK = re.compile("one-lane|turns")

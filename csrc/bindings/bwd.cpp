@@ -20,9 +20,21 @@ at::Tensor unpadded(const at::Tensor& dx, int64_t head_dim) {
   return dx.size(-1) == head_dim ? dx : dx.narrow(-1, 0, head_dim).contiguous();
 }
 
-// Where the kernels leave the gradient of the bias, or what is to be summed further, as zeros; undefined
-// if nothing is wanted. attn: readable().
-at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wanted) {
+bool is_of_places(const BiasGradientParams& gradient) {
+  using Form = BiasGradientParams::Form;
+  return gradient.form == Form::kWhole || gradient.form == Form::kShared;
+}
+
+// Whether sm90's kernel behind the backward computes the gradient of the bias.
+bool has_bias_kernel(const Plan& plan, const BwdParams& params) {
+  return plan.backend == Backend::kSm90 && is_of_places(params.dbias) &&
+         !sm90::stores_bias_gradient(params) && sm90::computes_bias_gradient(params);
+}
+
+// Where the kernels leave the gradient of the bias, or what is to be summed further, as zeros if they do
+// not write all of it; undefined if nothing is wanted. attn: readable().
+at::Tensor start_bias_gradient(const Plan& plan, BwdParams& params, const AttnArgs& attn,
+                               bool wanted) {
   if (!wanted || !attn.attn_bias || attn.attn_bias->scalar_type() == at::kBool) return {};
   using Form = BiasGradientParams::Form;
   const at::Tensor& bias = *attn.attn_bias;
@@ -36,14 +48,14 @@ at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wan
       params.cu_seqlens_k == nullptr && params.seqlen_k == 1 && bias.size(2) == params.seqlen_q;
   if (bias.size(3) == 1 && !of_one_key) {
     gradient.form = Form::kRows;
-    sums = at::zeros({params.batch, params.heads_q, params.seqlen_q, 1}, fp32);
+    sums = at::empty({params.batch, params.heads_q, params.seqlen_q, 1}, fp32);
   } else if (bias.size(2) == 1 && !of_one_key) {
     gradient.form = Form::kKeys;
-    sums = at::zeros({params.batch, params.heads_q, 1, bias.size(3)}, fp32);
+    sums = at::empty({params.batch, params.heads_q, 1, bias.size(3)}, fp32);
   } else {
     const bool shared = bias.size(0) < params.batch || bias.size(1) < params.heads_q;
     gradient.form = shared ? Form::kShared : Form::kWhole;
-    sums = at::zeros(bias.sizes(), bias.options());
+    sums = at::empty(bias.sizes(), bias.options());
   }
   gradient.data = sums.data_ptr();
   gradient.dtype = dtype_of(sums);
@@ -51,6 +63,7 @@ at::Tensor start_bias_gradient(BwdParams& params, const AttnArgs& attn, bool wan
   gradient.keys = static_cast<int>(sums.size(3));
   gradient.batch_stride = sums.size(0) < params.batch ? 0 : sums.stride(0);
   gradient.head_stride = sums.size(1) < params.heads_q ? 0 : sums.stride(1);
+  if (!has_bias_kernel(plan, params)) sums.zero_();
   return sums;
 }
 
@@ -105,11 +118,10 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
     params.dq_turns = progress.data_ptr<int32_t>();
   }
   sm90::run_bwd(params, device, stream_of(q));
-  using Form = BiasGradientParams::Form;
-  const bool of_places = params.dbias.form == Form::kWhole || params.dbias.form == Form::kShared;
-  if (of_places && !sm90::stores_bias_gradient(params)) {
-    sm90::computes_bias_gradient(params) ? sm90::run_bwd_bias(params, device, stream_of(q))
-                                         : sm80::run_bwd_bias(params, stream_of(q));
+  if (has_bias_kernel(plan, params)) {
+    sm90::run_bwd_bias(params, device, stream_of(q));
+  } else if (is_of_places(params.dbias) && !sm90::stores_bias_gradient(params)) {
+    sm80::run_bwd_bias(params, stream_of(q));
   }
 }
 
@@ -176,7 +188,7 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     params.dk_strides = strides_of(dk);
     params.dv_strides = strides_of(dv);
     params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
-    const at::Tensor sums = start_bias_gradient(params, attn, args.grad_mask[3]);
+    const at::Tensor sums = start_bias_gradient(plan, params, attn, args.grad_mask[3]);
     launch(plan, params, attn, lse);
     if (sums.defined()) {
       dbias = sums.sum_to_size(attn.attn_bias->sizes())

@@ -17,7 +17,7 @@ namespace flash_attn::sm90 {
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
 // Computes the gradient of a bias of the forms kWhole and kShared, behind run_bwd(), where
-// computes_bias_gradient().
+// computes_bias_gradient(). It writes each element of the gradient, also those that nobody sees.
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool computes_bias_gradient(const BwdParams& params);
 // The backward with a mask whose hidden tiles are passed over. Head dims go up to 128. The call is

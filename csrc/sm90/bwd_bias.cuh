@@ -9,6 +9,7 @@
 //   producer warp 0          for tile:  load the bias
 //                            for pair:  load Q, dO;  for half of the keys:  load K, V
 //   producer warp 1          for pair:  LSE, delta, its score terms
+//   producer warps 2, 3      for a tile that no pair sees:  zeros to memory
 //   consumer warpgroups      for tile:  bias to registers; in its place the sum before, which goes to
 //   (64 queries each)                   memory from there
 //                            for pair, for half of the keys:
@@ -39,12 +40,13 @@ struct BwdBiasMaps : BwdTensorMaps {
   CUtensorMap bias;
 };
 
-// Walks over a thread block's tiles and the pairs that see any of their keys. Both producer warps
-// walk alike. begin(number) is called before a tile's first pair, and visit(tile, SeqlenInfo,
-// AttentionWindow, masked, batch_idx, head) for each pair.
-template <typename Traits, typename Begin, typename Visit>
+// Walks over a thread block's tiles and the pairs that see any of their keys. All producer warps
+// walk alike. begin(number) is called before a tile's first pair, visit(tile, SeqlenInfo,
+// AttentionWindow, masked, batch_idx, head) for each pair, and pass(tile) for a tile without pairs.
+template <typename Traits, typename Begin, typename Visit, typename Pass>
 __device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_tiles,
-                                              const Begin& begin, const Visit& visit) {
+                                              const Begin& begin, const Visit& visit,
+                                              const Pass& pass) {
 #pragma unroll 1
   for (int number = blockIdx.x; number < num_tiles; number += gridDim.x) {
     const BiasTile tile = BiasTile::make(params, number);
@@ -65,7 +67,44 @@ __device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_t
         visit(tile, seqlen, window, masked, batch_idx, head);
       }
     }
+    if (!has_begun) pass(tile);
   }
+}
+
+template <typename Traits, typename Begin, typename Visit>
+__device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_tiles,
+                                              const Begin& begin, const Visit& visit) {
+  for_each_pair<Traits>(params, num_tiles, begin, visit, [](const BiasTile&) {});
+}
+
+// Where the sums of the sequences and heads that read a tile lie in the gradient.
+template <typename Element>
+__device__ __forceinline__ Element* gradient_of(const BwdParams& params, const BiasTile& tile) {
+  const BiasGradientParams& gradient = params.dbias;
+  return static_cast<Element*>(gradient.data) + tile.batch_begin * gradient.batch_stride +
+         tile.head_begin * gradient.head_stride;
+}
+
+// Writes zeros to the tiles that no pair sees: consumers never hear of them, and the gradient comes
+// without zeros in it. Several whole warps call it and share the rows.
+template <typename Traits>
+__device__ __forceinline__ void zero_unseen_tiles_loop(const BwdParams& params, int num_tiles,
+                                                       int warp, int num_warps) {
+  using Element = typename Traits::Element;
+  constexpr int kChunk = 16 / sizeof(Element), kRowChunks = BiasTile::kKeys / kChunk;
+  const int thread = warp * 32 + static_cast<int>(threadIdx.x) % 32;
+  const BiasGradientParams& gradient = params.dbias;
+  for_each_pair<Traits>(
+      params, num_tiles, [](int) {}, [](auto&&...) {},
+      [&](const BiasTile& tile) {
+        Element* const of_entry = gradient_of<Element>(params, tile);
+        for (int i = thread; i < BiasTile::kRows * kRowChunks; i += num_warps * 32) {
+          const int query = tile.first_row + i / kRowChunks,
+                    key = tile.first_key + i % kRowChunks * kChunk;
+          if (query >= gradient.rows || key >= gradient.keys) continue;
+          *reinterpret_cast<uint4*>(of_entry + int64_t{query} * gradient.keys + key) = uint4{};
+        }
+      });
 }
 
 // Into how many halves of a tile's keys a sequence's keys fall. A box of TMA that begins behind
@@ -310,9 +349,7 @@ class BiasConsumer {
     using Slab = typename Traits::BiasSlab;
     constexpr int kChunk = Slab::kChunk, kRowChunks = Slab::kCols / kChunk;
     const BiasGradientParams& gradient = params_.dbias;
-    auto* const of_entry = static_cast<Element*>(gradient.data) +
-                           tile.batch_begin * gradient.batch_stride +
-                           tile.head_begin * gradient.head_stride;
+    Element* const of_entry = gradient_of<Element>(params_, tile);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       Slab& slab = smem_.bias(row_ring_.stage(), half);
@@ -390,6 +427,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0 && ptx::elect_one()) load_pairs_loop<Traits>(params, maps, smem, num_tiles);
     if (warp == 1) tell_pairs_loop<Traits>(params, smem, num_tiles);
+    if (warp >= 2) zero_unseen_tiles_loop<Traits>(params, num_tiles, warp - 2, 2);
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
     BiasConsumer<Traits>(params, smem, warp / 4 - 1).run();

@@ -56,9 +56,6 @@ inline constexpr int kBwdPoolRows = 64;
 // are converted, and those whose thread blocks are late.
 inline constexpr int kBwdPoolRounds = 3;
 
-// Up to so many rounds of tiles, heads are ordered so that the longest tiles come first.
-inline constexpr int kBwdFewRounds = 4;
-
 // Tiles may be split in two classes (bwd_split.cuh). kBwdSplitCost is what a split costs beside its
 // queries, in queries: K and V are loaded once more, and its sums go to memory and back.
 // kBwdMaxSplits is how many splits there may be for each multiprocessor, as each takes memory.

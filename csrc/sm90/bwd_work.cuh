@@ -154,12 +154,15 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
   const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
   if (together || params.dq_pool.places > 0) {
     scheduler.section_heads = 1;
-  } else if (params.dq_turns == nullptr && scheduler.num_tiles() <= kBwdFewRounds * running) {
-    // Smaller sections than what runs at a time would spare no memory, but put off the longest
-    // tiles of the last heads.
-    const int heads = (running + scheduler.blocks_per_head - 1) / scheduler.blocks_per_head;
-    scheduler.section_heads =
-        std::max(scheduler.section_heads, std::min(heads, params.batch * params.heads_kv));
+  } else if (params.dq_turns == nullptr) {
+    // A section with fewer tiles than run at a time would spare no memory, and put off the longest
+    // tiles of the heads behind it. In the last one short tiles have to fill the gaps that long ones
+    // leave, so it holds two rounds.
+    const auto heads_of = [&](int tiles) {
+      return std::min(tiles / scheduler.blocks_per_head, params.batch * params.heads_kv);
+    };
+    scheduler.section_heads = std::max(scheduler.section_heads, heads_of(running));
+    scheduler.last_section_heads = std::max(scheduler.section_heads, heads_of(2 * running));
   }
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;

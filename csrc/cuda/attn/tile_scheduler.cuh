@@ -31,7 +31,7 @@ enum class TileOrder { kLastBlocksFirst, kFirstBlocksFirst, kAsTold };
 // Dense: heads are taken in sections whose K and V stay in the L2 cache together; inside a section
 // the longest blocks of all its heads come first, so that the last blocks to start are short ones.
 // Where sections do not divide the heads, the first one is the smaller: as the last it would have too
-// few short blocks to fill the gaps.
+// few short blocks to fill the gaps. For the same reason the caller may ask for a larger last one.
 //
 // Varlen: the lengths are on the device, so the grid is sized from total and batch: sequence b owns
 // the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b + 1. It is enough, as
@@ -46,6 +46,7 @@ struct TileScheduler {
   int blocks_per_head;  // of one sequence; varlen: tiles of all sequences
   int section_heads;    // (batch, head) pairs in a section
   bool last_blocks_first = kOrder == TileOrder::kLastBlocksFirst;  // may be set for kAsTold
+  int last_section_heads = 0;  // likewise; 0: as many as in the others
 
   // bytes_per_head: what one (batch, head) reads over and over, K and V in the forward.
   static TileScheduler make(const int32_t* cu_seqlens, int64_t total, int seqlen, int batch,
@@ -77,13 +78,24 @@ struct TileScheduler {
 
  private:
   __device__ __forceinline__ TileCoordinates dense_tile(int tile_idx) const {
-    const int remainder = batch * heads % section_heads;  // heads of a first, smaller section
+    int last_pair = batch * heads;  // of which a larger last section begins
+    if constexpr (kOrder == TileOrder::kAsTold) {
+      last_pair -= last_section_heads;
+      const int in_section = tile_idx - last_pair * blocks_per_head;
+      if (in_section >= 0) return of_section(last_pair, last_section_heads, in_section);
+    }
+    const int remainder = last_pair % section_heads;  // heads of a first, smaller section
     const int behind = tile_idx - remainder * blocks_per_head;
     const bool whole = behind >= 0;
     const int section_tiles = section_heads * blocks_per_head;
     const int first_pair = whole ? remainder + behind / section_tiles * section_heads : 0;
     const int pairs = whole ? section_heads : remainder;
-    const int in_section = whole ? behind % section_tiles : tile_idx;
+    return of_section(first_pair, pairs, whole ? behind % section_tiles : tile_idx);
+  }
+
+  // The tile that comes in_section-th among those of some (batch, head) pairs.
+  __device__ __forceinline__ TileCoordinates of_section(int first_pair, int pairs,
+                                                        int in_section) const {
     const int pair = first_pair + in_section % pairs;
     return {.batch_idx = pair / heads,
             .head = pair % heads,
