@@ -77,14 +77,6 @@ __device__ __forceinline__ void for_each_pair(const BwdParams& params, int num_t
   for_each_pair<Traits>(params, num_tiles, begin, visit, [](const BiasTile&) {});
 }
 
-// Where the sums of the sequences and heads that read a tile lie in the gradient.
-template <typename Element>
-__device__ __forceinline__ Element* gradient_of(const BwdParams& params, const BiasTile& tile) {
-  const BiasGradientParams& gradient = params.dbias;
-  return static_cast<Element*>(gradient.data) + tile.batch_begin * gradient.batch_stride +
-         tile.head_begin * gradient.head_stride;
-}
-
 // Writes zeros to the tiles that no pair sees: consumers never hear of them, and the gradient comes
 // without zeros in it. Several whole warps call it and share the rows.
 template <typename Traits>

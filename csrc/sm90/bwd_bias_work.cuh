@@ -47,6 +47,14 @@ struct BiasTile {
   }
 };
 
+// Where the sums of the sequences and heads that read a tile lie in the gradient.
+template <typename Element>
+__device__ __forceinline__ Element* gradient_of(const BwdParams& params, const BiasTile& tile) {
+  const BiasGradientParams& gradient = params.dbias;
+  return static_cast<Element*>(gradient.data) + tile.batch_begin * gradient.batch_stride +
+         tile.head_begin * gradient.head_stride;
+}
+
 // What a producer warp tells the consumers. Beside Q and dO, it tells of one pair that reads a
 // tile's elements; beside a bias, that a tile ends and the next one begins.
 struct BiasVisit {
