@@ -136,6 +136,21 @@ inline bool adds_last_blocks_first(const BwdParams& params) {
   return params.dq_turns != nullptr && params.window_right >= 0;
 }
 
+// How many heads, of `heads`, the last section has, where the longest tiles of a section come first. What follows
+// them in the last one has to fill the time that they take, which with a causal mask is twice a tile's mean: two
+// rounds of tiles do, or nearly two. A smaller section is spared for the L2 cache's sake, but as the last one it
+// leaves multiprocessors idle. Where a head's tiles are a round or nearly one, they go on from round to round in
+// turn, and more heads at a time would only leave the L2 cache.
+inline int bwd_last_section(int section_heads, int blocks_per_head, int heads, int running) {
+  const auto are_rounds = [&](int tiles, double rounds) { return tiles >= rounds * running; };
+  if (are_rounds(blocks_per_head, 0.9) || are_rounds(section_heads * blocks_per_head, 1.9)) {
+    return 0;
+  }
+  int last = section_heads;
+  while (last < heads && !are_rounds(last * blocks_per_head, 1.9)) ++last;
+  return last;
+}
+
 // The blocks of kBlockN keys of a call, dealt out to `running` at a time.
 template <typename Scheduler>
 Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
@@ -157,6 +172,12 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
     const int heads = (running + scheduler.blocks_per_head - 1) / scheduler.blocks_per_head;
     scheduler.section_heads =
         std::max(scheduler.section_heads, std::min(heads, params.batch * params.heads_kv));
+  }
+  if (!together && params.dq_pool.places == 0 && params.dq_turns == nullptr &&
+      params.cu_seqlens_k == nullptr) {
+    scheduler.last_section_heads =
+        bwd_last_section(scheduler.section_heads, scheduler.blocks_per_head,
+                         params.batch * params.heads_kv, running);
   }
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;

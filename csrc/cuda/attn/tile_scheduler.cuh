@@ -46,6 +46,7 @@ struct TileScheduler {
   int blocks_per_head;  // of one sequence; varlen: tiles of all sequences
   int section_heads;    // (batch, head) pairs in a section
   bool last_blocks_first = kOrder == TileOrder::kLastBlocksFirst;  // may be set for kAsTold
+  int last_section_heads = 0;  // with kAsTold the last section may be larger: of so many pairs
 
   // bytes_per_head: what one (batch, head) reads over and over, K and V in the forward.
   static TileScheduler make(const int32_t* cu_seqlens, int64_t total, int seqlen, int batch,
@@ -77,17 +78,26 @@ struct TileScheduler {
 
  private:
   __device__ __forceinline__ TileCoordinates dense_tile(int tile_idx) const {
-    const int remainder = batch * heads % section_heads;  // heads of a first, smaller section
+    const bool may_differ = kOrder == TileOrder::kAsTold;
+    const int front = batch * heads - (may_differ ? last_section_heads : 0);
+    if (may_differ && tile_idx >= front * blocks_per_head) {
+      return tile_of_section(tile_idx - front * blocks_per_head, front, last_section_heads);
+    }
+    const int remainder = front % section_heads;  // heads of a first, smaller section
     const int behind = tile_idx - remainder * blocks_per_head;
     const bool whole = behind >= 0;
     const int section_tiles = section_heads * blocks_per_head;
     const int first_pair = whole ? remainder + behind / section_tiles * section_heads : 0;
     const int pairs = whole ? section_heads : remainder;
-    const int in_section = whole ? behind % section_tiles : tile_idx;
-    const int pair = first_pair + in_section % pairs;
+    return tile_of_section(whole ? behind % section_tiles : tile_idx, first_pair, pairs);
+  }
+
+  __device__ __forceinline__ TileCoordinates tile_of_section(int tile_idx, int first_pair,
+                                                             int pairs) const {
+    const int pair = first_pair + tile_idx % pairs;
     return {.batch_idx = pair / heads,
             .head = pair % heads,
-            .block = in_order(in_section / pairs, blocks_per_head)};
+            .block = in_order(tile_idx / pairs, blocks_per_head)};
   }
 
   __device__ __forceinline__ TileCoordinates varlen_tile(int tile_idx) const {
