@@ -80,11 +80,11 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
       ptx::wgmma_wait<1>();
       end_dv();
     }
+    if constexpr (kLate) start_dv();
     if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kLate ? 1 : 0>();
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
-    if constexpr (kLate) start_dv();
     typename Traits::Rows::template OfLane<Traits::kBlockM> lse;
     smem.row_values[row_ring.stage()].lse.read(lse, 0, self.lane);
     exponentiate(S, scale_log2, lse, m < work.range.full_begin || m >= work.range.full_end, work,
@@ -165,12 +165,12 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
       ptx::wgmma_wait<1>();
       end_dk();
     }
+    if constexpr (kLate) start_dk();
     row_ring.in(smem.p_ring).wait_full();
     if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kLate ? 1 : 0>();
     pin(dP);
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
-    if constexpr (kLate) start_dk();
     auto& scores = smem.scores[row_ring.stage()];
     if constexpr (Traits::kFoldsRows) {
       differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, self.lane);
