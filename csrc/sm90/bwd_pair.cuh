@@ -215,7 +215,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     ptx::wgmma_wait<0>();
     end_dk();
   }
-  scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
+  const float scale = self.params.softmax_scale / Traits::kScaleOfDs;
+  scale_rows(dK, {scale, scale});
   store_key_gradient(self, smem.k, dK, self.params.dk, self.params.dk_strides,
                      self.params.head_dim);
 }
