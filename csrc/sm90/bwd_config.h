@@ -95,6 +95,19 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_slots = 8,
                                                   .s_registers = 208,
                                                   .d_registers = 208};
 
+// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but for
+// rounding: it keeps 11 bits down to 2^-27, and some to 2^-37.
+inline constexpr float kExactScale = 0x1p13f;
+
+template <DType kDType, int kHeadDim>
+inline constexpr bool kBwdPairFoldsRows =
+    kBwdPairTile<kHeadDim>.folds_rows && kDType == DType::kBf16;
+// How many times what they are dS, dK and the sums of dQ of a pair are: where delta is a column, dS takes no
+// multiplication but that with P, whose factor it keeps. bf16 has the exponents for it.
+template <DType kDType, int kHeadDim>
+inline constexpr float kBwdPairScaleOfDs =
+    kBwdPairFoldsRows<kDType, kHeadDim> ? kExactScale : 1.f;
+
 // The gradient of a bias that is shared (bwd_bias.cuh): blocks of Q and dO, and of K and V, in shared memory.
 struct BwdBiasStages {
   int rows, keys;

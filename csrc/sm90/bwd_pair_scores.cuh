@@ -85,7 +85,7 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
   }
 }
 
-// The same where dP has delta subtracted from it.
+// The same where dP has delta subtracted from it; kExactScale times what it is, as P.
 template <typename Exact, typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, int lane) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
     for (int i = 0; i < 4; ++i) {
       const float2 p = Exact::unpack(p_pairs[i]);
       float* const dp = dP.data[0][col / 8 + i / 2] + i % 2 * 2;
-      dp[0] *= p.x * (1 / kExactScale);
-      dp[1] *= p.y * (1 / kExactScale);
+      dp[0] *= p.x;
+      dp[1] *= p.y;
     }
   }
 }
