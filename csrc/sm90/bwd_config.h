@@ -17,8 +17,10 @@ struct BwdTile {
   int stages;               // blocks of Q, and of dO, in shared memory
   bool pools;               // where sequences are short, the sums of dQ may be a pool
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
-  // K, or V, of a consumer's keys is an operand in registers.
-  bool holds_k = false, holds_v = false;
+  // Of a consumer's keys so many columns of K, or of V, are an operand in registers. held_by_few: only in the
+  // plain loop and with a pool, and where LSE and delta are columns. Other forms have no registers for it.
+  int held_k = 0, held_v = 0;
+  bool held_by_few = false;
 };
 
 // dK and dV take kHeadDim registers of a thread, S and dP block_m: together at most 192 of 240.
@@ -26,7 +28,7 @@ template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
+    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .held_k = 48};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
@@ -35,14 +37,18 @@ inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
                                          .stages = 2,
                                          .pools = false,
                                          .folds_rows = true,
-                                         .holds_k = true,
-                                         .holds_v = true};
+                                         .held_k = 80,
+                                         .held_v = 80};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
+    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .held_k = 96};
 template <>
-inline constexpr BwdTile kBwdTile<128> = {
-    .block_m = 64, .stages = 2, .pools = true, .folds_rows = true};
+inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
+                                          .stages = 2,
+                                          .pools = true,
+                                          .folds_rows = true,
+                                          .held_k = 32,
+                                          .held_by_few = true};
 
 // Columns of a class's tiles in shared memory, and of its sums of dQ.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }

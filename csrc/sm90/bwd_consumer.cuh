@@ -36,7 +36,6 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   using Scores = typename Traits::Scores;
   using ScoresOperand = typename Traits::ScoresOperand;
   using QueryGradient = typename Traits::QueryGradient;
-  using HeldOperand = OperandA<1, Traits::kHeadDim>;
 
   const typename Traits::Params& params;
   BwdSharedStorage<Traits>& smem;
@@ -114,12 +113,13 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.term_ring);
   }
 
-  // This warp's keys of K or V become an operand in registers, once they are there.
-  __device__ __forceinline__ void hold(HeldOperand& held,
+  // This warp's keys of K or V, or their first columns, become an operand in registers, once they are there.
+  template <int kCols>
+  __device__ __forceinline__ void hold(OperandA<1, kCols>& held,
                                        const typename Traits::KTile& tile) const {
     const SmemOperand<Side::kA, Layout::kKInner, typename Traits::KTile> rows(tile, warp_row, lane);
 #pragma unroll
-    for (int k = 0; k < Traits::kHeadDim; k += 16) rows.load(held.data[0][k / 16], 0, k);
+    for (int k = 0; k < kCols; k += 16) rows.load(held.data[0][k / 16], 0, k);
   }
   __device__ __forceinline__ void hold(typename Traits::Nothing,
                                        const typename Traits::KTile&) const {}
@@ -184,11 +184,15 @@ struct BwdConsumer : BwdTermPlace<Traits> {
       return K(smem.k, dq_first_col());
     }
   }
-  // Of this consumer's keys, held or in the tile.
-  __device__ __forceinline__ void start_product(Scores& C, HeldOperand& held,
-                                                const typename Traits::KTile&,
+  // Of this consumer's keys, whose first columns, or all, are held, or in the tile.
+  template <int kHeld>
+  __device__ __forceinline__ void start_product(Scores& C, OperandA<1, kHeld>& held,
+                                                const typename Traits::KTile& tile,
                                                 const typename Traits::QTile& rows) const {
     gemm_rs<Element, Into::kZero>(C, held, queries(rows));
+    if constexpr (kHeld < Traits::kHeadDim) {
+      gemm_ss<Element, Traits::kHeadDim, Into::kSum, kHeld>(C, keys(tile), queries(rows));
+    }
   }
   __device__ __forceinline__ void start_product(Scores& C, typename Traits::Nothing,
                                                 const typename Traits::KTile& tile,

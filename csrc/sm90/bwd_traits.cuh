@@ -88,10 +88,12 @@ struct BwdTraits {
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<RowsOf<kFoldsLse>, RowsOf<kFoldsDelta>>;
   struct Nothing {};
-  template <bool kHolds>
-  using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
-  using HeldK = HeldRows<kTile.holds_k>;
-  using HeldV = HeldRows<kTile.holds_v>;
+  static constexpr bool kIsOfFew = kFoldsRows && (kForm == BwdForm::kPlain || kPools);
+  static constexpr bool kHolds = kPlainScores && (kIsOfFew || !kTile.held_by_few);
+  template <int kCols>
+  using HeldRows = std::conditional_t<kHolds && (kCols > 0), OperandA<1, kCols>, Nothing>;
+  using HeldK = HeldRows<kTile.held_k>;
+  using HeldV = HeldRows<kTile.held_v>;
   // Of 64 K registers, as the forward deals them out.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
