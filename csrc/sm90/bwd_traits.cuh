@@ -75,14 +75,13 @@ struct BwdTraits {
   // 128 queries.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
   static constexpr bool kFoldsRows = kMayFold && kPlainScores && (kTile.block_m == 64 || !kPools);
-  // With score terms and 128 queries there is no room for them. Of what dropout drops, dS has delta alone,
-  // without dP.
+  // Of what dropout drops, dS has delta alone, without dP.
   static constexpr bool kMayFoldOne = kMayFold && kTile.block_m == 64;
-  static constexpr bool kFoldsLse = kFoldsRows || (kMayFoldOne && kDrops);
+  static constexpr bool kFoldsLse = kFoldsRows || (kMayFold && kDrops);
   // A cap comes between Q Kᵀ and LSE.
   static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && kCaps);
   // The ones beside them are registers, where there are any.
-  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked);
+  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked || kWeighted);
   template <bool kFolds>
   using RowsOf =
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
