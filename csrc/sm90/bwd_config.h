@@ -17,8 +17,10 @@ struct BwdTile {
   int stages;               // blocks of Q, and of dO, in shared memory
   bool pools;               // where sequences are short, the sums of dQ may be a pool
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
-  // K, or V, of a consumer's keys is an operand in registers.
-  bool holds_k = false, holds_v = false;
+  // Of a consumer's keys so many columns of K, or of V, are an operand in registers. held_by_few: only in the
+  // plain loop and with a pool, and where LSE and delta are columns. Other forms have no registers for it.
+  int held_k = 0, held_v = 0;
+  bool held_by_few = false;
 };
 
 // dK and dV take kHeadDim registers of a thread, and S and dP take block_m. Together these are at
@@ -27,7 +29,7 @@ template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
+    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .held_k = 48};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
@@ -36,14 +38,18 @@ inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
                                          .stages = 2,
                                          .pools = false,
                                          .folds_rows = true,
-                                         .holds_k = true,
-                                         .holds_v = true};
+                                         .held_k = 80,
+                                         .held_v = 80};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
+    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .held_k = 96};
 template <>
-inline constexpr BwdTile kBwdTile<128> = {
-    .block_m = 64, .stages = 2, .pools = true, .folds_rows = true};
+inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
+                                          .stages = 2,
+                                          .pools = true,
+                                          .folds_rows = true,
+                                          .held_k = 32,
+                                          .held_by_few = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
@@ -93,6 +99,20 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_stages = 8,
                                                   .dq_registers = 72,
                                                   .s_registers = 208,
                                                   .d_registers = 208};
+
+// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but
+// for rounding. So it keeps all bits of fp16 down to 2^-27, and some down to 2^-37.
+inline constexpr float kExactScale = 0x1p13f;
+
+template <DType kDType, int kHeadDim>
+inline constexpr bool kBwdPairFoldsRows =
+    kBwdPairTile<kHeadDim>.folds_rows && kDType == DType::kBf16;
+// dS, dK and the sums of dQ of a pair are so many times what they should be. Where delta is a
+// column, dS takes no multiplication but that with P, so it keeps the factor of P. bf16 has the
+// exponents for it.
+template <DType kDType, int kHeadDim>
+inline constexpr float kBwdPairScaleOfDs =
+    kBwdPairFoldsRows<kDType, kHeadDim> ? kExactScale : 1.f;
 
 // The gradient of a shared bias (bwd_bias.cuh) has so many blocks of Q and dO, and of K and V, in
 // shared memory.

@@ -81,27 +81,27 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
       ptx::wgmma_wait<1>();
       end_dv();
     }
+    if constexpr (kLate) start_dv();
     if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kLate ? 1 : 0>();
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
-    if constexpr (kLate) start_dv();
     typename Traits::Rows::template OfLane<Traits::kBlockM> lse;
     smem.row_values[row_ring.stage()].lse.read(lse, 0, self.lane);
     exponentiate(S, scale_log2, lse, m < work.range.full_begin || m >= work.range.full_end, work,
                  self.warp_row, m * Traits::kBlockM, self.lane);
     row_ring.arrive_empty();
-    if constexpr (kLate) {
-      ptx::wgmma_wait<0>();
-      end_dv();
-    }
     const auto p_ring = row_ring.in(smem.p_ring);
     p_ring.wait_empty();
     store_exact<typename Traits::Exact>(smem.p(p_ring.stage()), S, self.warp_row,
                                         self.opaque_lane());
-    P = to_operand_a<Element>(S);
     __syncwarp();
     if (self.lane == 0) p_ring.arrive_full();
+    if constexpr (kLate) {  // now that D need not wait for it
+      ptx::wgmma_wait<0>();
+      end_dv();
+    }
+    P = to_operand_a<Element>(S);
     row_ring.advance();
   };
 
@@ -166,12 +166,12 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
       ptx::wgmma_wait<1>();
       end_dk();
     }
+    if constexpr (kLate) start_dk();
     row_ring.in(smem.p_ring).wait_full();
     if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kLate ? 1 : 0>();
     pin(dP);
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
-    if constexpr (kLate) start_dk();
     auto& scores = smem.scores[row_ring.stage()];
     if constexpr (Traits::kFoldsRows) {
       differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, self.lane);
@@ -180,12 +180,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
                                             smem.row_values[row_ring.stage()].delta.numbers,
                                             self.lane);
     }
-    if constexpr (kLate) {
-      ptx::wgmma_wait<0>();
-      end_dk();
-    }
-    dS = to_operand_a<Element>(dP);
-    store_operand(scores, dS, self.warp_row, self.lane);  // where this warp's P was
+    store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);  // where this warp's P was
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     row_ring.arrive_empty();
     __syncwarp();
@@ -201,6 +196,12 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
                          reinterpret_cast<const char*>(scores.data) + offset, kWarpBytes,
                          at_peer(&ds_ring.full()));
     }
+    if constexpr (kLate) {  // now that dQ need not wait for it
+      ptx::wgmma_wait<0>();
+      end_dk();
+    }
+    pin(dP);
+    dS = to_operand_a<Element>(dP);
     row_ring.advance();
   };
 
@@ -215,7 +216,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     ptx::wgmma_wait<0>();
     end_dk();
   }
-  scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
+  const float scale = self.params.softmax_scale / Traits::kScaleOfDs;
+  scale_rows(dK, {scale, scale});
   store_key_gradient(self, smem.k, dK, self.params.dk, self.params.dk_strides,
                      self.params.head_dim);
 }

@@ -3,6 +3,7 @@
 
 #include <new>
 
+#include "../cuda/ptx/opaque.cuh"
 #include "bwd_dq_pool.cuh"
 #include "bwd_producer.cuh"
 #include "bwd_scores.cuh"
@@ -22,9 +23,12 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   using ScorePolicy = typename Traits::ScorePolicy;
   constexpr bool kDrops = Traits::kStashesWeights || Traits::kDrops;
   constexpr float kScale = Traits::kScaleOfP;
-  const RowScales scales = {.p = kScale,
-                            .delta = (kDrops ? params.dropout.keep : 1.f) / kScale,
-                            .scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
+  const auto make_scales = [&](float softmax_scale) -> RowScales {
+    return {.p = kScale,
+            .delta = (kDrops ? params.dropout.keep : 1.f) / kScale,
+            .scale_log2 = Traits::RowValues::scale_log2(softmax_scale)};
+  };
+  RowScales scales = make_scales(params.softmax_scale);
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.q_ring);
   // Where tiles wait for those before them, only thread blocks that run may take them.
@@ -66,6 +70,11 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
           }
         }
       };
+      // With dropout there are no registers to keep them from tile to tile.
+      if constexpr (Traits::kDrops) {
+        scales = make_scales(
+            __uint_as_float(flash_attn::ptx::opaque(__float_as_uint(params.softmax_scale))));
+      }
       load_row_values<Traits::kBlockM>(params, work, smem.row_values, ring, scales, before);
     }
     if (next == 0) take_next();

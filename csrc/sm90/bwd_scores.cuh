@@ -107,14 +107,15 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
   // With a smaller cap, what is hidden would be seen. No score feels the difference.
   const float cap_log2 = fmaxf(scaled_cap, 1e-14f);
   // A maximum would take one of the pipes that are half as wide. Sums of a few squares serve
-  // instead: none is less than the largest of its squares.
-  constexpr int kSums = 4;
+  // instead: none is less than the largest of its squares. The fewer they sum up, the less is that
+  // exceeded.
+  constexpr int kSums = kBlockM / 8;
   float sums[kSums] = {};
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float& sum = sums[i];
+      float& sum = sums[(4 * n + i) % kSums];
       sum = fmaf(S.data[0][n][i], S.data[0][n][i], sum);
     }
   }
@@ -128,7 +129,9 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
       for (int i = 0; i < 4; ++i) S.data[0][n][i] = tanh_of(S.data[0][n][i]);
     }
   };
-  if (__all_sync(~0u, tanh.are_near(largest))) {
+  if (__all_sync(~0u, tanh.are_nearer(largest))) {
+    apply([&](float x) { return tanh.nearer(x); });
+  } else if (__all_sync(~0u, tanh.are_near(largest))) {
     apply([&](float x) { return tanh.near(x); });
   } else {
     apply([&](float x) { return tanh.anywhere(x); });

@@ -77,23 +77,24 @@ struct BwdTraits {
   // pool takes the shared memory that this needs with 128 queries.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
   static constexpr bool kFoldsRows = kMayFold && kPlainScores && (kTile.block_m == 64 || !kPools);
-  // With score terms and 128 queries there is no room for the columns. Where P is dropped, dS has
-  // delta alone, without dP, so with dropout only LSE is a column.
-  static constexpr bool kMayFoldOne = kMayFold && kTile.block_m == 64;
-  static constexpr bool kFoldsLse = kFoldsRows || (kMayFoldOne && kDrops);
-  // A cap comes between Q Kᵀ and LSE, so with a softcap only delta is a column.
-  static constexpr bool kFoldsDelta = kFoldsRows || (kMayFoldOne && kCaps);
+  // Where P is dropped, dS has delta alone, without dP, so with dropout only LSE is a column.
+  static constexpr bool kFoldsLse = kFoldsRows || (kMayFold && kDrops);
+  // A cap comes between Q Kᵀ and LSE, so with a softcap only delta is a column. With 128 queries
+  // there is no room for it.
+  static constexpr bool kFoldsDelta = kFoldsRows || (kMayFold && kTile.block_m == 64 && kCaps);
   // The ones that multiply these columns lie in registers, where there are any left.
-  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked);
+  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked || kWeighted);
   template <bool kFolds>
   using RowsOf =
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<RowsOf<kFoldsLse>, RowsOf<kFoldsDelta>>;
   struct Nothing {};
-  template <bool kHolds>
-  using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
-  using HeldK = HeldRows<kTile.holds_k>;
-  using HeldV = HeldRows<kTile.holds_v>;
+  static constexpr bool kIsOfFew = kFoldsRows && (kForm == BwdForm::kPlain || kPools);
+  static constexpr bool kHolds = kPlainScores && (kIsOfFew || !kTile.held_by_few);
+  template <int kCols>
+  using HeldRows = std::conditional_t<kHolds && (kCols > 0), OperandA<1, kCols>, Nothing>;
+  using HeldK = HeldRows<kTile.held_k>;
+  using HeldV = HeldRows<kTile.held_v>;
   // The 64 K registers of a multiprocessor are dealt out as in the forward.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 

@@ -31,8 +31,7 @@ class SoftcapTanh {
 
   // Whether the polynomial serves scores whose squares are at most `square`.
   __device__ __forceinline__ bool are_near(float square) const {
-    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
-    return cap_ >= kLeastCap && square * (inverse_cap_ * inverse_cap_) <= kLimit * kLimit;
+    return are_within(square, kLimit);
   }
   __device__ __forceinline__ float near(float x) const {
     const float square = x * x;
@@ -40,6 +39,14 @@ class SoftcapTanh {
 #pragma unroll
     for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
     return x * value;
+  }
+  // The same of one degree less, for smaller scores.
+  __device__ __forceinline__ bool are_nearer(float square) const {
+    return are_within(square, kNearerLimit);
+  }
+  __device__ __forceinline__ float nearer(float x) const {
+    const float factor = inverse_cap_;
+    return x * fmaf(x * x, kNearer1 * (factor * factor) * factor, kNearer0 * factor);
   }
   __device__ __forceinline__ float anywhere(float x) const {
     const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -53,6 +60,16 @@ class SoftcapTanh {
   __device__ static constexpr float coefficient(int power) {
     constexpr float kP[] = {0.999996616f, -0.332860899f, 0.123437237f};
     return kP[power];
+  }
+
+  // Up to |x| = kNearerLimit: minimax, relative error 8.4e-6. Times that limit, it is off by as much of the cap as
+  // the other one.
+  static constexpr float kNearerLimit = 0.15f;
+  static constexpr float kNearer0 = 0.999991645f, kNearer1 = -0.330357648f;
+
+  __device__ __forceinline__ bool are_within(float square, float limit) const {
+    constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32
+    return cap_ >= kLeastCap && square * (inverse_cap_ * inverse_cap_) <= limit * limit;
   }
 
   float cap_, inverse_cap_, c_[kDegree + 1];
