@@ -34,12 +34,8 @@ template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
 template <>
-inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
-                                         .stages = 2,
-                                         .pools = false,
-                                         .folds_rows = true,
-                                         .held_k = 80,
-                                         .held_v = 80};
+inline constexpr BwdTile kBwdTile<80> = {
+    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .held_k = 80, .held_v = 80};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
     .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .held_k = 96};
@@ -111,8 +107,7 @@ inline constexpr bool kBwdPairFoldsRows =
 // column, dS takes no multiplication but that with P, so it keeps the factor of P. bf16 has the
 // exponents for it.
 template <DType kDType, int kHeadDim>
-inline constexpr float kBwdPairScaleOfDs =
-    kBwdPairFoldsRows<kDType, kHeadDim> ? kExactScale : 1.f;
+inline constexpr float kBwdPairScaleOfDs = kBwdPairFoldsRows<kDType, kHeadDim> ? kExactScale : 1.f;
 
 // The gradient of a shared bias (bwd_bias.cuh) has so many blocks of Q and dO, and of K and V, in
 // shared memory.

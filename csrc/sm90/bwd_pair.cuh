@@ -180,7 +180,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
                                             smem.row_values[row_ring.stage()].delta.numbers,
                                             self.lane);
     }
-    store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);  // where this warp's P was
+    store_operand(scores, to_operand_a<Element>(dP), self.warp_row,
+                  self.lane);  // where this warp's P was
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     row_ring.arrive_empty();
     __syncwarp();
