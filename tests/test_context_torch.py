@@ -264,7 +264,8 @@ class Lonely:
         assert call or slow, f"{self.name} fails before its call: {text}"
         if call:
             assert self.ended - float(call[1]) < lonely_rank.TIME_OUT + 10, self.name
-        assert re.search("(?i)timed? ?out|remote process|closed", text), f"{self.name}: {text}"
+        reasons = "(?i)timed? ?out|remote process|connection (closed|reset)"
+        assert re.search(reasons, text), f"{self.name}: {text}"
 
 
 def lonely_ranks(backend: str, cases: list[tuple[str, str]], folder: Path) -> Iterator[Lonely]:

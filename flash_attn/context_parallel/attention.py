@@ -142,12 +142,11 @@ class _OwnKeys:
     """For each group of heads the keys and values that are here before the ring's first step, and
     what brings those of the second step, under way."""
 
-    def __init__(self, blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups, forward: bool):
-        """forward: there are no other kernels in front of those of attention."""
-        self._blocks, self._kv, self._forward = blocks, (k, v), forward
+    def __init__(self, blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> None:
+        self._blocks, self._kv = blocks, (k, v)
         self._heads = (heads for _, heads in groups)
         self._next: _OfGroup | None = None
-        self._start_next_group(gives_way=forward)
+        self._start_next_group(gives_way=True)
 
     def __iter__(self) -> Iterator[_OfGroup]:
         while self._next is not None:
@@ -161,7 +160,7 @@ class _OwnKeys:
             self._start_next_group(*others)
             return None
         coming = self._blocks.fetch(step + 2, own)
-        self._start(coming, *others, gives_way=self._forward)
+        self._start(coming, *others, gives_way=True)
         return coming
 
     def _start_next_group(self, *others: Transfer | None, gives_way: bool = False) -> None:
@@ -182,9 +181,7 @@ class _OwnKeys:
             give_way(self._kv[0])
 
 
-def _all_keys(
-    blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups, forward: bool
-) -> Iterator[list[Tensor]]:
+def _all_keys(blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> Iterator[list[Tensor]]:
     """For each group of heads those of all ranks; the next group's are on their way meanwhile."""
 
     def gather(heads: slice) -> Gathering:
@@ -317,8 +314,7 @@ def context_parallel_fwd(
     lse = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=compute_dtype(q.dtype))
     with forced_backend_again(backend):
         groups = _head_groups(blocks, q, k)
-        coming = keys_of(blocks, k, v, groups, True)
-        for (heads_q, _), keys in zip(groups, coming, strict=True):
+        for (heads_q, _), keys in zip(groups, keys_of(blocks, k, v, groups), strict=True):
             sink = None if learnable_sink is None else learnable_sink[heads_q]
             merge = RunningMerge(out[:, :, heads_q], sink)
             forward(blocks, q[:, :, heads_q], keys, options.of_heads(heads_q), merge)
@@ -375,8 +371,7 @@ def context_parallel_bwd(
 
     with forced_backend_again(backend):
         groups = _head_groups(blocks, q, k)
-        coming = keys_of(blocks, k, v, groups, False)
-        for (heads_q, heads_kv), keys in zip(groups, coming, strict=True):
+        for (heads_q, heads_kv), keys in zip(groups, keys_of(blocks, k, v, groups), strict=True):
             some = queries.of_heads(heads_q)
             sum_of_dq, of_keys = backward(blocks, some, keys, options.of_heads(heads_q), finish)
             sum_of_dq.store(dq[:, :, heads_q])
