@@ -111,16 +111,18 @@ class _Blocks:
 
 
 class _Keys:
-    """Keys and values of a group of heads, which travel as one."""
+    """Keys and values of a group of heads, which travel as one. Both begin where kernels may load
+    16 bytes at a time."""
 
     def __init__(self, shapes: list[tuple[int, ...]], like: Tensor) -> None:
         self.shapes = shapes
-        self.flat = like.new_empty(sum(map(math.prod, shapes)))
+        self._sizes = [-(-math.prod(shape) // 16) * 16 for shape in shapes]
+        self.flat = like.new_empty(sum(self._sizes))
         self.transfer: Transfer | None = None  # which brings them
 
     def views(self) -> list[Tensor]:
-        parts = self.flat.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        parts = zip(self.flat.split(self._sizes), self.shapes, strict=True)
+        return [part[: math.prod(shape)].view(shape) for part, shape in parts]
 
     def wait(self) -> list[Tensor]:
         """Hands them over."""
