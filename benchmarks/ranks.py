@@ -83,7 +83,7 @@ def nothing_travels(group, sent, destination, received, source) -> Transfer:
 
 
 def stays(sent, incoming, outgoing, group) -> Transfer:
-    """start_all_to_all without the exchange."""
+    """with_each_rank without the exchange."""
     return Transfer([], (sent[: sum(incoming)],), (sent,))
 
 
@@ -99,7 +99,7 @@ def ours(device: torch.device, scheme: str | None, travel: bool = True):
     with contextlib.ExitStack() as replaced:
         if not travel:
             replaced.enter_context(mock.patch.object(attention, "exchange", nothing_travels))
-            replaced.enter_context(mock.patch.object(heads, "start_all_to_all", stays))
+            replaced.enter_context(mock.patch.object(heads, "with_each_rank", stays))
         yield attend
 
 

@@ -23,6 +23,7 @@ HEADS_Q, HEADS_KV, D = 32, 8, 128
 BF16, FP32 = 2, 4
 CAUSAL = Mask(right=0)
 RANKS_OF_HOST = 8
+MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,13 @@ def kernel_time(
     return seconds
 
 
+def split_workspace(length: float, heads_kv: float) -> float:
+    """Bytes that a causal backward takes where its blocks of keys are few: each in two parts, whose
+    dk and dv are added up in fp32 (csrc/sm90/bwd.cu)."""
+    blocks = heads_kv * length / 128
+    return 2 * 2 * blocks * 128 * D * FP32 if blocks < 2 * MULTIPROCESSORS else 0.0
+
+
 def planned(q: tuple, k: tuple, length: int) -> list[Rectangle]:
     whole = Documents((0, length), (0, length))
     return [r for call in calls(CAUSAL, whole, q, k) for r in call]
@@ -159,10 +167,11 @@ def ring(
         if backward and ranks > 1:  # the last block's gradient, of the last heads
             total += transfer_time(wide_keys / parts, between_hosts, a)
         seconds.append(total)
-    # q, out, dout, dq and k, v, dk, dv; and of one group of heads: the call's dq and its fp32 sum,
-    # ours; own, current and next keys, and their dk and dv from the call; these in fp32, on their
-    # way out and in, and our own.
-    group = queries + 2 * wide_queries + 4 * keys + 4 * wide_keys
+    # q, out, dout, dq and k, v, dk, dv; and of one group of heads: the call's dq and its fp32 sum;
+    # own keys and those that come; dk and dv of the call; and of the group before our own dk and
+    # dv, and others on their way out and in. Beyond two ranks dq has an fp32 sum here, too.
+    group = queries + (1 + (ranks > 2)) * wide_queries + 2 * keys + 4 * wide_keys
+    group += groups * split_workspace(rows, heads_kv / groups)
     return Cost(*seconds, 4 * queries + 2 * keys + group / groups)
 
 
@@ -225,14 +234,16 @@ def ulysses(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUM
         traffic = (comes * away, leaves * away)
         seconds.append(in_groups(computing, *traffic, groups, between_hosts, a))
     # By rows q, out, dout, k, v; by heads those of a group, what is sent and received of the next
-    # one, the call's dq in fp32 and its results; those of the groups before, and what came of them.
+    # one, the call's dq in fp32 and its results; of the groups before this rank's rows of results,
+    # and what is sent of the last of them. In the end those of all groups and where they belong.
     given, results_ = 3 * queries + keys, queries + keys
-    peak = given + (2.5 if away else 2) * results_
+    peak = given + (2 + away / groups) * results_
+    workspace = split_workspace(length, share_kv / groups)
     for before in range(groups):
         following = 2 * away * (before + 1 < groups)
-        leaving = (1 + away) * before + away * (before > 0)
+        leaving = before + away * (before > 0)
         here = (1 + following) * given + 2 * queries + results_ + leaving * results_
-        peak = max(peak, given + here / groups)
+        peak = max(peak, given + here / groups + workspace)
     return Cost(*seconds, peak)
 
 

@@ -3,11 +3,18 @@ torch's own context_parallel."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
+import lonely_rank
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,39 +244,66 @@ def test_dead_rank() -> None:
         pool.close()
 
 
-def check_alone_on_nccl(scheme: str, dies: bool) -> float:
-    """Rank 1 does not come, or is gone; what rank 0 computes is returned, if it ever is."""
-    if dist.get_rank() == 1:
-        if dies:
-            os._exit(0)
-        return 0.0
-    parts = [context_parallel.split(x).detach() for x in inputs("cuda:0", torch.bfloat16)]
-    out = context_parallel.flash_attn_func(*parts, scheme=scheme)
-    torch.cuda.synchronize()
-    return out.sum().item()
+@dataclasses.dataclass
+class Lonely:
+    """A rank that tests/lonely_rank.py runs: its process, and what it writes."""
+
+    name: str
+    process: subprocess.Popen
+    output: Path
+    ended: float | None = None
+
+    def check(self, slow: bool) -> None:
+        """It ended by itself, soon after the time-out, with an error and without a result. slow:
+        NCCL's watchdog may have ended it before its call, as the other one did not get through."""
+        text = self.output.read_text()
+        assert self.ended is not None, f"{self.name} hangs: {text}"
+        assert not re.search("^result ", text, re.MULTILINE), f"{self.name}: {text}"
+        assert self.process.returncode != 0, f"{self.name}: {text}"
+        call = re.search(r"^call (\S+)$", text, re.MULTILINE)
+        assert call or slow, f"{self.name} fails before its call: {text}"
+        if call:
+            assert self.ended - float(call[1]) < lonely_rank.TIME_OUT + 10, self.name
+        reasons = "(?i)timed? ?out|remote process|connection (closed|reset)"
+        assert re.search(reasons, text), f"{self.name}: {text}"
+
+
+def lonely_ranks(backend: str, cases: list[tuple[str, str]], folder: Path) -> Iterator[Lonely]:
+    """Both ranks of each case, a scheme and what happens to rank 1."""
+    for scheme, fate in cases:
+        for rank in "01":
+            name = f"{scheme}-{fate}-{rank}"
+            arguments = [backend, scheme, fate, rank, str(folder / f"{scheme}-{fate}")]
+            with (folder / name).open("w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, lonely_rank.__file__, *arguments],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            yield Lonely(name, process, folder / name)
+
+
+def wait_for_all(ranks: list[Lonely], seconds: float) -> None:
+    """Notes when each ends; ends those that have not after so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(r.ended is None for r in ranks):
+        for rank in ranks:
+            if rank.ended is None and rank.process.poll() is not None:
+                rank.ended = time.monotonic()
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.wait()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("dies", [False, True], ids=["slow", "dead"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_alone_on_nccl(scheme: str, dies: bool) -> None:
-    """The group's time-out, of 5 s, raises or ends the process, as NCCL's watchdog is set to do."""
-    pool = Pool(2, "cuda", seconds=120, time_out=5)
-    try:
-        # The ranks are connected, so that what fails is the call itself.
-        pool.run(check_connected)
-        (answered, result), (came, _) = pool.outcomes(check_alone_on_nccl, scheme, dies)
-    finally:
-        pool.close()
-    assert came != dies
-    assert not answered, f"a result, {result}, without the other rank's keys"
-    reasons = "(?i)timed? ?out|aborted|remote|connection|the process has ended"
-    assert re.search(reasons, result), result
-
-
-def check_connected() -> None:
-    parts = [context_parallel.split(x).detach() for x in inputs(f"cuda:{dist.get_rank()}")]
-    for scheme in SCHEMES:
-        context_parallel.flash_attn_func(*parts, scheme=scheme)
-    torch.cuda.synchronize()
+def test_lonely_rank_on_nccl(tmp_path: Path) -> None:
+    """The group's time-out, of 4 s, ends a rank whose neighbour is slow or dead, as NCCL's watchdog
+    is set to do; and the slow one, too, whose neighbour has ended. All cases at a time."""
+    cases = list(itertools.product(SCHEMES, ("slow", "dead")))
+    ranks = list(lonely_ranks("nccl", cases, tmp_path))
+    wait_for_all(ranks, 38)
+    for rank in ranks:
+        if not rank.name.endswith("dead-1"):
+            rank.check(slow=rank.name.endswith("1"))

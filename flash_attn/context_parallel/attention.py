@@ -13,12 +13,14 @@ so that the contributions of the blocks add up to the exact gradient. They are a
 
 Both go through the heads in groups: fp32 sums and what travels are those of one group at a time,
 beside results in the dtype of q. In the backward the last gradients of a group's keys travel while
-the next group is computed, or its first step.
+the next group is computed, or its first step. In the ring they leave together with the keys that
+the next group's second step wants: during each step there is one exchange.
 
 As torch ops they are one node each for torch.compile, which does not look inside.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -35,7 +37,15 @@ from flash_attn.context_parallel.calls import (
     sink_grad,
 )
 from flash_attn.context_parallel.dropout import Dropout
-from flash_attn.context_parallel.exchange import Gathering, Transfer, exchange, one_ahead
+from flash_attn.context_parallel.exchange import (
+    Gathering,
+    Transfer,
+    copy,
+    exchange,
+    give_way,
+    one_ahead,
+    start,
+)
 from flash_attn.context_parallel.heads import Share, ToRows, heads_of_a_group
 from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
 from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
@@ -79,18 +89,20 @@ class _Blocks:
         """Who computes with this rank's keys in a step."""
         return (self.rank + step) % self.size
 
-    def fetch(self, step: int, k: Tensor, v: Tensor) -> Transfer | None:
-        """Starts to bring the keys and values of a step, if there is such a step."""
+    def fetch(self, step: int, own: "_Keys") -> "_Keys | None":
+        """Prepares to bring the keys and values of a step, if there is such a step."""
         if step == self.size:
             return None
         source, destination = self.source(step), self.destination(step)
-        sent = (k, v) if self.calls(destination, self.rank) else ()
+        sent = (own.flat,) if self.calls(destination, self.rank) else ()
         rows = size_of(self.k[source]) if self.calls(self.rank, source) else 0
-        received = [x.new_empty(x.size(0), rows, *x.shape[2:]) for x in (k, v)]
-        return exchange(self.group, sent, destination, received, source)
+        coming = _Keys([(n[0], rows, *n[2:]) for n in own.shapes], own.flat)
+        received = (coming.flat,)
+        coming.transfer = exchange(self.group, sent, destination, received, source)
+        return coming
 
     def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Transfer:
-        """Starts to bring the gradients of a step's keys to their owner."""
+        """Prepares to bring the gradients of a step's keys to their owner."""
         source, destination = self.source(step), self.destination(step)
         sent = (dk, dv) if self.calls(self.rank, source) else ()
         rows = size_of(self.k[self.rank]) if self.calls(destination, self.rank) else 0
@@ -98,61 +110,124 @@ class _Blocks:
         return exchange(self.group, sent, destination=source, received=received, source=destination)
 
 
+class _Keys:
+    """Keys and values of a group of heads, which travel as one. Both begin where kernels may load
+    16 bytes at a time."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], like: Tensor) -> None:
+        self.shapes = shapes
+        self._sizes = [-(-math.prod(shape) // 16) * 16 for shape in shapes]
+        self.flat = like.new_empty(sum(self._sizes))
+        self.transfer: Transfer | None = None  # which brings them
+
+    def views(self) -> list[Tensor]:
+        parts = zip(self.flat.split(self._sizes), self.shapes, strict=True)
+        return [part[: math.prod(shape)].view(shape) for part, shape in parts]
+
+    def wait(self) -> list[Tensor]:
+        """Hands them over."""
+        (self.flat,) = self.transfer.wait()
+        views = self.views()
+        self.flat = self.transfer = None
+        return views
+
+
 # Query heads, and their key heads.
 Groups = list[tuple[slice, slice]]
-# dq, and what waits for the last of dk and dv and returns them.
-Grads = tuple[RunningSum, Callable[[], Sequence[Tensor]]]
+# dq, and what waits for the last of dk and dv and writes them to two tensors.
+Grads = tuple[RunningSum, Callable[[Tensor, Tensor], None]]
+# Own keys of a group of heads, what brings those of the second step, and _OwnKeys.start_after.
+_OfGroup = tuple[_Keys, _Keys | None, Callable[..., _Keys | None]]
 
 
-def _own_keys(blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> Iterator[list[Tensor]]:
-    """For each group of heads, the keys and values that are here before the first step."""
-    for _, heads in groups:
-        yield [x[:, :, heads].contiguous() for x in (k, v)]
+class _OwnKeys:
+    """For each group of heads the keys and values that are here before the ring's first step, and
+    what brings those of the second step, under way."""
+
+    def __init__(self, blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> None:
+        self._blocks, self._kv = blocks, (k, v)
+        self._heads = (heads for _, heads in groups)
+        self._next: _OfGroup | None = None
+        self._start_next_group(gives_way=True)
+
+    def __iter__(self) -> Iterator[_OfGroup]:
+        while self._next is not None:
+            here, self._next = self._next, None
+            yield here
+
+    def start_after(self, step: int, own: _Keys, *others: Transfer | None) -> _Keys | None:
+        """Starts what comes during the step behind this one, and others with it. The last step of
+        a group is followed by the first one of the next group."""
+        if step + 1 == self._blocks.size:
+            self._start_next_group(*others)
+            return None
+        coming = self._blocks.fetch(step + 2, own)
+        self._start(coming, *others, gives_way=True)
+        return coming
+
+    def _start_next_group(self, *others: Transfer | None, gives_way: bool = False) -> None:
+        """Between two groups results are stored, which gives way enough."""
+        heads, coming = next(self._heads, None), None
+        if heads is not None:
+            parts = [x[:, :, heads] for x in self._kv]
+            own = _Keys([x.shape for x in parts], parts[0])
+            for view, part in zip(own.views(), parts, strict=True):
+                copy(view, part)
+            coming = self._blocks.fetch(1, own)
+            self._next = own, coming, self.start_after
+        self._start(coming, *others, gives_way=gives_way)
+
+    def _start(self, coming: _Keys | None, *others: Transfer | None, gives_way: bool) -> None:
+        travels = start(*others, coming and coming.transfer)
+        if travels and gives_way:
+            give_way(self._kv[0])
 
 
 def _all_keys(blocks: _Blocks, k: Tensor, v: Tensor, groups: Groups) -> Iterator[list[Tensor]]:
     """For each group of heads those of all ranks; the next group's are on their way meanwhile."""
 
-    def start(heads: slice) -> Gathering:
+    def gather(heads: slice) -> Gathering:
         return Gathering([x[:, :, heads] for x in (k, v)], blocks.k, blocks.group)
 
-    for coming in one_ahead([partial(start, heads) for _, heads in groups]):
+    for coming in one_ahead([partial(gather, heads) for _, heads in groups]):
         yield coming.wait()
 
 
-def _ring_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
-    keys = (k, v)
+def _ring_forward(blocks: _Blocks, q, here: _OfGroup, options: Options, merge) -> None:
+    own, coming, start_after = here
+    keys = own.views()
     for step in range(blocks.size):
-        following = blocks.fetch(step + 1, k, v)
         for call in blocks.calls(blocks.rank, blocks.source(step)):
             run_forward(call, q, *keys, options, merge)
-        keys = following.wait() if following else ()
+        keys = coming.wait() if coming else ()
+        coming = start_after(step, own)
 
 
 def _ring_backward(
     blocks: _Blocks,
     queries: Queries,
-    k: Tensor,
-    v: Tensor,
+    here: _OfGroup,
     options: Options,
     finish_before: Callable[[], None],
 ) -> Grads:
-    dq, dk, dv = RunningSum(queries.q), RunningSum(k), RunningSum(v)
-    keys, returning = (k, v), None
+    own, coming, start_after = here
+    keys, returning = own.views(), None
+    dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
     for step in range(blocks.size):
-        following = blocks.fetch(step + 1, k, v)
         grads = (dk, dv) if step == 0 else [RunningSum(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
             run_backward(call, queries, *keys, options, (dq, *grads))
         if step == 0:  # later on there are more buffers
             finish_before()
-        keys = following.wait() if following else ()
+        keys = coming.wait() if coming else ()
         _add_returned(returning, dk, dv)
         returning = blocks.give_back(step, *(x.value() for x in grads)) if step else None
+        coming = start_after(step, own, returning)
 
-    def of_keys() -> tuple[Tensor, Tensor]:
+    def of_keys(*targets: Tensor) -> None:
         _add_returned(returning, dk, dv)
-        return dk.value(), dv.value()
+        for grad, target in zip((dk, dv), targets, strict=True):
+            grad.store(target)
 
     return dq, of_keys
 
@@ -166,39 +241,40 @@ def _add_returned(returning: Transfer | None, dk: RunningSum, dv: RunningSum) ->
             grad.add(slice(0, part.size(1)), part)
 
 
-def _gather_forward(blocks: _Blocks, q, k, v, options: Options, merge: RunningMerge) -> None:
+def _gather_forward(blocks: _Blocks, q, keys: list[Tensor], options: Options, merge) -> None:
     for call in blocks.calls_with_all_keys():
-        run_forward(call, q, k, v, options, merge)
+        run_forward(call, q, *keys, options, merge)
 
 
 def _gather_backward(
     blocks: _Blocks,
     queries: Queries,
-    k: Tensor,
-    v: Tensor,
+    keys: list[Tensor],
     options: Options,
     finish_before: Callable[[], None],
 ) -> Grads:
-    dq, dk, dv = RunningSum(queries.q), RunningSum(k), RunningSum(v)
+    dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
     for call in blocks.calls_with_all_keys():
-        run_backward(call, queries, k, v, options, (dq, dk, dv))
+        run_backward(call, queries, *keys, options, (dq, dk, dv))
     finish_before()
     # Every rank has all of these heads, and gets what all found for its rows.
-    share = Share(blocks.k, ((0, k.size(2)),) * blocks.size)
+    share = Share(blocks.k, ((0, keys[0].size(2)),) * blocks.size)
     parts = [dk.value(), dv.value()]
     leaving = ToRows(parts, [share, share], blocks.group)
+    start(leaving.transfer)
 
-    def of_keys() -> list[Tensor]:
+    def of_keys(*targets: Tensor) -> None:
         leaving.wait()
         sums = [x.new_empty(x.size(0), share.rows(blocks.rank), *x.shape[2:]) for x in parts]
         leaving.store(sums)
-        return sums
+        for grad, target in zip(sums, targets, strict=True):
+            target.copy_(grad)
 
     return dq, of_keys
 
 
 _SCHEMES = {
-    "ring": (_own_keys, _ring_forward, _ring_backward),
+    "ring": (_OwnKeys, _ring_forward, _ring_backward),
     "all-gather": (_all_keys, _gather_forward, _gather_backward),
 }
 
@@ -243,7 +319,7 @@ def context_parallel_fwd(
         for (heads_q, _), keys in zip(groups, keys_of(blocks, k, v, groups), strict=True):
             sink = None if learnable_sink is None else learnable_sink[heads_q]
             merge = RunningMerge(out[:, :, heads_q], sink)
-            forward(blocks, q[:, :, heads_q], *keys, options.of_heads(heads_q), merge)
+            forward(blocks, q[:, :, heads_q], keys, options.of_heads(heads_q), merge)
             lse[:, heads_q] = merge.result()[1]
     return out, lse
 
@@ -289,21 +365,20 @@ def context_parallel_bwd(
     # Results of an op share no memory with its arguments nor with one another.
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
 
-    def store(heads: slice, of_keys: Callable[[], Sequence[Tensor]]) -> None:
-        for whole, part in zip((dk, dv), of_keys(), strict=True):
-            whole[:, :, heads] = part
+    waiting: list[Callable[[], None]] = []  # of the group before, given up when done
 
-    def nothing() -> None:
-        pass
+    def finish() -> None:
+        if waiting:
+            waiting.pop()()
 
-    finish = nothing
     with forced_backend_again(backend):
         groups = _head_groups(blocks, q, k)
         for (heads_q, heads_kv), keys in zip(groups, keys_of(blocks, k, v, groups), strict=True):
-            some = queries.of_heads(heads_q), *keys
-            sum_of_dq, of_keys = backward(blocks, *some, options.of_heads(heads_q), finish)
+            some = queries.of_heads(heads_q)
+            sum_of_dq, of_keys = backward(blocks, some, keys, options.of_heads(heads_q), finish)
             sum_of_dq.store(dq[:, :, heads_q])
-            finish = partial(store, heads_kv, of_keys)
+            waiting.append(partial(of_keys, dk[:, :, heads_kv], dv[:, :, heads_kv]))
+            del sum_of_dq, of_keys
         finish()
     if learnable_sink is None:
         return dq, dk, dv, q.new_empty(0)

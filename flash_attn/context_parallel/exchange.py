@@ -3,11 +3,14 @@
 A group's ranks count from 0 in its own order; where they lie in the world does not matter. NCCL
 runs its transfers on a stream of its own, gloo on threads: what is asked for before a computation
 travels during it. Errors and time-outs are those of the group.
+
+Transfers are prepared first and started together. NCCL's kernels need multiprocessors, and those of
+attention take all of them until they end: what is started behind another transfer would find none.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -25,19 +28,52 @@ from flash_attn.context_parallel.shards import Ranges, in_order, size_of
 T = TypeVar("T")
 
 
+# In clock cycles of a GPU, some 20 µs: another stream follows on an event within 10 µs.
+WAY_CYCLES = 36_000
+
+
 @dataclass
 class Transfer:
-    """Tensors on their way. They are there, and what was sent may be written to, after wait."""
+    """Tensors on their way, once `start` was called with it. They are there, and what was sent may
+    be written to, after wait, which hands them over."""
 
     works: list[dist.Work]
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]  # kept until they have left
+    operations: list[dist.P2POp] = field(default_factory=list)  # not started yet
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
             work.wait()
-        self.works, self.sent = [], ()
-        return self.received
+        received = self.received
+        self.works, self.sent, self.received = [], (), ()
+        return received
+
+
+def start(*transfers: Transfer | None) -> bool:
+    """Starts what was prepared, as one transfer of NCCL's; returns whether anything travels.
+
+    Every rank has to start its transfers in the same order.
+    """
+    prepared = [transfer for transfer in transfers if transfer is not None]
+    operations = [operation for transfer in prepared for operation in transfer.operations]
+    if not operations:
+        return False
+    works = dist.batch_isend_irecv(operations)
+    # One for all of them, or for each its own, which is waited for once.
+    one_each, position = len(works) == len(operations), 0
+    for transfer in prepared:
+        end = position + len(transfer.operations)
+        transfer.works = works[position:end] if one_each else works
+        transfer.operations, position = [], end
+    return True
+
+
+def give_way(x: Tensor) -> None:
+    """Keeps the stream of x's GPU idle for some microseconds. An attention kernel that followed at
+    once on a transfer's start would have taken the multiprocessors before NCCL's kernel comes."""
+    if x.is_cuda:
+        torch.cuda._sleep(WAY_CYCLES)
 
 
 def one_ahead(starts: Sequence[Callable[[], T]]) -> Iterator[T]:
@@ -56,10 +92,8 @@ def exchange(
     received: Sequence[Tensor],
     source: int,
 ) -> Transfer:
-    """Starts to send tensors to one rank and to receive others from one; empty ones do not travel.
-
-    sent and received are contiguous. Every rank has to start its transfers in the same order.
-    """
+    """Prepares to send tensors to one rank and to receive others from one; empty ones do not
+    travel. sent and received are contiguous."""
     operations = [
         dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=destination)
         for tag, x in enumerate(sent)
@@ -70,8 +104,7 @@ def exchange(
         for tag, x in enumerate(received)
         if x.numel()
     ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(works, tuple(received), tuple(sent))
+    return Transfer([], tuple(received), tuple(sent), operations)
 
 
 def all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -82,13 +115,21 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.Proc
     return wait_tensor(all_to_all_single(x, received, sent, group))
 
 
-def start_all_to_all(
+def with_each_rank(
     sent: Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Starts to send the next outgoing[r] numbers to rank r and to receive incoming[r] from it."""
+    """Prepares to send the next outgoing[r] numbers to rank r, and to receive incoming[r]."""
     received = sent.new_empty(sum(incoming))
-    work = dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)
-    return Transfer([work], (received,), (sent,))
+    operations = [
+        dist.P2POp(operation, part, group=group, group_peer=rank)
+        for operation, flat, sizes in (
+            (dist.isend, sent, outgoing),
+            (dist.irecv, received, incoming),
+        )
+        for rank, part in enumerate(flat.split(sizes))
+        if part.numel()
+    ]
+    return Transfer([], (received,), (sent,), operations)
 
 
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:

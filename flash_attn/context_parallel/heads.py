@@ -2,8 +2,8 @@
 all tokens of some heads, and back.
 
 `to_heads` and `to_rows` are differentiable: the gradient is the way back. `ToHeads` and `ToRows`
-are the same exchanges under way, without gradient: each tensor is copied once to be sent and once
-where it belongs.
+are the same exchanges, without gradient, which wait to be started together with others: each tensor
+is copied once to be sent and once where it belongs.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn.context_parallel.exchange import all_to_all, copy, start_all_to_all
+from flash_attn.context_parallel.exchange import Transfer, all_to_all, copy, start, with_each_rank
 from flash_attn.context_parallel.merge import compute_dtype
 from flash_attn.context_parallel.shards import Range, Ranges, even_part, in_order, size_of
 
@@ -63,8 +63,8 @@ def shares_in_groups(
     most = max(last - first for _, (first, last) in shares)
     step = heads_of_a_group(rows, per_kv, most)
     groups = []
-    for start in range(0, most, step):
-        kv = [(min(a + start, b), min(a + start + step, b)) for _, (a, b) in shares]
+    for first in range(0, most, step):
+        kv = [(min(a + first, b), min(a + first + step, b)) for _, (a, b) in shares]
         groups.append([((a * per_kv, b * per_kv), (a, b)) for a, b in kv])
     return groups
 
@@ -101,22 +101,23 @@ class _Parts:
 
     def __init__(self, like: Tensor, sent: list[list], received: list[list], group) -> None:
         """sent, received: for each rank the shapes of the tensors' parts. like: their dtype."""
+        self.transfer: Transfer | None = None
         own, self._group = dist.get_rank(group), group
         self._outgoing, self._incoming = _others(sent, own), _others(received, own)
         self._flat = like.new_empty(sum(_sizes(self._outgoing)))
         self.sent = _views(self._flat, self._outgoing)
 
-    def start(self) -> None:
-        """What was written to `sent` leaves."""
+    def prepare(self) -> None:
+        """What was written to `sent` may leave."""
         sizes = _sizes(self._incoming), _sizes(self._outgoing)
-        self._transfer = start_all_to_all(self._flat, *sizes, self._group)
+        self.transfer = with_each_rank(self._flat, *sizes, self._group)
         self._flat = self.sent = None
 
     def wait(self) -> None:
         """What comes is in `received`."""
-        (flat,) = self._transfer.wait()
+        (flat,) = self.transfer.wait()
         self.received = _views(flat, self._incoming)
-        self._transfer = None
+        self.transfer = None
 
 
 def _others(shapes: list[list], own: int) -> list[list]:
@@ -137,49 +138,84 @@ def _views(flat: Tensor, shapes: list[list[tuple[int, ...]]]) -> list[list[Tenso
 
 
 class ToHeads:
-    """Tensors on their way from some tokens of all heads to all tokens of some heads."""
+    """Tensors on their way from some tokens of all heads to all tokens of some heads, once their
+    transfer is started."""
 
-    def __init__(self, xs: Sequence[Tensor], shares: Sequence[Share], group) -> None:
-        """xs: (batch, rows of this rank, heads, d), of one dtype."""
-        self._xs, self._shares, self._rank = xs, shares, dist.get_rank(group)
-        ranks = range(dist.get_world_size(group))
-        pairs = list(zip(xs, shares, strict=True))
+    def __init__(
+        self, xs: Sequence[Tensor], shares: Sequence[Share], group, at_once: bool = False
+    ) -> None:
+        """xs: (batch, rows of this rank, heads, d), of one dtype.
+
+        at_once: they start here, in two transfers, as nothing is computed meanwhile: the second
+        one's tensors are copied while the first one travels, and the first one's to where they
+        belong while the second one does.
+        """
+        self._xs, self._shares, self._group = xs, shares, group
+        self._rank = dist.get_rank(group)
+        cut = len(xs) // 2 if at_once else 0
+        self._parts: list[tuple[range, _Parts]] = []
+        for some in filter(len, (range(cut), range(cut, len(xs)))):
+            self._parts.append((some, self._packed(some)))
+            if at_once:
+                start(self._parts[-1][1].transfer)
+
+    def _packed(self, some: range) -> _Parts:
+        """Of some of the tensors, by their indices."""
+        ranks = range(dist.get_world_size(self._group))
+        pairs = [(self._xs[i], self._shares[i]) for i in some]
         sent = [[s.part(x, to).shape for x, s in pairs] for to in ranks]
-        mine = [s.part(x, self._rank).shape for x, s in pairs]
+        mine = sent[self._rank]
         received = [
-            [(n[0], s.rows(source), *n[2:]) for n, s in zip(mine, shares, strict=True)]
+            [(n[0], s.rows(source), *n[2:]) for n, (_, s) in zip(mine, pairs, strict=True)]
             for source in ranks
         ]
-        self._parts = _Parts(xs[0], sent, received, group)
-        for to, views in enumerate(self._parts.sent):
+        parts = _Parts(pairs[0][0], sent, received, self._group)
+        for to, views in enumerate(parts.sent):
             for view, (x, share) in zip(views, pairs, strict=True):
                 if to != self._rank:
                     copy(view, share.part(x, to))
-        self._parts.start()
+        parts.prepare()
+        return parts
+
+    @property
+    def transfer(self) -> Transfer:
+        """To be started."""
+        ((_, parts),) = self._parts
+        return parts.transfer
 
     def wait(self) -> list[Tensor]:
         """(batch, rows of all ranks, heads of this rank, d) of each."""
-        self._parts.wait()
         results = []
-        for i, (x, share) in enumerate(zip(self._xs, self._shares, strict=True)):
+        for x, share in zip(self._xs, self._shares, strict=True):
             own = share.part(x, self._rank)
             rows = sum(map(size_of, share.held))
-            whole = x.new_empty(x.size(0), rows, *own.shape[2:])
-            for rank in range(len(share.held)):
-                source = own if rank == self._rank else self._parts.received[rank][i]
-                for row, position, count in share.pieces(rank):
-                    copy(whole[:, position : position + count], source[:, row : row + count])
-            results.append(whole)
+            results.append(x.new_empty(x.size(0), rows, *own.shape[2:]))
+            self._place(results[-1], own, share, self._rank)  # while the others' parts come
+        for some, parts in self._parts:
+            parts.wait()
+            for rank, received in enumerate(parts.received):
+                if rank != self._rank:
+                    for i, part in zip(some, received, strict=True):
+                        self._place(results[i], part, self._shares[i], rank)
         self._xs = self._parts = None
         return results
 
+    @staticmethod
+    def _place(whole: Tensor, part: Tensor, share: Share, rank: int) -> None:
+        for row, position, count in share.pieces(rank):
+            copy(whole[:, position : position + count], part[:, row : row + count])
+
 
 class ToRows:
-    """Tensors on their way back from all tokens of some heads to some tokens of all heads."""
+    """Tensors on their way back from all tokens of some heads to some tokens of all heads, once
+    their transfer is started."""
 
-    def __init__(self, xs: Sequence[Tensor], shares: Sequence[Share], group) -> None:
-        """xs: (batch, rows of all ranks, heads of this rank, d), of one dtype."""
-        self._xs, self._shares, self._rank = xs, shares, dist.get_rank(group)
+    def __init__(
+        self, xs: Sequence[Tensor], shares: Sequence[Share], group, copies_own: bool = False
+    ) -> None:
+        """xs: (batch, rows of all ranks, heads of this rank, d), of one dtype. copies_own: they are
+        given up at once, for a copy of this rank's own rows."""
+        self._shares, self._rank = shares, dist.get_rank(group)
         ranks = range(dist.get_world_size(group))
         pairs = list(zip(xs, shares, strict=True))
         sent = [[(x.size(0), s.rows(to), *x.shape[2:]) for x, s in pairs] for to in ranks]
@@ -195,7 +231,19 @@ class ToRows:
             for view, (x, share) in zip(views, pairs, strict=True):
                 if to != self._rank:
                     self._copy_rows(view, x, share, to)
-        self._parts.start()
+        self._parts.prepare()
+        self._xs = None if copies_own else xs
+        self._own = [self._own_rows(*pair) for pair in pairs] if copies_own else None
+
+    @property
+    def transfer(self) -> Transfer:
+        """To be started."""
+        return self._parts.transfer
+
+    def _own_rows(self, x: Tensor, share: Share) -> Tensor:
+        own = x.new_empty(x.size(0), share.rows(self._rank), *x.shape[2:])
+        self._copy_rows(own, x, share, self._rank)
+        return own
 
     @staticmethod
     def _copy_rows(target: Tensor, x: Tensor, share: Share, rank: int) -> None:
@@ -204,35 +252,39 @@ class ToRows:
 
     def wait(self) -> None:
         """Everything has come, and what was sent is given up."""
-        self._parts.wait()
+        if self._parts.transfer is not None:
+            self._parts.wait()
 
     def store(self, targets: Sequence[Tensor]) -> None:
-        """Writes this group's heads of each target, (batch, rows of this rank, heads, d).
+        """Writes this group's heads of each target, (batch, rows of this rank, heads, d), when they
+        have come.
 
         Where several ranks have the same head, what they found is added in the order of the ranks,
         in the dtype of the target.
         """
-        for i, (target, x, share) in enumerate(zip(targets, self._xs, self._shares, strict=True)):
-            several = shared(share.heads)
-            if several:
+        for i, (target, share) in enumerate(zip(targets, self._shares, strict=True)):
+            if shared(share.heads):
                 target.zero_()
+            elif self._own is None:  # while the others' parts come
+                self._copy_rows(share.part(target, self._rank), self._xs[i], share, self._rank)
+            else:
+                copy(share.part(target, self._rank), self._own[i])
+        self.wait()
+        for i, (target, share) in enumerate(zip(targets, self._shares, strict=True)):
+            several = shared(share.heads)
             for rank in range(len(share.held)):
                 into = share.part(target, rank)
                 if several:
-                    into += self._found_by(rank, i, x, share)
-                elif rank == self._rank:
-                    self._copy_rows(into, x, share, rank)
-                else:
+                    into += self._found_by(rank, i)
+                elif rank != self._rank:
                     copy(into, self._parts.received[rank][i])
-        self._xs = self._parts = None
+        self._xs = self._own = self._parts = None
 
-    def _found_by(self, rank: int, i: int, x: Tensor, share: Share) -> Tensor:
+    def _found_by(self, rank: int, i: int) -> Tensor:
         """Of a rank, for this rank's rows."""
         if rank != self._rank:
             return self._parts.received[rank][i]
-        own = x.new_empty(x.size(0), share.rows(rank), *x.shape[2:])
-        self._copy_rows(own, x, share, rank)
-        return own
+        return self._own_rows(self._xs[i], self._shares[i]) if self._own is None else self._own[i]
 
 
 def shared(heads: Sequence[Range]) -> bool:

@@ -201,7 +201,7 @@ class RunningSum:
         return self._sum
 
     def store(self, target: Tensor) -> None:
-        """Writes the sum to a tensor of its shape, and is done."""
+        """Writes the sum to a tensor of its shape, and gives it up."""
         if self._waiting is not None:
             rows, part = self._waiting
             before = self._start()
@@ -211,6 +211,7 @@ class RunningSum:
             _assemble(self._first, target, 0)
         else:
             target.copy_(self._sum)
+        self._first, self._sum, self._waiting = [], None, None
 
 
 def _are_behind(rows: slice, parts: list) -> bool:

@@ -11,14 +11,17 @@ exchanges travel during a computation:
     arrives   heads 0   heads 1           heads 2
     leaves                                heads 0           heads 1           heads 2
 
+What arrives and what leaves during a computation is one exchange. It starts before the copies in
+front of the computation, so that its kernel has its multiprocessors when attention takes the rest.
+
 Nothing that lies by heads is kept for the backward, but the LSE: q, k, v and out are exchanged
 again, with dout. The gradients of a group stay where they arrive until the last one has come:
 until then no rows of all heads are needed for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -29,7 +32,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from flash_attn._call import bwd, fwd, fwd_arguments
 from flash_attn.context_parallel.calls import forced_backend_again, on_device, sink_grad
 from flash_attn.context_parallel.dropout import Dropout
-from flash_attn.context_parallel.exchange import one_ahead
+from flash_attn.context_parallel.exchange import Transfer, start
 from flash_attn.context_parallel.heads import (
     Share,
     ToHeads,
@@ -66,18 +69,35 @@ class _Heads:
     def mine(self, share: Share) -> slice:
         return slice(*share.heads[self.rank])
 
-    def arriving(self, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> Iterator:
-        """For each group its shares and its heads of these tensors; those of the next group are on
-        their way meanwhile."""
-        xs = [*of_queries, *of_keys]
 
-        def start(share_q: Share, share_k: Share) -> ToHeads:
-            shares = [share_q] * len(of_queries) + [share_k] * len(of_keys)
-            return ToHeads(xs, shares, self.group)
+class _Arriving:
+    """This rank's heads of some tensors, group after group: one is here, and the next one is on its
+    way."""
 
-        coming = one_ahead([partial(start, *shares) for shares in self.groups])
-        for shares, here in zip(self.groups, coming, strict=True):
-            yield shares, here.wait()
+    def __init__(self, heads: _Heads, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]):
+        self._xs, self._group = [*of_queries, *of_keys], heads.group
+        self._shares = (
+            [share_q] * len(of_queries) + [share_k] * len(of_keys)
+            for share_q, share_k in heads.groups
+        )
+        self._under_way: deque[ToHeads] = deque()
+
+    def prepare(self, at_once: bool = False) -> Transfer | None:
+        """What brings the next group, to be started; None: there is none, or it was at_once."""
+        shares = next(self._shares, None)
+        if shares is None:
+            return None
+        self._under_way.append(ToHeads(self._xs, shares, self._group, at_once))
+        return None if at_once else self._under_way[-1].transfer
+
+    def start_first_two(self) -> None:
+        """Nothing is computed while the first group comes."""
+        self.prepare(at_once=True)
+        start(self.prepare())
+
+    def take(self) -> list[Tensor]:
+        """The next of the groups that were started."""
+        return self._under_way.popleft().wait()
 
 
 @dataclass(frozen=True)
@@ -187,27 +207,30 @@ def ulysses_fwd(
         *(deterministic, mask, cu_seqlens_q, cu_seqlens_k, varlen),
     )
     out, lse = _empty_results(q, v)
-    leaving, lses = None, []
+    arriving = _Arriving(heads, (q,), (k, v))
+    arriving.start_first_two()
+    leaving, lses, lse_leaving = None, [], None
     with forced_backend_again(backend):
-        for (share_q, _), inputs in heads.arriving((q,), (k, v)):
+        for share_q, _ in heads.groups:
+            inputs = arriving.take()
             some, some_lse = options.forward(*inputs, learnable_sink, heads.mine(share_q))
-            _arrive(leaving, out)
-            leaving = ToRows([some], [share_q], heads.group)
+            del inputs
+            before, leaving = leaving, ToRows([some], [share_q], heads.group)
             lses.append(some_lse)
-    lse_of_heads = torch.cat(lses, dim=1)
-    if with_lse:
-        share_q, _ = heads.all
-        lse_leaving = ToRows([_as_rows(lse_of_heads)], [share_q], heads.group)
+            if len(lses) == len(heads.groups):
+                lse_of_heads = torch.cat(lses, dim=1)
+                if with_lse:
+                    rows = _as_rows(lse_of_heads)
+                    lse_leaving = ToRows([rows], [heads.all[0]], heads.group)
+            start(leaving.transfer, arriving.prepare(), lse_leaving and lse_leaving.transfer)
+            _arrive(before, out)
     _arrive(leaving, out)
-    if not with_lse:
-        return out, lse.new_empty(0), lse_of_heads
     _arrive(lse_leaving, _as_rows(lse))
-    return out, lse, lse_of_heads
+    return out, lse if with_lse else lse.new_empty(0), lse_of_heads
 
 
 def _arrive(leaving: ToRows | None, *targets: Tensor) -> None:
     if leaving is not None:
-        leaving.wait()
         leaving.store(targets)
 
 
@@ -256,13 +279,18 @@ def ulysses_bwd(
     )
     all_q, _ = heads.all
     first_head = heads.mine(all_q).start
+    arriving = _Arriving(heads, (q, out, dout), (k, v))
     if dlse is not None:
-        (dlse,) = ToHeads([_as_rows(dlse)], [all_q], heads.group).wait()
+        dlse_arriving = ToHeads([_as_rows(dlse)], [all_q], heads.group, at_once=True)
+    arriving.start_first_two()
+    if dlse is not None:
+        (dlse,) = dlse_arriving.wait()
         dlse = _as_lse(dlse)
     dsink = q.new_empty(0) if learnable_sink is None else torch.zeros_like(learnable_sink)
     leaving = []
     with forced_backend_again(backend):
-        for (share_q, share_k), inputs in heads.arriving((q, out, dout), (k, v)):
+        for share_q, share_k in heads.groups:
+            inputs = arriving.take()
             mine = heads.mine(share_q)
             local = slice(mine.start - first_head, mine.stop - first_head)
             lse = lse_of_heads[:, local]
@@ -275,15 +303,18 @@ def ulysses_bwd(
             del inputs
             if leaving:
                 leaving[-1].wait()
-            leaving.append(ToRows(grads, [share_q, share_k, share_k], heads.group))
+            shares = [share_q, share_k, share_k]
+            leaving.append(ToRows(grads, shares, heads.group, copies_own=True))
             del grads
-    leaving[-1].wait()
+            start(leaving[-1].transfer, arriving.prepare())
     # Key heads that several ranks have are added up in fp32.
     several = shared(heads.all[1].heads)
     wide = compute_dtype(q.dtype) if several else q.dtype
     grads = [x.new_empty(x.shape, dtype=x.dtype if x is q else wide) for x in (q, k, v)]
-    for group in leaving:
+    *others, last = leaving
+    for group in others:
         group.store(grads)
+    last.store(grads)
     dq, dk, dv = grads
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsink
 

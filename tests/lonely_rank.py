@@ -1,0 +1,60 @@
+"""One of two ranks of a call of context_parallel whose other one does not come in time.
+
+    python lonely_rank.py BACKEND SCHEME slow|dead RANK FILE_OF_BOTH
+
+Rank 1 dies, or comes later than the group's time-out. "call T" is printed when a rank makes its
+call, T as time.monotonic() has it, which processes share; "result X" if it ever gets one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import flash_attn
+from flash_attn import context_parallel
+
+TIME_OUT, LATE = 4.0, 6.0  # seconds
+
+
+def main(backend: str, scheme: str, fate: str, rank: str, store: str) -> None:
+    # NCCL's watchdog ends the process: without waiting for notes of others, nor a core dump.
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "100"
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", int(rank)) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    qkv = [torch.ones(1, 64, 4, 64, dtype=torch.bfloat16, device=device) for _ in range(3)]
+    flash_attn.flash_attn_func(*qkv)  # loads kernels, which may take long
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=2,
+        timeout=timedelta(seconds=60),
+        device_id=device if on_gpu else None,
+    )
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIME_OUT))
+
+    def attend() -> float:
+        return context_parallel.flash_attn_func(*qkv, group=group, scheme=scheme).sum().item()
+
+    attend()  # the ranks are connected, so that what fails is the call itself
+    dist.barrier()
+    if rank == "1":
+        if fate == "dead":
+            os._exit(0)
+        time.sleep(LATE)
+    print("call", time.monotonic(), flush=True)
+    print("result", attend(), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
