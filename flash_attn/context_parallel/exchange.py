@@ -73,7 +73,8 @@ def give_way(x: Tensor) -> None:
     """Keeps the stream of x's GPU idle for some microseconds. An attention kernel that followed at
     once on a transfer's start would have taken the multiprocessors before NCCL's kernel comes."""
     if x.is_cuda:
-        torch.cuda._sleep(WAY_CYCLES)
+        with torch.cuda.device(x.device):
+            torch.cuda._sleep(WAY_CYCLES)
 
 
 def one_ahead(starts: Sequence[Callable[[], T]]) -> Iterator[T]:
