@@ -53,7 +53,7 @@ double time_in_splits(int tiles, int splits, double walk, bool alike, int num_sm
 // What the sums of dQ lack (kBwdPairScaleOfDs).
 float scale_of_dq_sums(const BwdParams& params) {
   return cuda::with_dtype(params.dtype, [&]<DType kDType> {
-    return with_bwd_class(params.head_dim, params.head_dim_v, []<int kHeadDim, int kHeadDimV> {
+    return with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
       return kHeadDim > kBwdMaxSingleHeadDim ? 1 / kBwdPairScaleOfDs<kDType, kHeadDim> : 1.f;
     });
   });
