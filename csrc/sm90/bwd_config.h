@@ -17,10 +17,8 @@ struct BwdTile {
   int stages;               // blocks of Q, and of dO, in shared memory
   bool pools;               // where sequences are short, the sums of dQ may be a pool
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
-  // Of a consumer's keys so many columns of K, or of V, are an operand in registers. held_by_few: only in the
-  // plain loop and with a pool, and where LSE and delta are columns. Other forms have no registers for it.
-  int held_k = 0, held_v = 0;
-  bool held_by_few = false;
+  // K, or V, of a consumer's keys is an operand in registers.
+  bool holds_k = false, holds_v = false;
 };
 
 // dK and dV take kHeadDim registers of a thread, and S and dP take block_m. Together these are at
@@ -29,23 +27,23 @@ template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .held_k = 48};
+    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
     .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
 template <>
-inline constexpr BwdTile kBwdTile<80> = {
-    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .held_k = 80, .held_v = 80};
+inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
+                                         .stages = 2,
+                                         .pools = false,
+                                         .folds_rows = true,
+                                         .holds_k = true,
+                                         .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .held_k = 96};
+    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
 template <>
-inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
-                                          .stages = 2,
-                                          .pools = true,
-                                          .folds_rows = true,
-                                          .held_k = 32,
-                                          .held_by_few = true};
+inline constexpr BwdTile kBwdTile<128> = {
+    .block_m = 64, .stages = 2, .pools = true, .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
@@ -57,6 +55,10 @@ inline constexpr int kBwdPoolRows = 64;
 // A pool has places for so many times the tiles that run at a time: for those that run, those that
 // are converted, and those whose thread blocks are late.
 inline constexpr int kBwdPoolRounds = 3;
+
+// The heads that come last may together read and add to so much, which is some times what the L2
+// cache has.
+inline constexpr int64_t kBwdLastSectionBytes = 128 << 20;
 
 // Tiles may be split in two classes (bwd_split.cuh). kBwdSplitCost is what a split costs beside its
 // queries, in queries: K and V are loaded once more, and its sums go to memory and back.

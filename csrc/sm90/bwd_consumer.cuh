@@ -36,6 +36,7 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   using Scores = typename Traits::Scores;
   using ScoresOperand = typename Traits::ScoresOperand;
   using QueryGradient = typename Traits::QueryGradient;
+  using HeldOperand = OperandA<1, Traits::kHeadDim>;
 
   const typename Traits::Params& params;
   BwdSharedStorage<Traits>& smem;
@@ -114,14 +115,12 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.term_ring);
   }
 
-  // Reads this warp's keys of K or V, or the first columns of these, into an operand in registers,
-  // once they are there.
-  template <int kCols>
-  __device__ __forceinline__ void hold(OperandA<1, kCols>& held,
+  // Reads this warp's keys of K or V into an operand in registers, once they are there.
+  __device__ __forceinline__ void hold(HeldOperand& held,
                                        const typename Traits::KTile& tile) const {
     const SmemOperand<Side::kA, Layout::kKInner, typename Traits::KTile> rows(tile, warp_row, lane);
 #pragma unroll
-    for (int k = 0; k < kCols; k += 16) rows.load(held.data[0][k / 16], 0, k);
+    for (int k = 0; k < Traits::kHeadDim; k += 16) rows.load(held.data[0][k / 16], 0, k);
   }
   __device__ __forceinline__ void hold(typename Traits::Nothing,
                                        const typename Traits::KTile&) const {}
@@ -186,16 +185,11 @@ struct BwdConsumer : BwdTermPlace<Traits> {
       return K(smem.k, dq_first_col());
     }
   }
-  // Starts a product of this consumer's keys. Their first columns, or all of them, are held in
-  // registers, and the others lie in the tile.
-  template <int kHeld>
-  __device__ __forceinline__ void start_product(Scores& C, OperandA<1, kHeld>& held,
-                                                const typename Traits::KTile& tile,
+  // Starts a product of this consumer's keys, which are held in registers or lie in the tile.
+  __device__ __forceinline__ void start_product(Scores& C, HeldOperand& held,
+                                                const typename Traits::KTile&,
                                                 const typename Traits::QTile& rows) const {
     gemm_rs<Element, Into::kZero>(C, held, queries(rows));
-    if constexpr (kHeld < Traits::kHeadDim) {
-      gemm_ss<Element, Traits::kHeadDim, Into::kSum, kHeld>(C, keys(tile), queries(rows));
-    }
   }
   __device__ __forceinline__ void start_product(Scores& C, typename Traits::Nothing,
                                                 const typename Traits::KTile& tile,

@@ -89,12 +89,10 @@ struct BwdTraits {
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<RowsOf<kFoldsLse>, RowsOf<kFoldsDelta>>;
   struct Nothing {};
-  static constexpr bool kIsOfFew = kFoldsRows && (kForm == BwdForm::kPlain || kPools);
-  static constexpr bool kHolds = kPlainScores && (kIsOfFew || !kTile.held_by_few);
-  template <int kCols>
-  using HeldRows = std::conditional_t<kHolds && (kCols > 0), OperandA<1, kCols>, Nothing>;
-  using HeldK = HeldRows<kTile.held_k>;
-  using HeldV = HeldRows<kTile.held_v>;
+  template <bool kHolds>
+  using HeldRows = std::conditional_t<kHolds && kPlainScores, OperandA<1, kHeadDim>, Nothing>;
+  using HeldK = HeldRows<kTile.holds_k>;
+  using HeldV = HeldRows<kTile.holds_v>;
   // The 64 K registers of a multiprocessor are dealt out as in the forward.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 

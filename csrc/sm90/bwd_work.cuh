@@ -140,10 +140,11 @@ template <typename Scheduler>
 Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
   const int64_t group = params.heads_q / params.heads_kv;
   // This is what the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
-  auto scheduler = Scheduler::make(
-      params.cu_seqlens_k, params.total_k, params.seqlen_k, params.batch, params.heads_kv,
-      params.seqlen_q * (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
-          group);
+  const int64_t bytes = params.seqlen_q *
+                        (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
+                        group;
+  auto scheduler = Scheduler::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
+                                   params.batch, params.heads_kv, bytes);
   // Tiles come head after head: the thread blocks walk over the same Q and dO together, and a
   // pool's sums are complete soon. But blocks of one head that take turns come one behind the
   // other, so as few of them as the L2 cache allows run together.
@@ -153,12 +154,15 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
   } else if (params.dq_turns == nullptr) {
     // A section with fewer tiles than run at a time would spare no memory, and put off the longest
     // tiles of the heads behind it. In the last one short tiles have to fill the gaps that long ones
-    // leave, so it holds two rounds.
+    // leave, so it holds two rounds, unless they would read far more than the L2 cache has.
     const auto heads_of = [&](int tiles) {
       return std::min(tiles / scheduler.blocks_per_head, params.batch * params.heads_kv);
     };
+    const int few = static_cast<int>(
+        std::min<int64_t>(kBwdLastSectionBytes / std::max<int64_t>(bytes, 1), INT32_MAX));
     scheduler.section_heads = std::max(scheduler.section_heads, heads_of(running));
-    scheduler.last_section_heads = std::max(scheduler.section_heads, heads_of(2 * running));
+    scheduler.last_section_heads =
+        std::max(scheduler.section_heads, std::min(heads_of(2 * running), few));
   }
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;

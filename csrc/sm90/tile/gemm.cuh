@@ -80,18 +80,18 @@ __device__ __forceinline__ void pin(OperandA<1, kK>& A) {
   }
 }
 
-// Starts C (+)= A B over k from kFirstK to kK, A and B in shared memory.
-template <typename Element, int kK, Into kInto, int kFirstK = 0, int kN, Layout kLayoutA,
-          typename TileA, Layout kLayoutB, typename TileB>
+// Starts C (+)= A B over kK, A and B in shared memory.
+template <typename Element, int kK, Into kInto, int kN, Layout kLayoutA, typename TileA,
+          Layout kLayoutB, typename TileB>
 __device__ __forceinline__ void gemm_ss(Accumulator<1, kN>& C,
                                         const WgmmaOperand<kLayoutA, TileA>& A,
                                         const WgmmaOperand<kLayoutB, TileB>& B) {
   pin(C);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = kFirstK; k < kK; k += 16) {
+  for (int k = 0; k < kK; k += 16) {
     ptx::Wgmma<Element, kN>::template ss<A.kMajor, B.kMajor>(
-        C.data[0], A.descriptor(k), B.descriptor(k), kInto == Into::kSum || k > kFirstK);
+        C.data[0], A.descriptor(k), B.descriptor(k), kInto == Into::kSum || k > 0);
   }
 }
 
