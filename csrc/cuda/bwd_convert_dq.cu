@@ -1,4 +1,4 @@
-// dQ = softmax_scale · dropout's scale · what else the sums lack · dq_accum, from their order to rows.
+// dQ = softmax_scale · dropout's scale · dq_accum, from the order of the sums to rows.
 #include "attn/dq_convert.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(kThreads) bwd_convert_dq_kernel<float>(
 }
 
 template <typename Element>
-void launch_convert(const BwdParams& params, DqAccumOrder order, float scale, Stream stream) {
+void launch_convert(const BwdParams& params, DqAccumOrder order, Stream stream) {
   const Scheduler scheduler = Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q,
                                               params.batch, params.heads_q, 0);
   if (scheduler.num_tiles() == 0) return;
-  launch_overlapping<bwd_convert_dq_kernel<Element>>(
-      scheduler.num_tiles(), kThreads, 0, true, stream, params, scheduler, order,
-      params.softmax_scale * params.dropout.scale * scale);
+  launch_overlapping<bwd_convert_dq_kernel<Element>>(scheduler.num_tiles(), kThreads, 0, true,
+                                                     stream, params, scheduler, order,
+                                                     params.softmax_scale * params.dropout.scale);
 }
 
 }  // namespace
@@ -112,12 +112,10 @@ DqAccumOrder portable_dq_accum_order() {
                                                                       : DqAccumOrder::kByValue;
 }
 
-void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, float scale, Stream stream) {
-  if (params.dtype == DType::kFp16) return launch_convert<__half>(params, order, scale, stream);
-  if (params.dtype == DType::kBf16) {
-    return launch_convert<__nv_bfloat16>(params, order, scale, stream);
-  }
-  launch_convert<float>(params, order, scale, stream);
+void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream) {
+  if (params.dtype == DType::kFp16) return launch_convert<__half>(params, order, stream);
+  if (params.dtype == DType::kBf16) return launch_convert<__nv_bfloat16>(params, order, stream);
+  launch_convert<float>(params, order, stream);
 }
 
 }  // namespace flash_attn::cuda

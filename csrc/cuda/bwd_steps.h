@@ -19,24 +19,23 @@ void run_bwd_sink(const BwdParams& params, Stream stream);
 // dbias of the form kRows, from delta.
 void run_bwd_bias_rows(const BwdParams& params, Stream stream);
 
-// dq = softmax_scale · dropout's scale · scale · dq_accum.
-void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, float scale, Stream stream);
+// dq = softmax_scale · dropout's scale · dq_accum.
+void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream);
 
 // The order that the portable code for this device adds in.
 DqAccumOrder portable_dq_accum_order();
 
 // delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds to
 // dq_accum in this order; dq. Without dq_accum, or with a pool, launch_products() writes dq, too.
-// scale: what the sums lack, beside softmax_scale and dropout's scale.
 template <typename F>
-void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream, F&& launch_products,
-                   float scale = 1.f) {
+void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
+                   F&& launch_products) {
   run_bwd_delta(params, stream);
   if (params.dsink != nullptr) run_bwd_sink(params, stream);
   if (params.dbias.form == BiasGradientParams::Form::kRows) run_bwd_bias_rows(params, stream);
   launch_products();
   const bool has_dq = params.dq_accum == nullptr || params.dq_pool.places > 0;
-  if (!has_dq) run_bwd_convert_dq(params, order, scale, stream);
+  if (!has_dq) run_bwd_convert_dq(params, order, stream);
 }
 
 }  // namespace flash_attn::cuda

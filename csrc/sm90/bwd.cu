@@ -50,15 +50,6 @@ double time_in_splits(int tiles, int splits, double walk, bool alike, int num_sm
   return std::max(tiles * splits * (walk / 2 / splits + cost) / num_sms, longest);
 }
 
-// What the sums of dQ lack (kBwdPairScaleOfDs).
-float scale_of_dq_sums(const BwdParams& params) {
-  return cuda::with_dtype(params.dtype, [&]<DType kDType> {
-    return with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
-      return kHeadDim > kBwdMaxSingleHeadDim ? 1 / kBwdPairScaleOfDs<kDType, kHeadDim> : 1.f;
-    });
-  });
-}
-
 }  // namespace
 
 BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
@@ -141,7 +132,7 @@ int64_t bwd_dq_pool_rows(const BwdParams& params) {
 }
 
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  const auto launch_products = [&] {
+  cuda::run_bwd_steps(params, DqAccumOrder::kByLane, stream, [&] {
     cuda::with_dtype(params.dtype, [&]<DType kDType> {
       if (is_narrow_with_terms(params)) {
         launch_bwd_with_some_terms<kDType, kBwdNarrowTermsClass>(params, device, stream);
@@ -163,9 +154,7 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
         });
       }
     });
-  };
-  cuda::run_bwd_steps(params, DqAccumOrder::kByLane, stream, launch_products,
-                      scale_of_dq_sums(params));
+  });
 }
 
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {

@@ -70,8 +70,8 @@ inline constexpr int kBwdSplitCost = 256, kBwdMaxSplits = 4;
 // by the class of q and k.
 struct BwdPairTile {
   int q_stages, dout_stages;  // slabs of 64 columns of Q, and of dO, in shared memory
-  // dV and dK of a block are computed beside the arithmetic of the next block's scores, not beside
-  // their products. Q and dO stay for longer then.
+  // dV and dK of a block are queued behind the products of the next block's scores and computed
+  // beside their arithmetic, not in front of them. Q and dO stay for longer then.
   bool late_products;
   bool folds_rows;  // as BwdTile's; wider heads leave no room in shared memory
   // How many registers a thread has that computes dQ; P and dV; or dS and dK. What the last two
@@ -97,19 +97,6 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_stages = 8,
                                                   .dq_registers = 72,
                                                   .s_registers = 208,
                                                   .d_registers = 208};
-
-// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but
-// for rounding. So it keeps all bits of fp16 down to 2^-27, and some down to 2^-37.
-inline constexpr float kExactScale = 0x1p13f;
-
-template <DType kDType, int kHeadDim>
-inline constexpr bool kBwdPairFoldsRows =
-    kBwdPairTile<kHeadDim>.folds_rows && kDType == DType::kBf16;
-// dS, dK and the sums of dQ of a pair are so many times what they should be. Where delta is a
-// column, dS takes no multiplication but that with P, so it keeps the factor of P. bf16 has the
-// exponents for it.
-template <DType kDType, int kHeadDim>
-inline constexpr float kBwdPairScaleOfDs = kBwdPairFoldsRows<kDType, kHeadDim> ? kExactScale : 1.f;
 
 // The gradient of a shared bias (bwd_bias.cuh) has so many blocks of Q and dO, and of K and V, in
 // shared memory.

@@ -21,7 +21,9 @@
 // memory has room, LSE and delta are columns of the products (bwd_row_terms.cuh). Each warpgroup is
 // a block of queries ahead of the next, as far as the rings between them have stages, so that the
 // tensor cores always have somebody's product to do. Within a warpgroup nothing is overlapped but
-// the product that ends an iteration.
+// the product that ends an iteration. Where this is late (late_products), it is queued behind the
+// next scores at once, so that S and D wait for each other with it under way, not in front of it. P
+// and dS of the next block are passed on before it is waited for, as others wait for them.
 //
 // Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │
 //                 │ slabs of Q and of dO │ P, in its place dS × 2 │ the peer's dS × 2 │
@@ -180,8 +182,8 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
                                             smem.row_values[row_ring.stage()].delta.numbers,
                                             self.lane);
     }
-    store_operand(scores, to_operand_a<Element>(dP), self.warp_row,
-                  self.lane);  // where this warp's P was
+    // This takes the place of this warp's P.
+    store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     row_ring.arrive_empty();
     __syncwarp();
@@ -217,8 +219,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     ptx::wgmma_wait<0>();
     end_dk();
   }
-  const float scale = self.params.softmax_scale / Traits::kScaleOfDs;
-  scale_rows(dK, {scale, scale});
+  scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
   store_key_gradient(self, smem.k, dK, self.params.dk, self.params.dk_strides,
                      self.params.head_dim);
 }

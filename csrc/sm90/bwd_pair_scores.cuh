@@ -90,8 +90,7 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
   }
 }
 
-// The same where delta has been subtracted from dP already. What comes is kExactScale times dS, as P
-// is.
+// The same where delta has been subtracted from dP already.
 template <typename Exact, typename Tile, int kBlockM>
 __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const Tile& P,
                                               int first_row, int lane) {
@@ -104,8 +103,8 @@ __device__ __forceinline__ void differentiate(Accumulator<1, kBlockM>& dP, const
     for (int i = 0; i < 4; ++i) {
       const float2 p = Exact::unpack(p_pairs[i]);
       float* const dp = dP.data[0][col / 8 + i / 2] + i % 2 * 2;
-      dp[0] *= p.x;
-      dp[1] *= p.y;
+      dp[0] *= p.x * (1 / kExactScale);
+      dp[1] *= p.y * (1 / kExactScale);
     }
   }
 }

@@ -36,8 +36,7 @@ struct BwdPairTraits {
   static constexpr int kQStages = kTile.q_stages, kDoutStages = kTile.dout_stages;
   static constexpr int kStages = 2;      // of what a block of queries has one of
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
-  static constexpr bool kFoldsRows = kBwdPairFoldsRows<kDType, kHeadDim>;
-  static constexpr float kScaleOfDs = kBwdPairScaleOfDs<kDType, kHeadDim>;
+  static constexpr bool kFoldsRows = kTile.folds_rows && kDType == DType::kBf16;
   using Rows =
       std::conditional_t<kFoldsRows, RowColumns<Element, kBlockM, true>, RowNumbers<kBlockM>>;
   using RowValues = RowTerms<Rows, Rows>;

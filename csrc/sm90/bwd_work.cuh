@@ -90,6 +90,10 @@ class QueryBlocks : public QueryBlock {
   int begin_, end_, first_head_, end_head_;
 };
 
+// P times this, as fp16, is what dS comes from where there is no room for fp32. P is at most 1 but
+// for rounding. So it keeps all bits of fp16 down to 2^-27, and some down to 2^-37.
+inline constexpr float kExactScale = 0x1p13f;
+
 struct BwdTensorMaps {
   CUtensorMap q, k, v, dout;
 };

@@ -62,8 +62,8 @@ class SoftcapTanh {
     return kP[power];
   }
 
-  // Up to |x| = kNearerLimit: minimax, relative error 8.4e-6. Times that limit, it is off by as much of the cap as
-  // the other one.
+  // These are minimax up to |x| = kNearerLimit, with a relative error of 8.4e-6. There they are off
+  // by as much of the cap as the other polynomial is at its own limit.
   static constexpr float kNearerLimit = 0.15f;
   static constexpr float kNearer0 = 0.999991645f, kNearer1 = -0.330357648f;
 
