@@ -56,8 +56,8 @@ inline constexpr int kBwdPoolRows = 64;
 // are converted, and those whose thread blocks are late.
 inline constexpr int kBwdPoolRounds = 3;
 
-// The heads that come last may together read and add to so much, which is some times what the L2
-// cache has.
+// The heads that come last may together read and add to so much, which is two to three times what
+// the L2 cache has.
 inline constexpr int64_t kBwdLastSectionBytes = 128 << 20;
 
 // Tiles may be split in two classes (bwd_split.cuh). kBwdSplitCost is what a split costs beside its

@@ -162,11 +162,10 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
     const auto heads_of = [&](int tiles) {
       return std::min(tiles / scheduler.blocks_per_head, params.batch * params.heads_kv);
     };
-    const int few = static_cast<int>(
-        std::min<int64_t>(kBwdLastSectionBytes / std::max<int64_t>(bytes, 1), INT32_MAX));
+    const int64_t few = kBwdLastSectionBytes / std::max<int64_t>(bytes, 1);
+    const auto last_heads = static_cast<int>(std::min<int64_t>(heads_of(2 * running), few));
     scheduler.section_heads = std::max(scheduler.section_heads, heads_of(running));
-    scheduler.last_section_heads =
-        std::max(scheduler.section_heads, std::min(heads_of(2 * running), few));
+    scheduler.last_section_heads = std::max(scheduler.section_heads, last_heads);
   }
   scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;

@@ -311,10 +311,8 @@ def ulysses_bwd(
     several = shared(heads.all[1].heads)
     wide = compute_dtype(q.dtype) if several else q.dtype
     grads = [x.new_empty(x.shape, dtype=x.dtype if x is q else wide) for x in (q, k, v)]
-    *others, last = leaving
-    for group in others:
+    for group in leaving:
         group.store(grads)
-    last.store(grads)
     dq, dk, dv = grads
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsink
 
