@@ -15,7 +15,7 @@ class QueryWalk {
   using Blocks = std::conditional_t<Traits::kMasked, FoundBlocks, QueryBlocks>;
   using RowValues = typename Traits::RowValues;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  static constexpr int kEarly = Traits::kEarly;
+  static constexpr int kEarly = Traits::kEarly, kHalf = Traits::kBlockM / 2;
   // Reads from shared memory are slow beside products. If the queries are few, LSE and delta have
   // room in registers before they are needed, while S or dP is under way.
   static constexpr bool kReadsAhead =
@@ -107,7 +107,7 @@ class QueryWalk {
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weighted<kEarly>(S, dP, rows.delta);
+      differentiate_weighted<kHalf>(S, dP, rows.delta);
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
       differentiate_weighted<0>(S, dP, rows.delta);
@@ -245,10 +245,10 @@ class QueryWalk {
                                                          const typename Traits::Scores& dP,
                                                          const Delta& delta) {
     if constexpr (Traits::kDrops) {
-      differentiate_kept<Element, kFirst, kFirst + kEarly, Traits::kHalvesP>(
+      differentiate_kept<Element, kFirst, kFirst + kHalf, Traits::kHalvesP>(
           dS, weights, dP, delta.numbers, self.opaque_lane());
     } else {
-      typename Delta::template OfLane<kEarly> of_lane;
+      typename Delta::template OfLane<kHalf> of_lane;
       delta.read(of_lane, kFirst, self.opaque_lane());
       differentiate<Element, kFirst>(dS, weights, dP, of_lane);
     }
