@@ -106,9 +106,9 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
                                                     int lane) {
   // With a smaller cap, what is hidden would be seen. No score feels the difference.
   const float cap_log2 = fmaxf(scaled_cap, 1e-14f);
-  // A maximum would take one of the pipes that are half as wide. Sums of a few squares serve
-  // instead: none is less than the largest of its squares. The fewer they sum up, the less is that
-  // exceeded.
+  // The largest square is wanted, but maxima would take a pipe that is half as wide. So the scores
+  // are dealt out into small groups, and the squares of each group are summed up. A sum is at least
+  // the largest of its squares. The fewer squares a sum has, the less it exceeds the largest of them.
   constexpr int kSums = kBlockM / 8;
   float sums[kSums] = {};
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
       for (int i = 0; i < 4; ++i) S.data[0][n][i] = tanh_of(S.data[0][n][i]);
     }
   };
-  if (__all_sync(~0u, tanh.are_nearer(largest))) {
+  if (__all_sync(~0u, tanh.are_nearer(largest, cap_log2))) {
     apply([&](float x) { return tanh.nearer(x); });
   } else if (__all_sync(~0u, tanh.are_near(largest))) {
     apply([&](float x) { return tanh.near(x); });

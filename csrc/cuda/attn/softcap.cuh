@@ -40,9 +40,11 @@ class SoftcapTanh {
     for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
     return x * value;
   }
-  // The same of one degree less, for smaller scores.
-  __device__ __forceinline__ bool are_nearer(float square) const {
-    return are_within(square, kNearerLimit);
+  // The same of one degree less, for smaller scores. Its error is a share of the cap, and P feels
+  // the score as it goes into exp2: so it does not serve a cap that is large there. cap_log2: the
+  // cap in that unit.
+  __device__ __forceinline__ bool are_nearer(float square, float cap_log2) const {
+    return cap_log2 <= kNearerMaxCap * kLog2E && are_within(square, kNearerLimit);
   }
   __device__ __forceinline__ float nearer(float x) const {
     const float factor = inverse_cap_;
@@ -63,8 +65,9 @@ class SoftcapTanh {
   }
 
   // These are minimax up to |x| = kNearerLimit, with a relative error of 8.4e-6. There they are off
-  // by as much of the cap as the other polynomial is at its own limit.
-  static constexpr float kNearerLimit = 0.15f;
+  // by as much of the cap as the other polynomial is at its own limit, which is 8e-5 of a score with
+  // the largest softcap.
+  static constexpr float kNearerLimit = 0.15f, kNearerMaxCap = 64.f;
   static constexpr float kNearer0 = 0.999991645f, kNearer1 = -0.330357648f;
 
   __device__ __forceinline__ bool are_within(float square, float limit) const {
