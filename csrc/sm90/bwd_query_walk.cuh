@@ -101,8 +101,8 @@ class QueryWalk {
       } else {
         const auto& score = self.smem.score(work, block.head);
         exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
-                                     score.cap() * self.scale_log2, rows.lse.numbers, masked, work,
-                                     self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
+                                     self.scale_log2, rows.lse.numbers, masked, work, self.warp_row,
+                                     block.m * Traits::kBlockM, self.opaque_lane());
       }
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
