@@ -15,7 +15,7 @@ class QueryWalk {
   using Blocks = std::conditional_t<Traits::kMasked, FoundBlocks, QueryBlocks>;
   using RowValues = typename Traits::RowValues;
   static constexpr bool kGeneral = Traits::ScorePolicy::kGeneral;
-  static constexpr int kEarly = Traits::kEarly, kHalf = Traits::kBlockM / 2;
+  static constexpr int kEarly = Traits::kEarly;
   // Reads from shared memory are slow beside products. If the queries are few, LSE and delta have
   // room in registers before they are needed, while S or dP is under way.
   static constexpr bool kReadsAhead =
@@ -94,9 +94,13 @@ class QueryWalk {
     } else if constexpr (Traits::kWeighted) {
       if constexpr (Traits::kDrops) {
         rows.lse.read(lse, 0, self.opaque_lane());
-        exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
-                     block.m * Traits::kBlockM, self.opaque_lane());
+        exponentiate(S, self.scale_log2, lse);
         negate_dropped(S, of_key);
+        // This comes behind the signs: otherwise ptxas copies P to other registers for them, and
+        // spills.
+        if (masked) {
+          hide_unseen(S, work, self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
+        }
         round_kept<Element>(P, self.smem.late_p, self.thread(), S);
       } else {
         const auto& score = self.smem.score(work, block.head);
@@ -107,15 +111,15 @@ class QueryWalk {
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weighted<kHalf>(S, dP, rows.delta);
+      differentiate_weighted<kEarly>(S, dP, rows.delta);
       take_late(P, self.smem.late_p, self.thread());
       self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
       differentiate_weighted<0>(S, dP, rows.delta);
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) rows.lse.read(lse, 0, self.lane);
-      exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row, block.m * Traits::kBlockM,
-                   self.lane);
+      exponentiate(S, self.scale_log2, lse);
+      if (masked) hide_unseen(S, work, self.warp_row, block.m * Traits::kBlockM, self.lane);
       if constexpr (Traits::kMasked) hide(S, seen);
       round_scores<Element, 0, kEarly>(P, S);
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
@@ -245,10 +249,10 @@ class QueryWalk {
                                                          const typename Traits::Scores& dP,
                                                          const Delta& delta) {
     if constexpr (Traits::kDrops) {
-      differentiate_kept<Element, kFirst, kFirst + kHalf, Traits::kHalvesP>(
+      differentiate_kept<Element, kFirst, kFirst + kEarly, Traits::kHalvesP>(
           dS, weights, dP, delta.numbers, self.opaque_lane());
     } else {
-      typename Delta::template OfLane<kHalf> of_lane;
+      typename Delta::template OfLane<kEarly> of_lane;
       delta.read(of_lane, kFirst, self.opaque_lane());
       differentiate<Element, kFirst>(dS, weights, dP, of_lane);
     }

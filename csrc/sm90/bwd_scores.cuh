@@ -12,13 +12,10 @@
 
 namespace flash_attn::sm90 {
 
-// P = exp(S - LSE), and 0 where nothing is seen. It is set to 0 after the exponential, which may
-// overflow there. row: the first of the warp's 16 keys, counted from work.first_key.
+// P = exp(S - LSE), everywhere.
 template <int kBlockM, typename Values>
 __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
-                                             const Values& lse_log2, bool masked,
-                                             const BwdWork& work, int row, int first_query,
-                                             int lane) {
+                                             const Values& lse_log2) {
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
 #pragma unroll
@@ -27,10 +24,15 @@ __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float s
       s = flash_attn::ptx::exp2(lse_log2.exponent(s, scale_log2, n, i));
     }
   }
-  if (masked) {
-    const int key = work.first_key + row + fragment_row(0, lane);
-    mask_queries(S, work.window, {key, key + 8}, first_query, lane);
-  }
+}
+
+// Makes P 0 where nothing is seen. It comes after the exponential, which may overflow there. row:
+// the first of the warp's 16 keys, counted from work.first_key.
+template <int kBlockM>
+__device__ __forceinline__ void hide_unseen(Accumulator<1, kBlockM>& P, const BwdWork& work,
+                                            int row, int first_query, int lane) {
+  const int key = work.first_key + row + fragment_row(0, lane);
+  mask_queries(P, work.window, {key, key + 8}, first_query, lane);
 }
 
 // Rounds P as dV needs it, of the queries from kFirst to kEnd of the block.

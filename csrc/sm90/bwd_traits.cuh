@@ -70,9 +70,8 @@ struct BwdTraits {
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
   static constexpr int kConsumers = kBwdConsumers;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kBwdBlockN, kStages = kTile.stages;
-  // dV may begin with so many queries: their P is rounded beside the P from which dS comes. With
-  // dropout, the predicates of P's signs leave ptxas no registers to begin with half of 128.
-  static constexpr int kEarly = kDrops && kBlockM == 128 ? kBlockM * 5 / 8 : kBlockM / 2;
+  // dV may begin with so many queries: their P is rounded beside the P from which dS comes.
+  static constexpr int kEarly = kBlockM / 2;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
   // LSE and delta are columns in bf16 alone, as three numbers of fp16 would not have their bits. A
   // pool takes the shared memory that this needs with 128 queries.
