@@ -94,15 +94,19 @@ class QueryWalk {
     } else if constexpr (Traits::kWeighted) {
       if constexpr (Traits::kDrops) {
         rows.lse.read(lse, 0, self.opaque_lane());
-        exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row,
-                     block.m * Traits::kBlockM, self.opaque_lane());
+        exponentiate(S, self.scale_log2, lse);
         negate_dropped(S, of_key);
+        // This comes behind the signs: otherwise ptxas copies P to other registers for them, and
+        // spills.
+        if (masked) {
+          hide_unseen(S, work, self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
+        }
         round_kept<Element>(P, self.smem.late_p, self.thread(), S);
       } else {
         const auto& score = self.smem.score(work, block.head);
         exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
-                                     score.cap() * self.scale_log2, rows.lse.numbers, masked, work,
-                                     self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
+                                     self.scale_log2, rows.lse.numbers, masked, work, self.warp_row,
+                                     block.m * Traits::kBlockM, self.opaque_lane());
       }
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
@@ -114,8 +118,8 @@ class QueryWalk {
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) rows.lse.read(lse, 0, self.lane);
-      exponentiate(S, self.scale_log2, lse, masked, work, self.warp_row, block.m * Traits::kBlockM,
-                   self.lane);
+      exponentiate(S, self.scale_log2, lse);
+      if (masked) hide_unseen(S, work, self.warp_row, block.m * Traits::kBlockM, self.lane);
       if constexpr (Traits::kMasked) hide(S, seen);
       round_scores<Element, 0, kEarly>(P, S);
       self.template start_key_gradient<0, kEarly>(dV, P, dout);

@@ -12,13 +12,10 @@
 
 namespace flash_attn::sm90 {
 
-// P = exp(S - LSE), and 0 where nothing is seen. It is set to 0 after the exponential, which may
-// overflow there. row: the first of the warp's 16 keys, counted from work.first_key.
+// P = exp(S - LSE), everywhere.
 template <int kBlockM, typename Values>
 __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float scale_log2,
-                                             const Values& lse_log2, bool masked,
-                                             const BwdWork& work, int row, int first_query,
-                                             int lane) {
+                                             const Values& lse_log2) {
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n) {
 #pragma unroll
@@ -27,10 +24,15 @@ __device__ __forceinline__ void exponentiate(Accumulator<1, kBlockM>& S, float s
       s = flash_attn::ptx::exp2(lse_log2.exponent(s, scale_log2, n, i));
     }
   }
-  if (masked) {
-    const int key = work.first_key + row + fragment_row(0, lane);
-    mask_queries(S, work.window, {key, key + 8}, first_query, lane);
-  }
+}
+
+// Makes P 0 where nothing is seen. It comes after the exponential, which may overflow there. row:
+// the first of the warp's 16 keys, counted from work.first_key.
+template <int kBlockM>
+__device__ __forceinline__ void hide_unseen(Accumulator<1, kBlockM>& P, const BwdWork& work,
+                                            int row, int first_query, int lane) {
+  const int key = work.first_key + row + fragment_row(0, lane);
+  mask_queries(P, work.window, {key, key + 8}, first_query, lane);
 }
 
 // Rounds P as dV needs it, of the queries from kFirst to kEnd of the block.
@@ -94,21 +96,12 @@ __device__ __forceinline__ void take_late(OperandA<1, kBlockM>& P,
   }
 }
 
-// Computes P with a softcap, as dV needs it. In the place of S it leaves P times the slope, which
-// is a factor of dX.
-template <typename Element, int kBlockM, int kLate, int kThreads>
-__device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
-                                                    uint4 (&late_p)[kLate][kThreads], int thread,
-                                                    Accumulator<1, kBlockM>& S,
-                                                    const SoftcapTanh& tanh, float scaled_cap,
-                                                    const float (&lse_log2)[kBlockM], bool masked,
-                                                    const BwdWork& work, int row, int first_query,
-                                                    int lane) {
-  // With a smaller cap, what is hidden would be seen. No score feels the difference.
-  const float cap_log2 = fmaxf(scaled_cap, 1e-14f);
-  // A maximum would take one of the pipes that are half as wide. Sums of a few squares serve
-  // instead: none is less than the largest of its squares. The fewer they sum up, the less is that
-  // exceeded.
+// A bound of the squares of a thread's scores. Their maximum would take a pipe that is half as wide.
+// So the scores are dealt out into small groups, and the squares of each group are summed up. A sum
+// is at least the largest of its squares. The fewer squares a sum has, the less it exceeds the
+// largest of them.
+template <int kBlockM>
+__device__ __forceinline__ float bound_squares(const Accumulator<1, kBlockM>& S) {
   constexpr int kSums = kBlockM / 8;
   float sums[kSums] = {};
 #pragma unroll
@@ -122,26 +115,15 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
   float largest = 0.f;
 #pragma unroll
   for (const float sum : sums) largest = fmaxf(largest, sum);
-  const auto apply = [&](const auto& tanh_of) {
-#pragma unroll
-    for (int n = 0; n < kBlockM / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) S.data[0][n][i] = tanh_of(S.data[0][n][i]);
-    }
-  };
-  if (__all_sync(~0u, tanh.are_nearer(largest))) {
-    apply([&](float x) { return tanh.nearer(x); });
-  } else if (__all_sync(~0u, tanh.are_near(largest))) {
-    apply([&](float x) { return tanh.near(x); });
-  } else {
-    apply([&](float x) { return tanh.anywhere(x); });
-  }
-  if (masked) {
-    // It is as far below as its square is finite. P is 0 then, and so is P times the slope.
-    constexpr float kHidden = -1e18f;
-    const int key = work.first_key + row + fragment_row(0, lane);
-    mask_queries(S, work.window, {key, key + 8}, first_query, lane, kHidden);
-  }
+  return largest;
+}
+
+// Computes P with a softcap, as dV needs it, of what `cap` takes in the place of S. There it leaves
+// P times the slope, which is a factor of dX.
+template <typename Element, int kBlockM, int kLate, int kThreads, typename Cap>
+__device__ __forceinline__ void exponentiate_with_slope(
+    OperandA<1, kBlockM>& P, uint4 (&late_p)[kLate][kThreads], int thread,
+    Accumulator<1, kBlockM>& S, const Cap& cap, const float (&lse_log2)[kBlockM], int lane) {
 #pragma unroll
   for (int i = 0; i < kBlockM / 16; ++i) {
     const int k =
@@ -152,14 +134,54 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
       const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + 16 * k + 8 * n + lane % 4 * 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& t = S.data[0][2 * k + n][i];
+        float& s = S.data[0][2 * k + n][i];
         float& p = part.data[0][n][i];
-        p = flash_attn::ptx::exp2(fmaf(t, cap_log2, -(i % 2 == 0 ? lse.x : lse.y)));
-        t = p * fmaf(-t, t, 1.f);
+        p = flash_attn::ptx::exp2(cap.exponent(s, i % 2 == 0 ? lse.x : lse.y));
+        s = p * cap.slope(s);
       }
     }
     const OperandA<1, 16> rounded = to_operand_a<Element>(part);
     put_early_or_late(P, late_p, thread, k, rounded.data[0][0]);
+  }
+}
+
+// Computes P with a softcap, as dV needs it. In the place of S it leaves P times the slope. Which
+// form serves depends on the largest score of the warp.
+template <typename Element, int kBlockM, int kLate, int kThreads>
+__device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
+                                                    uint4 (&late_p)[kLate][kThreads], int thread,
+                                                    Accumulator<1, kBlockM>& S,
+                                                    const SoftcapTanh& tanh, float scale_log2,
+                                                    const float (&lse_log2)[kBlockM], bool masked,
+                                                    const BwdWork& work, int row, int first_query,
+                                                    int lane) {
+  const float largest = bound_squares(S);
+  const auto apply = [&](const auto& tanh_of) {
+#pragma unroll
+    for (int n = 0; n < kBlockM / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) S.data[0][n][i] = tanh_of(S.data[0][n][i]);
+    }
+  };
+  const bool small = __all_sync(~0u, tanh.are_small(largest, scale_log2));
+  if (!small) {
+    if (__all_sync(~0u, tanh.are_near(largest))) {
+      apply([&](float x) { return tanh.near(x); });
+    } else {
+      apply([&](float x) { return tanh.anywhere(x); });
+    }
+  }
+  if (masked) {
+    const int key = work.first_key + row + fragment_row(0, lane);
+    mask_queries(S, work.window, {key, key + 8}, first_query, lane,
+                 small ? tanh.hidden_small() : tanh.hidden_tanh());
+  }
+  if (small) {
+    exponentiate_with_slope<Element>(P, late_p, thread, S, tanh.of_small(scale_log2), lse_log2,
+                                     lane);
+  } else {
+    exponentiate_with_slope<Element>(P, late_p, thread, S, tanh.of_tanh(scale_log2), lse_log2,
+                                     lane);
   }
 }
 

@@ -139,13 +139,18 @@ class DropoutMask {
   __device__ __forceinline__ void negate_dropped(float (&first)[4], float (&second)[4],
                                                  uint32_t row_word,
                                                  const uint32_t (&col_words)[2]) const {
+    // A sign is changed by a predicated multiplication. A select would take the pipe of integers and
+    // comparisons, which has half as many lanes and is the one that the comparisons above fill. The
+    // factor is -1, as the bound has no signs; but ptxas, which makes a select of a multiplication
+    // by a factor that it knows, does not know that.
+    const float minus_one = __uint_as_float(0xbf800000 ^ (params_.bound & 0x80000000));
     for_each_number_pair(row_word, col_words, [&](int index, uint32_t numbers) {
       bool kept[2];
       ptx::greater_equal_or_nan2(numbers, params_.bound, params_.mirror != 0, kept[0], kept[1]);
 #pragma unroll
       for (int neighbour = 0; neighbour < 2; ++neighbour) {
         float& element = (index < 2 ? first : second)[index % 2 * 2 + neighbour];
-        element = kept[neighbour] ? element : -element;
+        ptx::multiply_unless(element, minus_one, kept[neighbour]);
       }
     });
   }

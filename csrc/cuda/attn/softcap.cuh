@@ -15,7 +15,37 @@ __device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
   return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
 }
 
-// tanh(X / cap), by a polynomial of X or by the special-function unit.
+// The exponent of P = exp2(exponent) and the softcap's slope 1 - tanh², of t = tanh(X / cap).
+struct CapOfTanh {
+  float cap_log2;
+
+  __device__ __forceinline__ float exponent(float t, float lse_log2) const {
+    return fmaf(t, cap_log2, -lse_log2);
+  }
+  __device__ __forceinline__ float slope(float t) const { return fmaf(-t, t, 1.f); }
+};
+
+// The same of a small X itself, whose tanh is computed nowhere. Both the exponent ÷ X and the slope
+// fall from their value at 0 as X² grows, so one follows from the other, and X² needs no register
+// until then.
+struct CapOfScore {
+  float scale_log2, cubic;
+  float fall;  // of the slope, for that of the exponent ÷ X
+  static constexpr float kFall = 2.98517f;
+
+  __device__ __forceinline__ float exponent(float x, float lse_log2) const {
+    return fmaf(x, factor(x), -lse_log2);
+  }
+  __device__ __forceinline__ float slope(float x) const {
+    return fmaf(factor(x), fall, 1.f - kFall);
+  }
+
+ private:
+  __device__ __forceinline__ float factor(float x) const { return fmaf(x * x, cubic, scale_log2); }
+};
+
+// tanh(X / cap), by a polynomial of X or by the special-function unit; and what the exponent of P
+// is made of, which would be scale_log2 · X - lse_log2 without a cap.
 class SoftcapTanh {
  public:
   __device__ __forceinline__ SoftcapTanh(float cap, float inverse_cap)
@@ -40,18 +70,34 @@ class SoftcapTanh {
     for (int power = kDegree - 1; power >= 0; --power) value = fmaf(square, value, c_[power]);
     return x * value;
   }
-  // The same of one degree less, for smaller scores.
-  __device__ __forceinline__ bool are_nearer(float square) const {
-    return are_within(square, kNearerLimit);
-  }
-  __device__ __forceinline__ float nearer(float x) const {
-    const float factor = inverse_cap_;
-    return x * fmaf(x * x, kNearer1 * (factor * factor) * factor, kNearer0 * factor);
-  }
   __device__ __forceinline__ float anywhere(float x) const {
     const float exponent = 2.f * kLog2E * inverse_cap_;  // tanh(x) = 1 - 2 / (exp(2x) + 1)
     return fmaf(-2.f, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), 1.f);
   }
+
+  // With a cap below this one, what is hidden would be seen. No score feels the difference.
+  __device__ __forceinline__ CapOfTanh of_tanh(float scale_log2) const {
+    return {.cap_log2 = fmaxf(cap_ * scale_log2, 1e-14f)};
+  }
+  // Whether of_small() serves scores whose squares are at most `square`. Its error is a share of the
+  // cap, and P feels what the exponent is off by: so a large cap is not for it. The other limits
+  // keep what comes of hidden_small() in the range of fp32.
+  __device__ __forceinline__ bool are_small(float square, float scale_log2) const {
+    const float cap_log2 = cap_ * scale_log2;
+    return cap_log2 <= kSmallMaxCap * kLog2E && cap_log2 >= 1e-3f && cap_ <= 1e9f &&
+           are_within(square, kSmallLimit);
+  }
+  __device__ __forceinline__ CapOfScore of_small(float scale_log2) const {
+    return {.scale_log2 = scale_log2,
+            .cubic = kSmallTanh * scale_log2 * (inverse_cap_ * inverse_cap_),
+            .fall = CapOfScore::kFall * ptx::reciprocal(scale_log2)};
+  }
+
+  // What stands in the place of a hidden score, for of_tanh() and for of_small(): a tanh far below
+  // -1, or an X as large as its cubic falls. P is 0 there, and so is P times the slope, which is
+  // finite.
+  __device__ __forceinline__ static float hidden_tanh() { return -1e18f; }
+  __device__ __forceinline__ float hidden_small() const { return 1e9f * cap_; }
 
  private:
   // tanh(x) = x · p(x²) up to |x| = kLimit: p minimax, relative error 3.4e-6.
@@ -62,10 +108,11 @@ class SoftcapTanh {
     return kP[power];
   }
 
-  // These are minimax up to |x| = kNearerLimit, with a relative error of 8.4e-6. There they are off
-  // by as much of the cap as the other polynomial is at its own limit.
-  static constexpr float kNearerLimit = 0.15f;
-  static constexpr float kNearer0 = 0.999991645f, kNearer1 = -0.330357648f;
+  // Up to |x| = kSmallLimit, tanh(x) = x · (1 + kSmallTanh · x²) with a relative error of 1.15e-5,
+  // which is 1.1e-4 of a score with the largest softcap, and its slope is
+  // 1 + CapOfScore::kFall · kSmallTanh · x² with one of 5.8e-5. Both are minimax.
+  static constexpr float kSmallLimit = 0.15f, kSmallMaxCap = 64.f;
+  static constexpr float kSmallTanh = -0.330867f;
 
   __device__ __forceinline__ bool are_within(float square, float limit) const {
     constexpr float kLeastCap = 1e-4f;  // whose eighth power is in the range of fp32

@@ -1,4 +1,4 @@
-// Comparison of pairs of 16-bit numbers.
+// Comparison of pairs of 16-bit numbers, and what depends on it.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,13 @@ __device__ __forceinline__ void greater_equal_or_nan2(uint32_t a, uint32_t b, bo
       : "r"(a), "r"(b), "r"(static_cast<int>(opposite)));
   low = of_low != 0;
   high = of_high != 0;
+}
+
+// mul.f32, PTX ISA "mul", under a predicate: x becomes x · factor, unless it is kept.
+__device__ __forceinline__ void multiply_unless(float& x, float factor, bool kept) {
+  asm("{\n.reg .pred kept;\nsetp.ne.s32 kept, %2, 0;\n@!kept mul.f32 %0, %0, %1;\n}"
+      : "+f"(x)
+      : "f"(factor), "r"(static_cast<int>(kept)));
 }
 
 // min.NaN.bf16x2, PTX ISA "min": of each half, NaN where one of them is.

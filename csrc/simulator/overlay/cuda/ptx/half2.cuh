@@ -22,6 +22,9 @@ inline uint32_t greater_equal_or_nan2(uint32_t a, uint32_t b) {
   greater_equal_or_nan2(a, b, false, low, high);
   return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
 }
+inline void multiply_unless(float& x, float factor, bool kept) {
+  if (!kept) x *= factor;
+}
 inline uint32_t minimum2_or_nan_bf16(uint32_t a, uint32_t b) {
   const auto least = [](uint32_t x, uint32_t y) {  // the upper halves
     const float first = std::bit_cast<float>(x & 0xffff0000),
