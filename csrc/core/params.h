@@ -23,6 +23,8 @@ using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 // products may be those of its numbers rounded to TF32.
 enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool, kTf32 };
 
+constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
+
 struct Strides {
   int64_t batch = 0;  // 0 for varlen
   int64_t row = 0;    // from one token to the next

@@ -1,4 +1,4 @@
-// Decode's tiles, and the split-KV kernel's instances: one a dtype and head-dim class, in
+// Decode's tiles, and the split-KV kernel's instances: one a dtype of the cache and head-dim class, in
 // inst/decode_d*.cu.
 #pragma once
 
@@ -19,7 +19,8 @@ struct DecodeTile {
 
 // 96 KiB a block in every class. One block keeps more under way than an SM needs to saturate the
 // memory of an H200 (docs/kernels/decode.md). Two blocks fit an SM of sm_90, and one fits the
-// others. Wide tiles wait and reduce less often.
+// others. Wide tiles wait and reduce less often. Caches of 8 bits have twice the stages: twice the keys
+// would be twice the code, which a launch fetches into a cold cache.
 template <int kHeadDim>
 inline constexpr DecodeTile kDecodeTile = {};
 template <>
@@ -77,8 +78,8 @@ struct DecodeGrid {
   }
 };
 
-// It serves any head_dim up to kHeadDim that is a multiple of 8.
-template <DType kDType, int kHeadDim>
+// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16).
+template <DType kCacheDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -8,7 +8,10 @@ namespace flash_attn::cuda {
 // With pages, or just appended to, no head_dim above this: registers are short.
 inline constexpr int kDecodeFormsHeadDim = 192;
 
-// Any head dim up to 256.
+// In 8 bits: fp16 and the order of columns are undone in registers, of which there are enough up to here.
+inline constexpr int kDecode8BitHeadDim = 128;
+
+// Any head dim up to 256 (8 bits: up to 128).
 void run_decode(const DecodeParams& params, Stream stream);
 // The last step alone: merges the results of pieces.
 void run_decode_combine(const DecodeParams& params, Stream stream);
