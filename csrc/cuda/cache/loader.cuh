@@ -46,7 +46,7 @@ class DenseTileLoader {
                                              int end_key, int num_cols, int lane)
       : row_(lane / Tile::kSlabChunks),
         col_(lane % Tile::kSlabChunks * kChunk),
-        num_bytes_(num_cols * kStoredBytes),
+        num_cols_(num_cols),
         num_rows_(end_key - first_key - row_),
         row_stride_(strides.row),
         source_(static_cast<const Stored*>(cache) + cache_row * strides.batch +
@@ -57,7 +57,7 @@ class DenseTileLoader {
   __device__ __forceinline__ void load(const Tile& tile, int key_offset) const {
     const Stored* source = source_ + key_offset * row_stride_;
     const int rows_left = num_rows_ - key_offset;
-    copy_rows<Tile, Tile::kRows>(tile.address(row_, col_), col_ * 2, num_bytes_,
+    copy_rows<Tile, Tile::kRows>(tile.address(row_, col_), col_ * 2, num_cols_ * kStoredBytes,
                                  [&](int row) -> RowSource {
                                    const auto* column = reinterpret_cast<const char*>(source);
                                    source += kRowsAtOnce * row_stride_;
@@ -66,7 +66,7 @@ class DenseTileLoader {
   }
 
  private:
-  int row_, col_, num_bytes_, num_rows_;
+  int row_, col_, num_cols_, num_rows_;
   int64_t row_stride_;
   const Stored* source_;
 };

@@ -19,8 +19,7 @@ struct DecodeTile {
 
 // 96 KiB a block in every class. One block keeps more under way than an SM needs to saturate the
 // memory of an H200 (docs/kernels/decode.md). Two blocks fit an SM of sm_90, and one fits the
-// others. Wide tiles wait and reduce less often. Caches of 8 bits have twice the stages: twice the keys
-// would be twice the code, which a launch fetches into a cold cache.
+// others. Wide tiles wait and reduce less often.
 template <int kHeadDim>
 inline constexpr DecodeTile kDecodeTile = {};
 template <>
@@ -33,6 +32,10 @@ template <>
 inline constexpr DecodeTile kDecodeTile<192> = {.keys = 16, .stages = 4};
 template <>
 inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .stages = 3};
+
+// Caches of 8 bits have as many keys a tile, so half the bytes: more keys would be more code, and a
+// launch finds the instruction cache cold. 64 KiB a block in both classes.
+inline constexpr int kDecode8BitStages = 4;
 
 // Whether there may be several pieces of a sequence: with most_pieces, shorter ones than asked for.
 inline bool is_cut(const Splits& splits) { return splits.count > 1 || splits.most_pieces > 0; }

@@ -18,7 +18,7 @@
 // not. Other forms and score terms belong to kvcache.cuh. Caches of 8 bits are widened to fp16 between
 // ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
-// Shared memory, 96 KiB, holds the rings in the loop and the warps' outputs in the end. Q, S, P and
+// Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end. Q, S, P and
 // O are in registers.
 #pragma once
 
@@ -49,7 +49,7 @@ struct DecodeTraits {
   using Stored = std::conditional_t<k8Bit, uint8_t, Element>;
   static constexpr int kHeadDim = kHeadDimOfTile;
   static constexpr int kKeys = kDecodeTile<kHeadDim>.keys;
-  static constexpr int kStages = kDecodeTile<kHeadDim>.stages * (k8Bit ? 2 : 1);
+  static constexpr int kStages = k8Bit ? kDecode8BitStages : kDecodeTile<kHeadDim>.stages;
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
   static constexpr bool kAppends = kHeadDim <= kDecodeFormsHeadDim;
@@ -135,20 +135,16 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
     const Strides& strides = params.q_strides;
     const Element* source = static_cast<const Element*>(params.q) +
                             piece.batch_idx * strides.batch + token * strides.row +
-                            piece.head(row, token) * strides.head;
-    constexpr int kStep = Traits::k8Bit ? 16 : 8;
+                            piece.head(row, token) * strides.head +
+                            lane % 4 * (Traits::k8Bit ? 4 : 2);
 #pragma unroll
-    for (int col = 0; col < Traits::kHeadDim; col += kStep) {
+    for (int col = 0; col < Traits::kHeadDim; col += 8) {
+      // Of 8 bits: the second of two neighbouring pairs of columns, instead of the pair 8 columns on.
+      // (Loaded as one number, the two would wait for each other on their way to their registers.)
+      const int offset = Traits::k8Bit ? col / 16 * 16 + col % 16 / 4 : col;
       const bool valid = row < piece.num_rows && col < params.head_dim;
-      if constexpr (Traits::k8Bit) {
-        const auto* four = reinterpret_cast<const uint2*>(source + col) + lane % 4;
-        const uint2 loaded = valid ? *four : uint2{0, 0};
-        Q.data[0][col / 16][half] = loaded.x;
-        Q.data[0][col / 16][2 + half] = loaded.y;
-      } else {
-        const auto* two = reinterpret_cast<const uint32_t*>(source + col) + lane % 4;
-        Q.data[0][col / 16][col % 16 / 8 * 2 + half] = valid ? *two : 0;
-      }
+      Q.data[0][col / 16][col % 16 / 8 * 2 + half] =
+          valid ? *reinterpret_cast<const uint32_t*>(source + offset) : 0;
     }
   }
   return Q;

@@ -44,13 +44,13 @@ struct DecodeCost {
   }
 };
 
-constexpr int kTwoBlocksBytes = (2 * 97 - 1) * 1024;  // 1 KiB a block is the system's
-int decode_blocks_per_sm(const DeviceInfo& device) {
-  return device.smem_optin_bytes >= kTwoBlocksBytes ? 2 : 1;
+int decode_blocks_per_sm(const CallShape& call) {
+  const int block_kib = (is_8bit(call.cache_dtype) ? 64 : 96) + 1;  // 1 KiB is the system's
+  return call.device->smem_optin_bytes >= (2 * block_kib - 1) * 1024 ? 2 : 1;
 }
 // The thread blocks of decode.cuh that the device holds at a time.
 int64_t resident_blocks(const CallShape& call) {
-  return int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
+  return int64_t{call.device->num_sms} * decode_blocks_per_sm(call);
 }
 
 int64_t cache_element_bytes(const CallShape& call) { return is_8bit(call.cache_dtype) ? 1 : 2; }
@@ -76,7 +76,7 @@ int best_num_splits(const CallShape& call) {
       .row_tiles = all_row_tiles(call),
       .tiles = static_cast<int>(ceil_div(most_keys(call), tile_keys)),
       .num_sms = call.device->num_sms,
-      .blocks_per_sm = decode_blocks_per_sm(*call.device),
+      .blocks_per_sm = decode_blocks_per_sm(call),
       .tile_time = 0.5 * static_cast<double>(cache_element_bytes(call)),
       .least_share = call.paged ? 0.97 : 0.49,
   };

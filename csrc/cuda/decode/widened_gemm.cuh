@@ -25,13 +25,13 @@ __device__ __forceinline__ float descale_of(const float* descale, int64_t batch_
   return descale == nullptr ? 1.f : descale[batch_idx * batch_stride + kv_head * head_stride];
 }
 
-// Widens four elements: the first two, and the last two.
-template <DType kCacheDType>
+// Widens four elements: the first two and the last two, or with kAlternate every second one.
+template <DType kCacheDType, bool kAlternate>
 __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
   if constexpr (kCacheDType == DType::kInt8) {
-    ptx::widen_int8(bytes, low, high);
+    ptx::widen_int8<kAlternate>(bytes, low, high);
   } else {
-    ptx::widen_e4m3(bytes, low, high);
+    ptx::widen_e4m3(kAlternate ? ptx::permute_bytes(bytes, 0, 0x3120) : bytes, low, high);
   }
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_widened_keys(Accumulator<1, kKeys>& S0,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t low, high;
-      widen<kCacheDType>(b[2 * half + step], low, high);
+      widen<kCacheDType, /*kAlternate=*/false>(b[2 * half + step], low, high);
       float (&c)[4] = (step == 0 ? S0 : S1).data[0][n / 8 + half];
       ptx::mma_m16n8k16<__half>(c, q[0], low, high, c);
     }
@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply_widened_values(Accumulator<1, kHeadDim>
   uint32_t even[4], odd[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    widen<kCacheDType>(ptx::permute_bytes(b[i], 0, 0x3120), even[i], odd[i]);
+    widen<kCacheDType, /*kAlternate=*/true>(b[i], even[i], odd[i]);
   }
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
