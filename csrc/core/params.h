@@ -305,8 +305,8 @@ struct Splits {
   }
 };
 
-// A call is plain if its cache has q's dtype and head_dim_v = head_dim, and if there is no softcap,
-// no slopes, and nothing to rotate.
+// A call is plain if its cache has q's dtype or 8 bits, head_dim_v = head_dim, and if there is no
+// softcap, no slopes, and nothing to rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
 
