@@ -180,8 +180,8 @@ __device__ __forceinline__ void multiply_v(typename Traits::Output& O,
 // is still to be multiplied with: the descale of V.
 template <typename Traits>
 __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
-                                       DecodeStorage<Traits>& smem, const DecodeParams& params,
-                                       const DecodePiece& piece) {
+                                        DecodeStorage<Traits>& smem, const DecodeParams& params,
+                                        const DecodePiece& piece) {
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
   constexpr int kStages = Traits::kStages, kKeys = Traits::kKeys;
@@ -347,8 +347,8 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
     if constexpr (Traits::k8Bit) {  // even columns and odd ones in blocks of their own
 #pragma unroll
       for (int i = 0; i < O.kRowElements; i += 4) {
-        *reinterpret_cast<float4*>(&o[i * 4 + lane % 4 * 4]) = {O.at(half, i), O.at(half, i + 2),
-                                                                O.at(half, i + 1), O.at(half, i + 3)};
+        *reinterpret_cast<float4*>(&o[i * 4 + lane % 4 * 4]) = {
+            O.at(half, i), O.at(half, i + 2), O.at(half, i + 1), O.at(half, i + 3)};
       }
     } else {
 #pragma unroll
@@ -358,7 +358,10 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
     }
     if (lane % 4 != 0) continue;
     smem.warps.lse[warp][row] = softmax.log_sum_exp(half);
-    smem.warps.inverse_sum[warp][row] = softmax.inverse_sum(half) * descale;
+    // Nothing stays nothing, whatever the descale of a sequence without keys.
+    const float inverse_sum = softmax.inverse_sum(half);
+    smem.warps.inverse_sum[warp][row] =
+        Traits::k8Bit && inverse_sum != 0.f ? inverse_sum * descale : inverse_sum;
     const float largest = softmax.largest_score(half);
     if (params.max_logits != nullptr && largest != -INFINITY) {
       raise_to(params.max_logits + piece.head(row, piece.token(row)), largest);

@@ -29,7 +29,8 @@ struct DecodeCost {
   int num_sms, blocks_per_sm;
   double tile_time;  // of reading a tile: 1 for 16 bits
   // The share of the SMs, with one block each, below which a block does not read faster. Half of
-  // them saturate the memory, all of them where page numbers are looked up.
+  // them saturate the memory, all of them where page numbers are looked up. Of 8 bits a block has
+  // three quarters as much under way.
   double least_share;
 
   double of(int splits) const {
@@ -78,7 +79,9 @@ int best_num_splits(const CallShape& call) {
       .num_sms = call.device->num_sms,
       .blocks_per_sm = decode_blocks_per_sm(call),
       .tile_time = 0.5 * static_cast<double>(cache_element_bytes(call)),
-      .least_share = call.paged ? 0.97 : 0.49,
+      .least_share = call.paged                  ? 0.97
+                     : is_8bit(call.cache_dtype) ? 0.65
+                                                 : 0.49,
   };
   int best = 1;
   double best_cost = cost.of(1);
@@ -199,8 +202,9 @@ int prefix_pieces(const CallShape& call) {
   constexpr int64_t kMostPieces = 32, kLeastKeys = 256;
   const int64_t members = prefix_tile_rows(static_cast<int>(call.head_dim)) / sequence_rows(call);
   const int64_t blocks = ceil_div(call.batch, members) * call.heads_kv;
-  return static_cast<int>(std::clamp<int64_t>(
-      resident_blocks(call) / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
+  return static_cast<int>(
+      std::clamp<int64_t>(resident_blocks(call) / blocks, 1,
+                          std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
 }
 
 // How what a sequence has beyond the shared keys is cut. Nobody knows how long it is: thread blocks

@@ -134,7 +134,7 @@ __device__ __forceinline__ void bf16_to_fp16(OperandA<1, kHeadDim>& Q, float (&r
       const float2 wide = ptx::unpack<__nv_bfloat16>(x);
       x = ptx::pack<__half>(wide.x * scale, wide.y * scale);
     });
-    row_scale[row] *= __uint_as_float((2 * 127u << 23) - __float_as_uint(scale));  // 1 / scale
+    row_scale[row] *= __uint_as_float((254u << 23) - __float_as_uint(scale));  // 1 / scale
   }
 }
 
