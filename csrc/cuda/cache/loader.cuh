@@ -51,7 +51,7 @@ class DenseTileLoader {
         row_stride_(strides.row),
         source_(static_cast<const Stored*>(cache) + cache_row * strides.batch +
                 kv_head * strides.head + (first_key + row_) * strides.row +
-                lane % Tile::kSlabChunks * (16 / kStoredBytes)) {}
+                col_ * (2 / kStoredBytes)) {}
 
   // Starts the copy of keys first_key + key_offset …; those at or beyond end_key become 0 unread.
   __device__ __forceinline__ void load(const Tile& tile, int key_offset) const {
