@@ -18,8 +18,8 @@
 // not. Other forms and score terms belong to kvcache.cuh. Caches of 8 bits are widened to fp16 between
 // ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
-// Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end. Q, S, P and
-// O are in registers.
+// Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end.
+// Q, S, P and O are in registers.
 #pragma once
 
 #include <type_traits>
