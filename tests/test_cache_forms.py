@@ -83,6 +83,17 @@ PLAIN = {name: [getattr(CacheCase(), name)] for name in FORMS if name != "heads"
         | {name: FORMS[name] for name in ("page_size", "rows", "new", "lengths", "heads")}
         | dict(d=[64, 128, 192, 256], dtype=["fp32"], num_splits=[0, 3]),
     )
+    + cache_cases(
+        36,
+        6,
+        **PLAIN
+        | {
+            name: FORMS[name]
+            for name in ("page_size", "rows", "new", "lengths", "heads", "descale")
+        }
+        | dict(d=[64, 96, 128], dtype=["bf16", "fp16"], num_splits=[0, 3], sink=[False, True])
+        | dict(cache=["fp8", "int8"], capacity=[70, 1100], batch_invariant=[False, False, True]),
+    )
 )
 def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
     """Where most of serving lives: no score terms, nothing wrong in the tensors."""

@@ -23,6 +23,8 @@ using Stream = CUstream_st*;  // = cudaStream_t, without the CUDA header
 // products may be those of its numbers rounded to TF32.
 enum class DType : uint8_t { kFp16, kBf16, kFp32, kFp64, kFp8E4M3, kInt8, kBool, kTf32 };
 
+constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
+
 struct Strides {
   int64_t batch = 0;  // 0 for varlen
   int64_t row = 0;    // from one token to the next
@@ -303,8 +305,8 @@ struct Splits {
   }
 };
 
-// A call is plain if its cache has q's dtype and head_dim_v = head_dim, and if there is no softcap,
-// no slopes, and nothing to rotate.
+// A call is plain if its cache has q's dtype or 8 bits, head_dim_v = head_dim, and if there is no
+// softcap, no slopes, and nothing to rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
 

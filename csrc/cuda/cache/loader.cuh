@@ -33,10 +33,11 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, i
   }
 }
 
-// Loads the tiles of one warp from a dense cache, from first_key on, for 16-bit elements.
-template <typename Tile>
+// Loads the tiles of one warp from a dense cache, from first_key on. Stored: the cache's element, of
+// 16 bits as the tile's, or of 8.
+template <typename Tile, typename Stored>
 class DenseTileLoader {
-  using Element = typename Tile::Element;
+  static constexpr int kStoredBytes = static_cast<int>(sizeof(Stored));
   static constexpr int kRowsAtOnce = 32 / Tile::kSlabChunks;  // 4, or 8 with slabs of 32 columns
 
  public:
@@ -48,14 +49,15 @@ class DenseTileLoader {
         num_cols_(num_cols),
         num_rows_(end_key - first_key - row_),
         row_stride_(strides.row),
-        source_(static_cast<const Element*>(cache) + cache_row * strides.batch +
-                kv_head * strides.head + (first_key + row_) * strides.row + col_) {}
+        source_(static_cast<const Stored*>(cache) + cache_row * strides.batch +
+                kv_head * strides.head + (first_key + row_) * strides.row +
+                col_ * (2 / kStoredBytes)) {}
 
   // Starts the copy of keys first_key + key_offset …; those at or beyond end_key become 0 unread.
   __device__ __forceinline__ void load(const Tile& tile, int key_offset) const {
-    const Element* source = source_ + key_offset * row_stride_;
+    const Stored* source = source_ + key_offset * row_stride_;
     const int rows_left = num_rows_ - key_offset;
-    copy_rows<Tile, Tile::kRows>(tile.address(row_, col_), col_ * 2, num_cols_ * 2,
+    copy_rows<Tile, Tile::kRows>(tile.address(row_, col_), col_ * 2, num_cols_ * kStoredBytes,
                                  [&](int row) -> RowSource {
                                    const auto* column = reinterpret_cast<const char*>(source);
                                    source += kRowsAtOnce * row_stride_;
@@ -66,7 +68,7 @@ class DenseTileLoader {
  private:
   int row_, col_, num_cols_, num_rows_;
   int64_t row_stride_;
-  const Element* source_;
+  const Stored* source_;
 };
 
 // One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the rows'

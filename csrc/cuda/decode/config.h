@@ -1,4 +1,4 @@
-// Decode's tiles, and the split-KV kernel's instances: one a dtype and head-dim class, in
+// Decode's tiles, and the split-KV kernel's instances: one a dtype of the cache and head-dim class, in
 // inst/decode_d*.cu.
 #pragma once
 
@@ -32,6 +32,10 @@ template <>
 inline constexpr DecodeTile kDecodeTile<192> = {.keys = 16, .stages = 4};
 template <>
 inline constexpr DecodeTile kDecodeTile<256> = {.keys = 16, .stages = 3};
+
+// Caches of 8 bits have as many keys a tile, so half the bytes: more keys would be more code, and a
+// launch finds the instruction cache cold. 64 KiB a block in both classes.
+inline constexpr int kDecode8BitStages = 4;
 
 // Whether there may be several pieces of a sequence: with most_pieces, shorter ones than asked for.
 inline bool is_cut(const Splits& splits) { return splits.count > 1 || splits.most_pieces > 0; }
@@ -77,8 +81,8 @@ struct DecodeGrid {
   }
 };
 
-// It serves any head_dim up to kHeadDim that is a multiple of 8.
-template <DType kDType, int kHeadDim>
+// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16).
+template <DType kCacheDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream);
 
 }  // namespace flash_attn::cuda

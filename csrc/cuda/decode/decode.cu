@@ -21,10 +21,20 @@ void combine(const DecodeParams& params, const SharedPrefix& prefix, Stream stre
 }  // namespace
 
 void run_decode(const DecodeParams& params, Stream stream) {
-  with_dtype(params.dtype, [&]<DType kDType> {
-    with_head_dim_class(params.head_dim,
-                        [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(params, stream); });
-  });
+  const auto run_8bit = [&]<DType kCacheDType> {
+    params.head_dim <= 64 ? launch_decode<kCacheDType, 64>(params, stream)
+                          : launch_decode<kCacheDType, kDecode8BitHeadDim>(params, stream);
+  };
+  if (params.cache_dtype == DType::kFp8E4M3) {
+    run_8bit.template operator()<DType::kFp8E4M3>();
+  } else if (params.cache_dtype == DType::kInt8) {
+    run_8bit.template operator()<DType::kInt8>();
+  } else {
+    with_dtype(params.dtype, [&]<DType kDType> {
+      with_head_dim_class(params.head_dim,
+                          [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(params, stream); });
+    });
+  }
   if (is_cut(params.splits)) run_decode_combine(params, stream);
 }
 

@@ -15,10 +15,11 @@
 // the arithmetic between.
 //
 // It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
-// not. Other forms and score terms belong to kvcache.cuh.
+// not. Other forms and score terms belong to kvcache.cuh. Caches of 8 bits are widened to fp16 between
+// ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
-// Shared memory, 96 KiB, holds the rings in the loop and the warps' outputs in the end. Q, S, P and
-// O are in registers.
+// Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end.
+// Q, S, P and O are in registers.
 #pragma once
 
 #include <type_traits>
@@ -28,6 +29,7 @@
 #include "../attn/online_softmax.cuh"
 #include "../cache/absent_keys.cuh"
 #include "../cache/loader.cuh"
+#include "../cache/rotary.cuh"
 #include "../launch.h"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/griddepcontrol.cuh"
@@ -35,23 +37,27 @@
 #include "config.h"
 #include "output_row.cuh"
 #include "pieces.cuh"
+#include "widened_gemm.cuh"
 
 namespace flash_attn::cuda {
 
-template <DType kDType, int kHeadDimOfTile, bool kPagedCache>
+template <DType kCacheDTypeOfTile, int kHeadDimOfTile, bool kPagedCache>
 struct DecodeTraits {
-  using Element = flash_attn::Element<kDType>;
+  static constexpr DType kCacheDType = kCacheDTypeOfTile;
+  static constexpr bool k8Bit = is_8bit(kCacheDType);
+  using Element = flash_attn::Element<k8Bit ? DType::kFp16 : kCacheDType>;  // of the products
+  using Stored = std::conditional_t<k8Bit, uint8_t, Element>;
   static constexpr int kHeadDim = kHeadDimOfTile;
   static constexpr int kKeys = kDecodeTile<kHeadDim>.keys;
-  static constexpr int kStages = kDecodeTile<kHeadDim>.stages;
+  static constexpr int kStages = k8Bit ? kDecode8BitStages : kDecodeTile<kHeadDim>.stages;
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
   static constexpr bool kAppends = kHeadDim <= kDecodeFormsHeadDim;
-  static constexpr int kElementBytes = 2;
+  static constexpr int kElementBytes = sizeof(Stored);
   static constexpr int kTilesAhead = kHeadDim <= 128 ? 4 : 2;  // whose pages a warp looks up
   static constexpr int kThreads = 32 * kDecodeWarps;
   static constexpr int kBlocksPerSm = 2;
-  using KvTile = SmemTile<Element, kKeys, kHeadDim>;
+  using KvTile = SmemTile<Element, kKeys, k8Bit ? kHeadDim / 2 : kHeadDim>;
   using KeyBits = std::conditional_t<(kKeys > 32), uint64_t, uint32_t>;
   using Output = Accumulator<1, kHeadDim>;
 };
@@ -62,7 +68,8 @@ struct DecodeStorage {
     typename Traits::KvTile ring[kDecodeWarps][Traits::kStages];
     struct {
       // 8 floats more a row: the four rows that half a warp writes at once lie in different banks.
-      float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + 8];
+      // Of 8 bits it is two rows that a quarter writes, and 16 floats.
+      float o[kDecodeWarps][kDecodeRows][Traits::kHeadDim + (Traits::k8Bit ? 16 : 8)];
       float lse[kDecodeWarps][kDecodeRows], inverse_sum[kDecodeWarps][kDecodeRows];
     } warps;
   };
@@ -74,7 +81,7 @@ struct DecodeStorage {
 template <typename Traits>
 struct DenseLoader {
   using KvTile = typename Traits::KvTile;
-  DenseTileLoader<KvTile> K, V;
+  DenseTileLoader<KvTile, typename Traits::Stored> K, V;
   int warp;
 
   __device__ __forceinline__ DenseLoader(const DecodeParams& params, const DecodePiece& piece,
@@ -114,7 +121,8 @@ struct PagedLoader {
 template <typename Traits>
 using WarpLoader = std::conditional_t<Traits::kPaged, PagedLoader<Traits>, DenseLoader<Traits>>;
 
-// Returns the piece's rows of Q as a left operand. Rows and columns beyond are 0.
+// Returns the piece's rows of Q as a left operand, which takes the columns of each 16 in another order
+// beside a cache of 8 bits (widened_gemm.cuh). Rows and columns beyond are 0.
 template <typename Traits>
 __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const DecodeParams& params,
                                                                       const DecodePiece& piece,
@@ -127,22 +135,53 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
     const Strides& strides = params.q_strides;
     const Element* source = static_cast<const Element*>(params.q) +
                             piece.batch_idx * strides.batch + token * strides.row +
-                            piece.head(row, token) * strides.head + fragment_col(0, lane);
+                            piece.head(row, token) * strides.head +
+                            lane % 4 * (Traits::k8Bit ? 4 : 2);
 #pragma unroll
     for (int col = 0; col < Traits::kHeadDim; col += 8) {
+      // Of 8 bits: the second of two neighbouring pairs of columns, instead of the pair 8 columns on.
+      // (Loaded as one number, the two would wait for each other on their way to their registers.)
+      const int offset = Traits::k8Bit ? col / 16 * 16 + col % 16 / 4 : col;
       const bool valid = row < piece.num_rows && col < params.head_dim;
       Q.data[0][col / 16][col % 16 / 8 * 2 + half] =
-          valid ? *reinterpret_cast<const uint32_t*>(source + col) : 0;
+          valid ? *reinterpret_cast<const uint32_t*>(source + offset) : 0;
     }
   }
   return Q;
 }
 
-// Computes O = P V over this warp's tiles of the piece, and the state of their softmax.
+// S += Q Kᵀ for a tile.
 template <typename Traits>
-__device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
-                                       DecodeStorage<Traits>& smem, const DecodeParams& params,
-                                       const DecodePiece& piece) {
+__device__ __forceinline__ void multiply_k(Accumulator<1, Traits::kKeys>& S,
+                                           const OperandA<1, Traits::kHeadDim>& Q,
+                                           const typename Traits::KvTile& K, int lane) {
+  const SmemOperandB<typename Traits::KvTile, Layout::kKInner> view(K, 0, lane);
+  if constexpr (Traits::k8Bit) {
+    multiply_widened_keys<Traits::kCacheDType>(S, Q, view);
+  } else {
+    gemm_register<typename Traits::Element>(S, Q, view);
+  }
+}
+
+// O += P V for a tile.
+template <typename Traits>
+__device__ __forceinline__ void multiply_v(typename Traits::Output& O,
+                                           const OperandA<1, Traits::kKeys>& P,
+                                           const typename Traits::KvTile& V, int lane) {
+  if constexpr (Traits::k8Bit) {
+    multiply_widened_values<Traits::kCacheDType>(O, P, V, lane);
+  } else {
+    gemm_register<typename Traits::Element>(
+        O, P, SmemOperandB<typename Traits::KvTile, Layout::kKOuter>(V, 0, lane));
+  }
+}
+
+// Computes O = P V over this warp's tiles of the piece, and the state of their softmax. Returns what
+// is still to be multiplied with: the descale of V.
+template <typename Traits>
+__device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
+                                        DecodeStorage<Traits>& smem, const DecodeParams& params,
+                                        const DecodePiece& piece) {
   using Element = typename Traits::Element;
   using KvTile = typename Traits::KvTile;
   constexpr int kStages = Traits::kStages, kKeys = Traits::kKeys;
@@ -173,7 +212,16 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
 #pragma unroll
   for (int i = 0; i < kStages; ++i) load(i);
 
-  const OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
+  OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
+  float row_scale[2], v_descale = 1.f;  // of 8 bits: what products are multiplied with
+  if constexpr (Traits::k8Bit) {
+    v_descale = descale_of(params.v_descale, params.v_descale_batch_stride,
+                           params.v_descale_head_stride, piece.batch_idx, piece.kv_head);
+    row_scale[0] = row_scale[1] =
+        descale_of(params.k_descale, params.k_descale_batch_stride, params.k_descale_head_stride,
+                   piece.batch_idx, piece.kv_head);
+    if (params.dtype == DType::kBf16) bf16_to_fp16(Q, row_scale);
+  }
   int row_first[2], row_end[2];  // the keys of the piece that this thread's rows see
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -190,9 +238,10 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
     const auto valid = cache.valid(smem.valid[warp][static_cast<unsigned>(2 * j) % kStages]);
     Accumulator<1, kKeys> S;
     S.fill(0.f);
-    gemm_register<Element>(S, Q, SmemOperandB<KvTile, Layout::kKInner>(stage(2 * j), 0, lane));
+    multiply_k<Traits>(S, Q, stage(2 * j), lane);
     __syncwarp();  // all lanes have read the stage
     load(2 * j + kStages);
+    if constexpr (Traits::k8Bit) scale_rows(S, row_scale);
 
     const int first_key = piece.first_key + (warp + j * kDecodeWarps) * kKeys;
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
@@ -207,14 +256,14 @@ __device__ __forceinline__ void attend(typename Traits::Output& O, OnlineSoftmax
 
     ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
-    gemm_register<Element>(O, to_operand_a<Element>(S),
-                           SmemOperandB<KvTile, Layout::kKOuter>(stage(2 * j + 1), 0, lane));
+    multiply_v<Traits>(O, to_operand_a<Element>(S), stage(2 * j + 1), lane);
     __syncwarp();
     load(2 * j + 1 + kStages);
   }
   ptx::cp_async_wait<0>();
   softmax.finish();
   ptx::wait_for_prerequisites();  // whoever still reads the workspace, or the output's memory
+  return v_descale;
 }
 
 // Merges the results of the warps and stores the rows that exist.
@@ -262,9 +311,11 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
     const float factor = output.finish_lse(params, head, lse, col == 0);
 #pragma unroll
     for (float& x : o) x *= factor;
-    *reinterpret_cast<uint4*>(output.out + col) = {
-        ptx::pack<Element>(o[0], o[1]), ptx::pack<Element>(o[2], o[3]),
-        ptx::pack<Element>(o[4], o[5]), ptx::pack<Element>(o[6], o[7])};
+    if (Traits::k8Bit && params.dtype == DType::kBf16) {
+      store_chunk<__nv_bfloat16>(output.out + col, o);
+    } else {
+      store_chunk<Element>(output.out + col, o);
+    }
   }
 }
 
@@ -284,7 +335,7 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
   typename Traits::Output O;
   O.fill(0.f);
   OnlineSoftmax<2> softmax(params.softmax_scale);
-  attend<Traits>(O, softmax, smem, params, piece);
+  const float descale = attend<Traits>(O, softmax, smem, params, piece);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   __syncthreads();  // every warp is done with its ring
@@ -292,14 +343,25 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(half, lane);
     if (row >= piece.num_rows) continue;
+    float (&o)[sizeof(smem.warps.o[0][0]) / sizeof(float)] = smem.warps.o[warp][row];
+    if constexpr (Traits::k8Bit) {  // even columns and odd ones in blocks of their own
 #pragma unroll
-    for (int i = 0; i < O.kRowElements; i += 2) {
-      *reinterpret_cast<float2*>(&smem.warps.o[warp][row][fragment_col(i, lane)]) = {
-          O.at(half, i), O.at(half, i + 1)};
+      for (int i = 0; i < O.kRowElements; i += 4) {
+        *reinterpret_cast<float4*>(&o[i * 4 + lane % 4 * 4]) = {
+            O.at(half, i), O.at(half, i + 2), O.at(half, i + 1), O.at(half, i + 3)};
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < O.kRowElements; i += 2) {
+        *reinterpret_cast<float2*>(&o[fragment_col(i, lane)]) = {O.at(half, i), O.at(half, i + 1)};
+      }
     }
     if (lane % 4 != 0) continue;
     smem.warps.lse[warp][row] = softmax.log_sum_exp(half);
-    smem.warps.inverse_sum[warp][row] = softmax.inverse_sum(half);
+    // Nothing stays nothing, whatever the descale of a sequence without keys.
+    const float inverse_sum = softmax.inverse_sum(half);
+    smem.warps.inverse_sum[warp][row] =
+        Traits::k8Bit && inverse_sum != 0.f ? inverse_sum * descale : inverse_sum;
     const float largest = softmax.largest_score(half);
     if (params.max_logits != nullptr && largest != -INFINITY) {
       raise_to(params.max_logits + piece.head(row, piece.token(row)), largest);
@@ -338,11 +400,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   }
 }
 
-template <DType kDType, int kHeadDim>
+template <DType kCacheDType, int kHeadDim>
 void launch_decode(const DecodeParams& params, Stream stream) {
   const DecodeGrid grid(params);
   const auto run = [&]<bool kPaged, bool kByLength> {
-    using Traits = DecodeTraits<kDType, kHeadDim, kPaged>;
+    using Traits = DecodeTraits<kCacheDType, kHeadDim, kPaged>;
     constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
     static_assert(kSmemBytes <= 99 * 1024);
     launch_overlapping<decode_kernel<Traits, kByLength>>(

@@ -1,5 +1,6 @@
 // Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just appended
-// to; with every term of the score. decode.cuh is the faster one for plain calls.
+// to; with every term of the score. decode.cuh is the faster one for plain calls, in 8 bits for short
+// ones.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → ALiBi → mask → online softmax → O = P V
 //
@@ -16,9 +17,8 @@
 // The two exchanges cost two barriers of 128 threads a tile, which is little beside its read. They
 // leave nothing to merge between the warps in the end but row sums.
 //
-// With 8-bit caches a 16-bit word of shared memory holds two neighbouring columns. K and V are
-// widened to fp16, exactly, between ldmatrix and mma; what ldmatrix permutes so is undone in Q's
-// columns and O's. Descales enter the softmax scale and O.
+// 8-bit caches are widened to fp16 between ldmatrix and mma (widened_gemm.cuh). Descales enter the
+// softmax scale and O.
 //
 // With fp32 caches Q, P and O are fp32 too, and products are those of gemm<float>, whatever torch
 // allows.
@@ -45,10 +45,8 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
                                             int warp, int lane) {
   const int first_row = blockIdx.x * kDecodeRows;
   const bool whole = piece.number < 0, stores_lse = warp == 0 && lane % 4 == 0;
-  const float descale = params.v_descale == nullptr
-                            ? 1.f
-                            : params.v_descale[piece.batch_idx * params.v_descale_batch_stride +
-                                               blockIdx.y * params.v_descale_head_stride];
+  const float descale = descale_of(params.v_descale, params.v_descale_batch_stride,
+                                   params.v_descale_head_stride, piece.batch_idx, blockIdx.y);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(half, lane);

@@ -18,8 +18,6 @@ inline constexpr int kKvcacheHeadDim = 512;
 inline constexpr int kKvcachePortableHeadDim = 256, kKvcacheLargeSmemBytes = 163 * 1024;
 inline constexpr int kKvcacheWideHeadDim = 256;  // of fp32
 
-constexpr bool is_8bit(DType dtype) { return dtype == DType::kFp8E4M3 || dtype == DType::kInt8; }
-
 // Keys of a tile. It has 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not
 // to be felt. 8-bit tiles have twice the keys, as the work a key is the same. Those of fp32 have
 // 32 KB, so that a warp splits its operand of Q for many keys, and two tiles fit the least shared

@@ -1,24 +1,14 @@
-// The two matrix products of kvcache.cuh, and 8-bit caches on their way into them.
+// The two matrix products of kvcache.cuh.
 #pragma once
 
 #include <type_traits>
 
-#include "../ptx/widen.cuh"
 #include "../tile/gemm.cuh"
 #include "../tile/warp_grid.cuh"
 #include "kvcache_traits.cuh"
+#include "widened_gemm.cuh"
 
 namespace flash_attn::cuda {
-
-// Widens four elements of an 8-bit cache: the first two, and the last two.
-template <DType kCacheDType>
-__device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  if constexpr (kCacheDType == DType::kInt8) {
-    ptx::widen_int8(bytes, low, high);
-  } else {
-    ptx::widen_e4m3(bytes, low, high);
-  }
-}
 
 // The rows of Q as a warp multiplies them: in registers, or where these do not hold them, read again with
 // every tile of keys.
@@ -76,19 +66,8 @@ __device__ __forceinline__ typename Traits::Scores multiply_keys(const KvcacheQu
     for (int n = 0; n < Traits::kWarpKeys; n += 16) {
       uint32_t b[4];
       view.load(b, n, unit);
-      if constexpr (Traits::k8Bit) {  // 32 columns of K: two steps
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          uint32_t q[1][4];
-          Q.load(q, unit * 2 + step * 16);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t low, high;
-            widen<Traits::kCacheDType>(b[2 * half + step], low, high);
-            float (&c)[4] = S[step % kSums].data[0][n / 8 + half];
-            ptx::mma_m16n8k16<Element>(c, q[0], low, high, c);
-          }
-        }
+      if constexpr (Traits::k8Bit) {
+        multiply_widened_keys<Traits::kCacheDType>(S[0], S[kSums - 1], Q, b, n, unit * 2);
       } else {
         uint32_t q[1][4];
         Q.load(q, unit);
@@ -143,18 +122,7 @@ __device__ __forceinline__ void multiply_values(typename Traits::Output& O,
       for (int block = 0; block < Traits::kColumnBlocks; ++block) {
         uint32_t b[4];  // eight keys each, two columns a word
         ptx::ldmatrix_x4_trans(b, KvTile::advance(address, key, block * 8 * kKvcacheWarps));
-        uint32_t even[4], odd[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          widen<Traits::kCacheDType>(ptx::permute_bytes(b[i], 0, 0x3120), even[i], odd[i]);
-        }
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          float (&c0)[4] = O.data[0][2 * block];
-          float (&c1)[4] = O.data[0][2 * block + 1];
-          ptx::mma_m16n8k16<Element>(c0, p[step], even[2 * step], even[2 * step + 1], c0);
-          ptx::mma_m16n8k16<Element>(c1, p[step], odd[2 * step], odd[2 * step + 1], c1);
-        }
+        multiply_widened_values<Traits::kCacheDType>(O, p[0], p[1], b, block * 16);
       }
     }
   } else {

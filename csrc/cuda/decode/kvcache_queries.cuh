@@ -5,16 +5,9 @@
 #include "../tile/smem_tile.cuh"
 #include "../tile/store.cuh"
 #include "kvcache_schedule.cuh"
+#include "widened_gemm.cuh"
 
 namespace flash_attn::cuda {
-
-// Power of two that brings the largest of a row near 2^14, where fp16 holds 11 bits of everything
-// down to 2^-28 of it: more than bf16 has.
-__device__ __forceinline__ float fp16_scale(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  const bool usual = exponent > -110 && exponent < 128;
-  return usual ? __uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 1.f;
-}
 
 // Loads the 16 rows as the left operand of Q Kᵀ, with zeros beyond rows and columns. row_scale is
 // what the products are to be multiplied with. With kTo8Bit the columns stand in the order in which
@@ -74,11 +67,9 @@ __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHea
     if (params.dtype == DType::kBf16) scale = fp16_scale(largest);
   }
   if (lane == 0) {
-    const float descale = params.k_descale == nullptr
-                              ? 1.f
-                              : params.k_descale[piece.batch_idx * params.k_descale_batch_stride +
-                                                 kv_head * params.k_descale_head_stride];
-    row_scale[row] = descale / scale;
+    row_scale[row] = descale_of(params.k_descale, params.k_descale_batch_stride,
+                                params.k_descale_head_stride, piece.batch_idx, kv_head) /
+                     scale;
   }
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {

@@ -27,15 +27,17 @@ struct DecodeCost {
   int64_t row_tiles;
   int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
   int num_sms, blocks_per_sm;
+  double tile_time;  // of reading a tile: 1 for 16 bits
   // The share of the SMs, with one block each, below which a block does not read faster. Half of
-  // them saturate the memory, all of them where page numbers are looked up.
+  // them saturate the memory, all of them where page numbers are looked up. Of 8 bits a block has
+  // three quarters as much under way.
   double least_share;
 
   double of(int splits) const {
     constexpr double kBlockOverhead = 0.25;  // start and end of a block
     constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
     const int64_t blocks = row_tiles * splits, resident = int64_t{num_sms} * blocks_per_sm;
-    const double block = (tiles + splits - 1) / splits + kBlockOverhead;
+    const double block = tile_time * ((tiles + splits - 1) / splits) + kBlockOverhead;
     const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / resident);
     const double share = static_cast<double>(blocks % resident) / num_sms;
     const double last_wave = share == 0 ? 0 : block * std::max(least_share, share);
@@ -43,10 +45,16 @@ struct DecodeCost {
   }
 };
 
-constexpr int kTwoBlocksBytes = (2 * 97 - 1) * 1024;  // 1 KiB a block is the system's
-int decode_blocks_per_sm(const DeviceInfo& device) {
-  return device.smem_optin_bytes >= kTwoBlocksBytes ? 2 : 1;
+int decode_blocks_per_sm(const CallShape& call) {
+  const int block_kib = (is_8bit(call.cache_dtype) ? 64 : 96) + 1;  // 1 KiB is the system's
+  return call.device->smem_optin_bytes >= (2 * block_kib - 1) * 1024 ? 2 : 1;
 }
+// The thread blocks of decode.cuh that the device holds at a time.
+int64_t resident_blocks(const CallShape& call) {
+  return int64_t{call.device->num_sms} * decode_blocks_per_sm(call);
+}
+
+int64_t cache_element_bytes(const CallShape& call) { return is_8bit(call.cache_dtype) ? 1 : 2; }
 
 // The lengths are on the device; the host knows what bounds them. Windows count from the end.
 int64_t most_keys(const CallShape& call) {
@@ -69,12 +77,15 @@ int best_num_splits(const CallShape& call) {
       .row_tiles = all_row_tiles(call),
       .tiles = static_cast<int>(ceil_div(most_keys(call), tile_keys)),
       .num_sms = call.device->num_sms,
-      .blocks_per_sm = decode_blocks_per_sm(*call.device),
-      .least_share = call.paged ? 0.97 : 0.49,
+      .blocks_per_sm = decode_blocks_per_sm(call),
+      .tile_time = 0.5 * static_cast<double>(cache_element_bytes(call)),
+      .least_share = call.paged                  ? 0.97
+                     : is_8bit(call.cache_dtype) ? 0.65
+                                                 : 0.49,
   };
   int best = 1;
   double best_cost = cost.of(1);
-  const int64_t one_wave = int64_t{cost.num_sms} * cost.blocks_per_sm / cost.row_tiles;
+  const int64_t one_wave = resident_blocks(call) / cost.row_tiles;
   const int64_t most =
       std::min<int64_t>({cost.tiles, kMaxSplits, std::max<int64_t>(one_wave, kAlwaysTried)});
   for (int splits = 2; splits <= most; ++splits) {
@@ -88,29 +99,29 @@ int best_num_splits(const CallShape& call) {
 }
 
 // Equal pieces have the least to merge, but one long sequence holds up all. Pages are the mark of
-// lengths that differ, and long calls are where it tells. resident: the thread blocks that the
-// device holds at a time.
-bool cuts_by_length(const CallShape& call, int64_t resident) {
+// lengths that differ, and long calls are where it tells.
+bool cuts_by_length(const CallShape& call) {
   constexpr int64_t kLongBytes = int64_t{256} << 20;
   constexpr int kShortKeys = 2048;
   const int64_t keys = most_keys(call);
   // There are enough whole sequences for blocks that come and go to even out.
-  const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * resident;
+  const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * resident_blocks(call);
   return call.paged && call.batch > 1 && !even &&
-         4 * call.batch * keys * call.heads_kv * call.head_dim > kLongBytes;
+         2 * cache_element_bytes(call) * call.batch * keys * call.heads_kv * call.head_dim >
+             kLongBytes;
 }
 
 Splits decode_splits(const CallShape& call) {
   // 4096 rather than 2048: half the merges.
   constexpr int kPieceKeys = 4096, kMostWaves = 8;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
-  const int64_t resident = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
-  if (!call.batch_invariant && !cuts_by_length(call, resident)) {
+  if (!call.batch_invariant && !cuts_by_length(call)) {
     return Splits::alike(best_num_splits(call));
   }
   const int keys = call.batch_invariant ? kInvariantKeys : kPieceKeys;
   const int64_t blocks_per_piece = row_tiles(call) * call.heads_kv;
-  const int least_pieces = static_cast<int>(std::max<int64_t>(resident / blocks_per_piece, 1));
+  const int least_pieces =
+      static_cast<int>(std::max<int64_t>(resident_blocks(call) / blocks_per_piece, 1));
   return Splits::by_length(keys, static_cast<int>((call.capacity - 1) / keys + 1), least_pieces,
                            call.batch_invariant ? 0 : kMostWaves * least_pieces);
 }
@@ -153,14 +164,29 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
-// What DecodeParams calls plain, but for a rotation: the faster kernel serves it.
-bool is_plain_rotated(const CallShape& call) {
+// Longer calls with caches of 8 bits go to kvcache.cuh, by the elements of K.
+constexpr int64_t kDecode8BitElements = int64_t{64} << 20;
+
+// What DecodeParams calls plain, but for a rotation and 8 bits: the faster kernel serves it.
+bool has_plain_terms(const CallShape& call) {
   return !call.softcap && !call.alibi && !(call.batch_invariant && call.num_splits > 0) &&
-         call.cache_dtype == call.dtype && call.dtype != DType::kFp32 &&
-         call.head_dim == call.head_dim_v && call.head_dim <= kKvcachePortableHeadDim &&
+         call.dtype != DType::kFp32 && call.head_dim == call.head_dim_v;
+}
+bool is_plain_rotated(const CallShape& call) {
+  return has_plain_terms(call) && call.cache_dtype == call.dtype &&
+         call.head_dim <= kKvcachePortableHeadDim &&
          ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
 }
-bool is_plain(const CallShape& call) { return !call.rotates && is_plain_rotated(call); }
+// Where results may not depend on the batch, neither does the kernel.
+bool is_plain_8bit(const CallShape& call) {
+  const int64_t elements = call.batch * most_keys(call) * call.heads_kv * call.head_dim;
+  return has_plain_terms(call) && is_8bit(call.cache_dtype) &&
+         call.head_dim <= kDecode8BitHeadDim &&
+         (call.batch_invariant || elements <= kDecode8BitElements);
+}
+bool is_plain(const CallShape& call) {
+  return !call.rotates && (is_plain_rotated(call) || is_plain_8bit(call));
+}
 
 int64_t sequence_rows(const CallShape& call) { return call.tokens * call.heads_q / call.heads_kv; }
 
@@ -176,9 +202,9 @@ int prefix_pieces(const CallShape& call) {
   constexpr int64_t kMostPieces = 32, kLeastKeys = 256;
   const int64_t members = prefix_tile_rows(static_cast<int>(call.head_dim)) / sequence_rows(call);
   const int64_t blocks = ceil_div(call.batch, members) * call.heads_kv;
-  const int64_t resident = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
-  return static_cast<int>(std::clamp<int64_t>(
-      resident / blocks, 1, std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
+  return static_cast<int>(
+      std::clamp<int64_t>(resident_blocks(call) / blocks, 1,
+                          std::min(kMostPieces, ceil_div(call.capacity, kLeastKeys))));
 }
 
 // How what a sequence has beyond the shared keys is cut. Nobody knows how long it is: thread blocks
@@ -186,9 +212,8 @@ int prefix_pieces(const CallShape& call) {
 Splits own_splits(const CallShape& call) {
   constexpr int64_t kMostPieces = 4;
   if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
-  const int64_t resident = int64_t{call.device->num_sms} * decode_blocks_per_sm(*call.device);
-  return Splits::alike(
-      static_cast<int>(std::clamp<int64_t>(resident / (2 * all_row_tiles(call)), 1, kMostPieces)));
+  return Splits::alike(static_cast<int>(
+      std::clamp<int64_t>(resident_blocks(call) / (2 * all_row_tiles(call)), 1, kMostPieces)));
 }
 
 bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.heads_q == 0; }

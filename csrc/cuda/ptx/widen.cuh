@@ -21,16 +21,19 @@ __device__ __forceinline__ void widen_e4m3(uint32_t bytes, uint32_t& low, uint32
 }
 
 // int8: with its sign bit flipped a byte is value + 128, and below the exponent byte 0x64 that is
-// 1024 + value + 128 in fp16. sub.f16x2, PTX ISA "sub", takes the rest away.
+// 1024 + value + 128 in fp16. sub.f16x2, PTX ISA "sub", takes the rest away. kAlternate: bytes 0, 2 and
+// 1, 3 instead of 0, 1 and 2, 3.
+template <bool kAlternate>
 __device__ __forceinline__ void widen_int8(uint32_t bytes, uint32_t& low, uint32_t& high) {
   constexpr uint32_t kBias = 0x64806480;  // 1152, twice
+  constexpr uint32_t kLow = kAlternate ? 0x4240 : 0x4140, kHigh = kAlternate ? 0x4341 : 0x4342;
   const uint32_t flipped = bytes ^ 0x80808080;
   asm("sub.f16x2 %0, %1, %2;"
       : "=r"(low)
-      : "r"(permute_bytes(flipped, 0x64646464, 0x4140)), "r"(kBias));
+      : "r"(permute_bytes(flipped, 0x64646464, kLow)), "r"(kBias));
   asm("sub.f16x2 %0, %1, %2;"
       : "=r"(high)
-      : "r"(permute_bytes(flipped, 0x64646464, 0x4342)), "r"(kBias));
+      : "r"(permute_bytes(flipped, 0x64646464, kHigh)), "r"(kBias));
 }
 
 }  // namespace flash_attn::ptx

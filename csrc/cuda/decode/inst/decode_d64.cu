@@ -4,5 +4,7 @@ namespace flash_attn::cuda {
 
 template void launch_decode<DType::kFp16, 64>(const DecodeParams&, Stream);
 template void launch_decode<DType::kBf16, 64>(const DecodeParams&, Stream);
+template void launch_decode<DType::kFp8E4M3, 64>(const DecodeParams&, Stream);
+template void launch_decode<DType::kInt8, 64>(const DecodeParams&, Stream);
 
 }  // namespace flash_attn::cuda

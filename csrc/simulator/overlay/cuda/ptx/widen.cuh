@@ -27,7 +27,9 @@ inline void widen_e4m3(uint32_t bytes, uint32_t& low, uint32_t& high) {
   widen(bytes, low, high,
         [](uint8_t byte) { return __half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)); });
 }
-inline void widen_int8(uint32_t bytes, uint32_t& low, uint32_t& high) {
+template <bool kAlternate>
+void widen_int8(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  if (kAlternate) bytes = permute_bytes(bytes, 0, 0x3120);
   widen(bytes, low, high, [](uint8_t byte) { return __float2half_rn(static_cast<int8_t>(byte)); });
 }
 
