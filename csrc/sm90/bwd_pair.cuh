@@ -90,8 +90,10 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
     typename Traits::Rows::template OfLane<Traits::kBlockM> lse;
     smem.row_values[row_ring.stage()].lse.read(lse, 0, self.lane);
-    exponentiate(S, scale_log2, lse, m < work.range.full_begin || m >= work.range.full_end, work,
-                 self.warp_row, m * Traits::kBlockM, self.lane);
+    exponentiate(S, scale_log2, lse);
+    if (m < work.range.full_begin || m >= work.range.full_end) {
+      hide_unseen(S, work, self.warp_row, m * Traits::kBlockM, self.lane);
+    }
     row_ring.arrive_empty();
     const auto p_ring = row_ring.in(smem.p_ring);
     p_ring.wait_empty();
