@@ -59,7 +59,7 @@ def kernel_cases() -> list[Case]:
         for i, shape in enumerate(SHAPES.values()):
             dtype = ("fp16", "bf16")[i // 2 % 2]
             cases.append(Case(d=d - 8 * (i % 2), dtype=dtype, heads_q=4, heads_kv=2, **shape))
-    for d in (40, 64, 72, 96):
+    for d in (40, 64, 72, 96, 128):
         cases.append(Case(d=d, dtype="bf16", batch=1, seqlen_q=1100, seqlen_k=200, heads_q=2))
     cases.append(Case(d=40, d_v=24, dtype="fp16", seqlen_q=33, seqlen_k=20, causal=True))
     cases.append(Case(d=80, d_v=24, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))

@@ -80,6 +80,10 @@ template <typename T>
 T __ldcg(const T* address) {
   return *address;
 }
+template <typename T>
+void __stcs(T* address, const T& value) {
+  *address = value;
+}
 
 inline int atomicAdd(int* address, int value) {
   const int before = *address;

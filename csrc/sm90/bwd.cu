@@ -114,17 +114,17 @@ int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
 
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
-  const bool pools =
+  const int rounds =
       with_bwd_class(params.head_dim, params.head_dim_v,
-                     [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pools; });
-  if (!is_dense || !pools || params.deterministic || cuda::has_score_terms(params) ||
+                     [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pool_rounds; });
+  if (!is_dense || rounds == 0 || params.deterministic || cuda::has_score_terms(params) ||
       runs_split(params) || params.seqlen_q > kBwdMaxPooledQueries) {
     return 0;
   }
   const int64_t numbers = int64_t{params.batch} * params.heads_kv;
   const int blocks = (params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN;
   return static_cast<int>(
-      std::min<int64_t>(numbers, kBwdPoolRounds * device.num_sms / std::max(blocks, 1) + 2));
+      std::min<int64_t>(numbers, rounds * device.num_sms / std::max(blocks, 1) + 2));
 }
 
 int64_t bwd_dq_pool_rows(const BwdParams& params) {

@@ -13,9 +13,12 @@ inline constexpr int kBwdBlockN = 64 * kBwdConsumers;
 inline constexpr int kBwdMaxSingleHeadDim = 128;
 
 struct BwdTile {
-  int block_m;              // queries of an iteration
-  int stages;               // blocks of Q, and of dO, in shared memory
-  bool pools;               // where sequences are short, the sums of dQ may be a pool
+  int block_m;  // queries of an iteration
+  int stages;   // blocks of Q, and of dO, in shared memory
+  // Where sequences are short, the sums of dQ are a pool with places for so many times the tiles that
+  // run at a time: for those that run, those that are converted, and those whose thread blocks are
+  // late. More places would not stay in the L2 cache. 0: there is no pool.
+  int pool_rounds;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
@@ -27,34 +30,31 @@ template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
+    .block_m = 128, .stages = 2, .pool_rounds = 0, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
-    .block_m = 128, .stages = 2, .pools = true, .folds_rows = true};
+    .block_m = 128, .stages = 2, .pool_rounds = 3, .folds_rows = true};
 template <>
 inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
                                          .stages = 2,
-                                         .pools = false,
+                                         .pool_rounds = 0,
                                          .folds_rows = true,
                                          .holds_k = true,
                                          .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .pools = false, .folds_rows = true, .holds_k = true};
+    .block_m = 64, .stages = 2, .pool_rounds = 0, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<128> = {
-    .block_m = 64, .stages = 2, .pools = true, .folds_rows = true};
+    .block_m = 64, .stages = 2, .pool_rounds = 2, .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
 
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
-inline constexpr int kBwdMaxPooledQueries = 1024;
+inline constexpr int kBwdMaxPooledQueries = 2048;
 inline constexpr int kBwdPoolRows = 64;
-// A pool has places for so many times the tiles that run at a time: for those that run, those that
-// are converted, and those whose thread blocks are late.
-inline constexpr int kBwdPoolRounds = 3;
 
 // The heads that come last may together read and add to so much, which is two to three times what
 // the L2 cache has.

@@ -34,7 +34,8 @@ class KeyGradientRows {
         chunk = *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(tile.data) +
                                                 Tile::byte_offset(row, col));
       }
-      *reinterpret_cast<uint4*>(matrix + segment_row(key) * strides.row + col) = chunk;
+      // What is read again meanwhile keeps the L2 cache.
+      __stcs(reinterpret_cast<uint4*>(matrix + segment_row(key) * strides.row + col), chunk);
     }
   }
 
