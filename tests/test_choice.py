@@ -211,7 +211,7 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="decode", dtype="fp32", cache="fp32"), "cuda; kvcache, the keys of all"),
         (dict(op="decode", softcap=True), "cuda; kvcache, the keys of all sequences dealt out"),
         (dict(op="decode", cache="int8", head_dim=144), "cuda; kvcache, the keys of all sequences"),
-        (dict(op="decode", cache="int8", capacity=8193), "cuda; kvcache, the keys of all"),
+        (dict(op="decode", cache="int8", capacity=8193), "cuda; decode"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),
         (dict(op="fwd", return_probs=True), "aten; ATen operations:"),
     ],

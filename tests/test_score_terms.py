@@ -206,6 +206,15 @@ def test_a_bias_of_one_key_beside_a_sink(
 
 
 @each_target(ATEN_CPU, SM80, SM90)
+@pytest.mark.parametrize("draw", range(3))
+def test_a_bias_of_one_key_in_varlen_beside_a_sink(draw: int, target: Target, seed: int) -> None:
+    """Nobody trusts max_seqlen_k, so this bias broadcasts the keys, and its gradient is as exact as
+    delta."""
+    lengths = dict(lengths_q=(130, 130, 64), lengths_k=(0, 1, 0))
+    check(Case(dtype="fp16", d=32, bias="batch", sink=True, **lengths), target, seed)
+
+
+@each_target(ATEN_CPU, SM80, SM90)
 @pytest.mark.parametrize("has_gradient", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("order", ["bhqk", "bhkq", "qkhb", "kbqh", "expanded", "sliced"])

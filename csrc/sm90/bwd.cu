@@ -114,17 +114,19 @@ int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
 
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
-  const int rounds =
+  const double rounds =
       with_bwd_class(params.head_dim, params.head_dim_v,
                      [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pool_rounds; });
+  const int most_queries =
+      params.heads_q == params.heads_kv ? kBwdMaxPooledQueries : kBwdMaxPooledQueriesOfGroup;
   if (!is_dense || rounds == 0 || params.deterministic || cuda::has_score_terms(params) ||
-      runs_split(params) || params.seqlen_q > kBwdMaxPooledQueries) {
+      runs_split(params) || params.seqlen_q > most_queries) {
     return 0;
   }
   const int64_t numbers = int64_t{params.batch} * params.heads_kv;
   const int blocks = (params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN;
-  return static_cast<int>(
-      std::min<int64_t>(numbers, rounds * device.num_sms / std::max(blocks, 1) + 2));
+  const auto in_rounds = static_cast<int64_t>(rounds * device.num_sms / std::max(blocks, 1));
+  return static_cast<int>(std::min(numbers, in_rounds + 2));
 }
 
 int64_t bwd_dq_pool_rows(const BwdParams& params) {

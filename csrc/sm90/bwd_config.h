@@ -18,7 +18,7 @@ struct BwdTile {
   // Where sequences are short, the sums of dQ are a pool with places for so many times the tiles that
   // run at a time: for those that run, those that are converted, and those whose thread blocks are
   // late. More places would not stay in the L2 cache. 0: there is no pool.
-  int pool_rounds;
+  double pool_rounds;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
@@ -46,14 +46,15 @@ inline constexpr BwdTile kBwdTile<96> = {
     .block_m = 64, .stages = 2, .pool_rounds = 0, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<128> = {
-    .block_m = 64, .stages = 2, .pool_rounds = 2, .folds_rows = true};
+    .block_m = 64, .stages = 2, .pool_rounds = 2.5, .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
 
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
-inline constexpr int kBwdMaxPooledQueries = 2048;
+// Where several query heads share a kv head, sections of heads are better from fewer queries on.
+inline constexpr int kBwdMaxPooledQueries = 2048, kBwdMaxPooledQueriesOfGroup = 1024;
 inline constexpr int kBwdPoolRows = 64;
 
 // The heads that come last may together read and add to so much, which is two to three times what

@@ -433,7 +433,9 @@ def condition_tensors(
         if B_dsink is not None:
             P_sink = torch.exp(call.sink[:, None] - y.lse)
             B_dsink += (P_sink * ((L - D).abs() + D_magnitude).squeeze(-1)).sum(-1)
-            if B_dbias is not None and B_dbias.shape[-1:] in ((), (1,)) and call.max_seqlen_k > 1:
+            # In a dense call of one key such a bias may also be that key's.
+            several = call.is_varlen or call.max_seqlen_k > 1
+            if B_dbias is not None and B_dbias.shape[-1:] in ((), (1,)) and several:
                 part = _crop_bias(B_dbias, rows.index, E.size(1), E.size(2))
                 part += (P_sink[..., None] * D_magnitude).sum_to_size(part.shape)
         largest = max(largest, y.largest_score)

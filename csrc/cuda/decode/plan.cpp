@@ -164,9 +164,6 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
-// Longer calls with caches of 8 bits go to kvcache.cuh, by the elements of K.
-constexpr int64_t kDecode8BitElements = int64_t{64} << 20;
-
 // What DecodeParams calls plain, but for a rotation and 8 bits: the faster kernel serves it.
 bool has_plain_terms(const CallShape& call) {
   return !call.softcap && !call.alibi && !(call.batch_invariant && call.num_splits > 0) &&
@@ -177,12 +174,10 @@ bool is_plain_rotated(const CallShape& call) {
          call.head_dim <= kKvcachePortableHeadDim &&
          ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
 }
-// Where results may not depend on the batch, neither does the kernel.
+// kvcache.cuh reads pages of 8 bits faster, but decode.cuh cuts sequences alike whatever the batch.
 bool is_plain_8bit(const CallShape& call) {
-  const int64_t elements = call.batch * most_keys(call) * call.heads_kv * call.head_dim;
   return has_plain_terms(call) && is_8bit(call.cache_dtype) &&
-         call.head_dim <= kDecode8BitHeadDim &&
-         (call.batch_invariant || elements <= kDecode8BitElements);
+         call.head_dim <= kDecode8BitHeadDim && (call.batch_invariant || !call.paged);
 }
 bool is_plain(const CallShape& call) {
   return !call.rotates && (is_plain_rotated(call) || is_plain_8bit(call));
