@@ -114,18 +114,20 @@ int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
 
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
-  const double rounds =
+  const BwdTile tile =
       with_bwd_class(params.head_dim, params.head_dim_v,
-                     [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>.pool_rounds; });
-  const int most_queries =
-      params.heads_q == params.heads_kv ? kBwdMaxPooledQueries : kBwdMaxPooledQueriesOfGroup;
-  if (!is_dense || rounds == 0 || params.deterministic || cuda::has_score_terms(params) ||
+                     [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>; });
+  const int most_queries = params.heads_q == params.heads_kv
+                               ? tile.pooled_queries
+                               : std::min(tile.pooled_queries, kBwdMostPooledOfGroup);
+  if (!is_dense || tile.pool_rounds == 0 || params.deterministic || cuda::has_score_terms(params) ||
       runs_split(params) || params.seqlen_q > most_queries) {
     return 0;
   }
   const int64_t numbers = int64_t{params.batch} * params.heads_kv;
   const int blocks = (params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN;
-  const auto in_rounds = static_cast<int64_t>(rounds * device.num_sms / std::max(blocks, 1));
+  const auto in_rounds =
+      static_cast<int64_t>(tile.pool_rounds * device.num_sms / std::max(blocks, 1));
   return static_cast<int>(std::min(numbers, in_rounds + 2));
 }
 

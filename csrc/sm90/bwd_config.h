@@ -17,8 +17,10 @@ struct BwdTile {
   int stages;   // blocks of Q, and of dO, in shared memory
   // Where sequences are short, the sums of dQ are a pool with places for so many times the tiles that
   // run at a time: for those that run, those that are converted, and those whose thread blocks are
-  // late. More places would not stay in the L2 cache. 0: there is no pool.
-  double pool_rounds;
+  // late. More places would not stay in the L2 cache. 0: there is no pool. It serves up to
+  // pooled_queries.
+  double pool_rounds = 0;
+  int pooled_queries = 0;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
@@ -30,23 +32,19 @@ template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
 inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .pool_rounds = 0, .folds_rows = true, .holds_k = true};
+    .block_m = 128, .stages = 2, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {
-    .block_m = 128, .stages = 2, .pool_rounds = 3, .folds_rows = true};
+    .block_m = 128, .stages = 2, .pool_rounds = 3, .pooled_queries = 2048, .folds_rows = true};
 template <>
-inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
-                                         .stages = 2,
-                                         .pool_rounds = 0,
-                                         .folds_rows = true,
-                                         .holds_k = true,
-                                         .holds_v = true};
+inline constexpr BwdTile kBwdTile<80> = {
+    .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true, .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .pool_rounds = 0, .folds_rows = true, .holds_k = true};
+    .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<128> = {
-    .block_m = 64, .stages = 2, .pool_rounds = 2.5, .folds_rows = true};
+    .block_m = 64, .stages = 2, .pool_rounds = 2.5, .pooled_queries = 4096, .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
@@ -54,7 +52,7 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
 // Where several query heads share a kv head, sections of heads are better from fewer queries on.
-inline constexpr int kBwdMaxPooledQueries = 2048, kBwdMaxPooledQueriesOfGroup = 1024;
+inline constexpr int kBwdMostPooledOfGroup = 1024;
 inline constexpr int kBwdPoolRows = 64;
 
 // The heads that come last may together read and add to so much, which is two to three times what

@@ -15,8 +15,8 @@
 // the arithmetic between.
 //
 // It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
-// not. Other forms and score terms belong to kvcache.cuh. Caches of 8 bits are widened to fp16 between
-// ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
+// not. Other forms and score terms belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16
+// between ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
 // Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end.
 // Q, S, P and O are in registers.
@@ -414,7 +414,7 @@ void launch_decode(const DecodeParams& params, Stream stream) {
   const bool by_length = params.splits.keys > 0;
   if (params.block_table == nullptr) {
     by_length ? run.template operator()<false, true>() : run.template operator()<false, false>();
-  } else if constexpr (kHeadDim <= kDecodeFormsHeadDim) {
+  } else if constexpr (kHeadDim <= kDecodeFormsHeadDim && !is_8bit(kCacheDType)) {
     by_length ? run.template operator()<true, true>() : run.template operator()<true, false>();
   }
 }

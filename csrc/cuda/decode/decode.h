@@ -8,7 +8,7 @@ namespace flash_attn::cuda {
 // With pages, or just appended to, no head_dim above this: registers are short.
 inline constexpr int kDecodeFormsHeadDim = 192;
 
-// The same with caches of 8 bits.
+// The same with caches of 8 bits, which are dense.
 inline constexpr int kDecode8BitHeadDim = 128;
 
 // Any head dim up to 256 (8 bits: up to 128).

@@ -54,8 +54,6 @@ int64_t resident_blocks(const CallShape& call) {
   return int64_t{call.device->num_sms} * decode_blocks_per_sm(call);
 }
 
-int64_t cache_element_bytes(const CallShape& call) { return is_8bit(call.cache_dtype) ? 1 : 2; }
-
 // The lengths are on the device; the host knows what bounds them. Windows count from the end.
 int64_t most_keys(const CallShape& call) {
   return call.window_left < 0 ? call.capacity
@@ -78,7 +76,7 @@ int best_num_splits(const CallShape& call) {
       .tiles = static_cast<int>(ceil_div(most_keys(call), tile_keys)),
       .num_sms = call.device->num_sms,
       .blocks_per_sm = decode_blocks_per_sm(call),
-      .tile_time = 0.5 * static_cast<double>(cache_element_bytes(call)),
+      .tile_time = is_8bit(call.cache_dtype) ? 0.5 : 1,
       .least_share = call.paged                  ? 0.97
                      : is_8bit(call.cache_dtype) ? 0.65
                                                  : 0.49,
@@ -107,8 +105,7 @@ bool cuts_by_length(const CallShape& call) {
   // There are enough whole sequences for blocks that come and go to even out.
   const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * resident_blocks(call);
   return call.paged && call.batch > 1 && !even &&
-         2 * cache_element_bytes(call) * call.batch * keys * call.heads_kv * call.head_dim >
-             kLongBytes;
+         4 * call.batch * keys * call.heads_kv * call.head_dim > kLongBytes;
 }
 
 Splits decode_splits(const CallShape& call) {
@@ -174,10 +171,10 @@ bool is_plain_rotated(const CallShape& call) {
          call.head_dim <= kKvcachePortableHeadDim &&
          ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
 }
-// kvcache.cuh reads pages of 8 bits faster, but decode.cuh cuts sequences alike whatever the batch.
+// Pages of 8 bits are read faster by kvcache.cuh.
 bool is_plain_8bit(const CallShape& call) {
   return has_plain_terms(call) && is_8bit(call.cache_dtype) &&
-         call.head_dim <= kDecode8BitHeadDim && (call.batch_invariant || !call.paged);
+         call.head_dim <= kDecode8BitHeadDim && !call.paged;
 }
 bool is_plain(const CallShape& call) {
   return !call.rotates && (is_plain_rotated(call) || is_plain_8bit(call));
