@@ -178,7 +178,7 @@ class Case:
         dense_bias = self.bias != "bool" and not (self.bias_fp32 or self.is_varlen)
         several = self.softcap or self.dropout_p or (self.bias and not dense_bias)
         fp16_slopes = self.alibi and self.dtype == "fp16" and several
-        unordered = self.deterministic and (terms or not narrow)
+        unordered = self.deterministic and terms
         longest_q = max(self.lengths_q, default=0) if self.is_varlen else self.seqlen_q
         longest_k = max(self.segments_k, default=0) if self.is_varlen else self.keys
         queries, keys = BIAS_SHAPES.get(self.bias, "1 1").split()[-2:]

@@ -94,6 +94,50 @@ def test_few_keys(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
+# For the widest heads, a kernel of its own computes dq on sm90 where queries see few keys in the
+# mean (csrc/sm90/bwd.cu, computes_dq_apart). There a GPU has as many multiprocessors as tiles, the
+# simulated one eight, or the tiles are four rounds of them.
+DQ_APART = [
+    Case(**dict(d=256, batch=1, heads_q=1, heads_kv=1) | more)
+    for more in (
+        dict(dtype="bf16", seqlen_q=150, seqlen_k=130, heads_q=2),
+        dict(dtype="fp16", seqlen_q=200, seqlen_k=350, causal=True),
+        # The first queries see nothing; the last keys are seen by nobody.
+        dict(dtype="bf16", seqlen_q=321, seqlen_k=65, heads_q=2, causal=True, sink=True),
+        dict(dtype="fp16", seqlen_q=129, seqlen_k=300, causal=True, top_left=True, lse_grad=True),
+        dict(dtype="fp16", seqlen_q=256, seqlen_k=300, window=(65, 0), softmax_scale=0.4),
+        dict(dtype="bf16", seqlen_q=300, seqlen_k=320, spread="wide"),
+        dict(dtype="bf16", seqlen_q=140, causal=True, d=200),
+        dict(dtype="fp16", seqlen_q=140, causal=True, d=144, d_v=248),
+        dict(dtype="bf16", seqlen_q=140, d_v=24),
+        # In rounds: dense, with a window; varlen.
+        dict(dtype="bf16", seqlen_q=500, seqlen_k=450, heads_q=4, heads_kv=4, window=(100, 20)),
+        dict(dtype="bf16", lengths_q=(300, 0, 129), lengths_k=(190, 7, 130), tail=3, causal=True)
+        | dict(heads_q=4, heads_kv=4, lse_grad=True),
+        dict(dtype="fp16", lengths_q=(129, 140), lengths_k=(160, 129), leftpad_k=(5, 0))
+        | dict(heads_q=8, heads_kv=4, seqused_q=(63, 140), seqused_k=(130, 128)),
+        # Up to more keys where the bits shall be the same every time.
+        dict(dtype="bf16", seqlen_q=130, seqlen_k=1000, heads_q=2, heads_kv=2, deterministic=True),
+    )
+]
+# The pair of thread blocks serves these: too many keys, or few queries.
+DQ_IN_MEMORY = [
+    Case(**dict(d=256, batch=1, heads_q=1, heads_kv=1) | more)
+    for more in (
+        dict(dtype="bf16", seqlen_q=130, seqlen_k=1000),
+        dict(dtype="fp16", seqlen_q=140, seqlen_k=900, heads_q=2, causal=True),
+        dict(dtype="fp16", seqlen_q=140, seqlen_k=1300, heads_q=2, deterministic=True),
+        dict(dtype="bf16", lengths_q=(140, 130), lengths_k=(800, 9), causal=True, lse_grad=True),
+        dict(dtype="bf16", seqlen_q=90, seqlen_k=150, heads_q=6, heads_kv=6),
+    )
+]
+
+
+@each_case(DQ_APART + DQ_IN_MEMORY)
+def test_where_wide_heads_have_dq(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
 @each_case(
     [
         Case(dtype=dtype, heads_q=4, heads_kv=2, seqlen_q=n, seqlen_k=140, d=d, causal=True)
@@ -316,6 +360,8 @@ def test_requires_grad_on_a_subset(subset: tuple[str, ...], target: Target, seed
     ]
     + [
         Case(dtype="fp16", lengths_q=(150, 0, 70), lengths_k=(70, 9, 190), d=96, lse_grad=True),
+        *(case for case in DQ_APART + DQ_IN_MEMORY if case.deterministic),
+        *(case for case in DQ_APART if case.seqused_q),
         Case(dtype="fp32", seqlen_q=100, bias="key", dropout_p=0.2, sink=True, softcap=4.0),
     ]
 )

@@ -66,6 +66,10 @@ def kernel_cases() -> list[Case]:
     cases.append(Case(d=56, d_v=72, dtype="fp16", seqlen_q=33, seqlen_k=20))
     cases.append(Case(d=192, d_v=128, dtype="bf16", seqlen_q=33, seqlen_k=20, causal=True))
     cases.append(Case(d=13, dtype="bf16", seqlen_q=33, seqlen_k=20))
+    # A kernel of its own for dq: one of its two consumers without queries, the other with few.
+    one = dict(batch=1, heads_q=2, heads_kv=1, seqlen_q=130, seqlen_k=140)
+    cases.append(Case(d=256, dtype="fp16", causal=True, **one))
+    cases.append(Case(d=256, dtype="bf16", **one))
     # Score terms, which are instances of their own.
     terms = (
         dict(softcap=5.0),

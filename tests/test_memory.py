@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import ATEN_CUDA, SM80, Target, each_target, use
+from cases import ATEN_CUDA, SM80, SM90, Target, each_target, use
 
 import flash_attn
 
@@ -140,6 +140,28 @@ def test_the_gradient_of_a_bias_needs_no_workspace(shape: tuple, target: Target)
 
     without = peak(bias)
     assert peak(bias.requires_grad_()) - without <= bias.numel() * bias.element_size() + 2**20
+
+
+@each_target(SM90)
+@pytest.mark.parametrize("seqlen_k, sums", [(256, 0), (1024, 1)], ids=["apart", "in memory"])
+def test_dq_of_short_calls_needs_no_sums(seqlen_k: int, sums: int, target: Target) -> None:
+    """A kernel of its own computes dq at d = 256 where queries see few keys."""
+    queries, heads = 1024, 4
+    q, k, v = (
+        torch.randn(1, n, heads, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (queries, seqlen_k, seqlen_k)
+    )
+    with use(target):
+        out = flash_attn.flash_attn_func(q, k, v)
+    dout = torch.ones_like(out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    peak = torch.cuda.max_memory_allocated() - before
+    results = sum(x.numel() * x.element_size() for x in gradients)
+    sums_bytes = queries * heads * 256 * 4
+    assert results + sums * sums_bytes <= peak < results + (sums + 0.5) * sums_bytes
 
 
 @each_target(SM80)

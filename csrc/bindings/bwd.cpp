@@ -88,15 +88,18 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   const DeviceInfo& device = *plan.device;
   const auto numbers = lse.options().dtype(at::kInt);
   if (!plan.skips_tiles) params.splits = sm90::bwd_splits(params, device);
+  const bool dq_apart = !plan.skips_tiles && sm90::computes_dq_apart(params, device);
   const int places = plan.skips_tiles ? 0 : sm90::bwd_dq_pool_places(params, device);
   const int heads = places > 0 ? places * (params.heads_q / params.heads_kv) : params.heads_q;
-  params.dq_pool.places = places;
-  params.dq_accum_rows =
-      places > 0 ? sm90::bwd_dq_pool_rows(params) : cuda::bwd_dq_accum_rows(params);
-  params.dq_accum_cols = sm90::bwd_dq_accum_cols(params, plan.skips_tiles);
-  const at::Tensor dq_accum =
-      at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
-  params.dq_accum = dq_accum.data_ptr<float>();
+  at::Tensor dq_accum;
+  if (!dq_apart) {
+    params.dq_pool.places = places;
+    params.dq_accum_rows =
+        places > 0 ? sm90::bwd_dq_pool_rows(params) : cuda::bwd_dq_accum_rows(params);
+    params.dq_accum_cols = sm90::bwd_dq_accum_cols(params, plan.skips_tiles);
+    dq_accum = at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
+    params.dq_accum = dq_accum.data_ptr<float>();
+  }
   const at::Tensor tile_counter = at::empty({1}, numbers);
   params.tile_counter = tile_counter.data_ptr<int32_t>();
   if (plan.skips_tiles) {
@@ -113,7 +116,7 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   if (places > 0) {
     progress = at::empty({cuda::bwd_dq_pool_progress(params)}, numbers);
     params.dq_pool.progress = progress.data_ptr<int32_t>();
-  } else if (params.deterministic) {
+  } else if (params.deterministic && !dq_apart) {
     progress = at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, numbers);
     params.dq_turns = progress.data_ptr<int32_t>();
   }

@@ -59,6 +59,7 @@ bool sm90::computes_bias_gradient(const BwdParams&) { not_built(); }
 void sm90::run_bwd_masked(const Masked<BwdParams>&, const cuda::DeviceInfo&, Stream) {
   not_built();
 }
+bool sm90::computes_dq_apart(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
 int sm90::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 int sm90::bwd_dq_pool_places(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
 int64_t sm90::bwd_dq_pool_rows(const BwdParams&) { not_built(); }

@@ -50,6 +50,24 @@ double time_in_splits(int tiles, int splits, double walk, bool alike, int num_sm
   return std::max(tiles * splits * (walk / 2 / splits + cost) / num_sms, longest);
 }
 
+// How many keys a query sees in the mean. All sequences of a varlen call count as the longest.
+double mean_seen_keys(const BwdParams& params) {
+  const double queries = std::max(params.seqlen_q, 1), keys = params.seqlen_k;
+  const double diagonal = params.top_left ? 0 : keys - queries;
+  // In the mean over all queries i, how many keys come before key i + first.
+  const auto keys_before = [&](double first) {
+    const auto integral = [&](double end) {  // of the keys before key x, over x < end
+      const double inside = std::clamp(end, 0., keys);
+      return inside * inside / 2 + std::max(end - keys, 0.) * keys;
+    };
+    return (integral(first + queries) - integral(first)) / queries;
+  };
+  const double begin = params.window_left < 0 ? 0 : keys_before(diagonal - params.window_left);
+  const double end =
+      params.window_right < 0 ? keys : keys_before(diagonal + params.window_right + 1);
+  return end - begin;
+}
+
 }  // namespace
 
 BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
@@ -112,6 +130,25 @@ int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
                         [&]<int kHeadDim, int kHeadDimV> { return bwd_tile_cols(kHeadDim); });
 }
 
+bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device) {
+  const bool is_widest =
+      with_bwd_class(params.head_dim, params.head_dim_v,
+                     []<int kHeadDim, int kHeadDimV> { return kHeadDim == kBwdDqApartClass; });
+  // With fewer queries, half a thread block or more would have none.
+  const bool has_queries = params.total_q >= int64_t{params.batch} * kBwdDqApartBlockM;
+  const int most_keys = params.deterministic ? kBwdDqApartKeysInOrder : kBwdDqApartKeys;
+  if (!is_widest || !has_queries || mean_seen_keys(params) > most_keys) return false;
+  const int tiles =
+      TileScheduler<kBwdDqApartBlockN>::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
+                                             params.batch, params.heads_kv, 0)
+          .num_tiles();
+  const int dq_tiles =
+      TileScheduler<kBwdDqApartBlockM>::make(params.cu_seqlens_q, params.total_q, params.seqlen_q,
+                                             params.batch, params.heads_q, 0)
+          .num_tiles();
+  return tiles >= kBwdDqApartRounds * device.num_sms || int64_t{tiles} + dq_tiles <= device.num_sms;
+}
+
 int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
   const BwdTile tile =
@@ -148,6 +185,8 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
         split_class(params) == kBwdNarrowSplitClass
             ? launch_bwd_split<kDType, kBwdNarrowSplitClass>(params, device, stream)
             : launch_bwd_split<kDType, kBwdSplitClass>(params, device, stream);
+      } else if (params.dq_accum == nullptr) {
+        launch_bwd_dq_apart<kDType, kBwdDqApartClass>(params, device, stream);
       } else {
         with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
           if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {

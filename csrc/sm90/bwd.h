@@ -1,7 +1,8 @@
 // The backward kernels, and their instances for both dtypes by head-dim class. Plain ones stand in
 // inst/bwd_d*.cu, those whose tiles are split in inst/bwd_split_d*.cu, those with score terms in
 // inst/bwd_scores_d*.cu, and those with some of the terms in inst/bwd_some_terms_d*.cu. Those with
-// a mask whose hidden tiles are passed over stand in inst/bwd_masked_d*.cu.
+// a mask whose hidden tiles are passed over stand in inst/bwd_masked_d*.cu, and those that compute dQ
+// apart in inst/bwd_dq_apart_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -12,7 +13,8 @@ namespace flash_attn::sm90 {
 
 // It runs on compute capability 9.0 only, in fp16 and bf16. head_dim and head_dim_v may be any
 // multiples of 8 up to 256. Score terms are served up to kBwdMaxSingleHeadDim. Where dq_turns is
-// given, the call is deterministic and has no score terms. The gradient of a bias is computed in
+// given, the call is deterministic and has no score terms. dq_accum is null where
+// computes_dq_apart(), and then so is dq_turns. The gradient of a bias is computed in
 // the form kRows, and in others where stores_bias_gradient().
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
@@ -23,6 +25,9 @@ bool computes_bias_gradient(const BwdParams& params);
 // The backward with a mask whose hidden tiles are passed over. Head dims go up to 128. The call is
 // dense, has no score terms, and is neither deterministic nor has it a pool.
 void run_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
+// Whether a kernel of its own computes dQ, without sums in memory; the bits of all gradients are the
+// same every time.
+bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device);
 // What BwdParams::dq_accum_cols has to be. masked: whether run_bwd_masked() is called.
 int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 // What DqPool::places is for this call. With 0 there is no pool, and dq_accum has room for all
@@ -39,7 +44,7 @@ int64_t bwd_split_arrivals(const BwdParams& params);
 // Whether dk and dv may be fp32.
 bool writes_wide_key_gradients(const BwdParams& params);
 
-// These compute dK, dV, and the sums in dq_accum.
+// These compute dK, dV, and the sums in dq_accum, or without it dQ.
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
@@ -57,6 +62,8 @@ void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, St
 template <DType kDType, int kHeadDim>
 void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
                        Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 

@@ -97,6 +97,28 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_stages = 8,
                                                   .s_registers = 208,
                                                   .d_registers = 208};
 
+// The widest class has a second form, in which a kernel of its own computes dQ (bwd_wide_dq.cuh).
+// Then thread blocks are no pairs, and what dQ would take of registers and shared memory is free.
+inline constexpr int kBwdDqApartClass = 256;
+inline constexpr BwdPairTile kBwdDqApartTile = {.q_stages = 8,
+                                                .dout_stages = 8,
+                                                .late_products = false,
+                                                .folds_rows = false,
+                                                .dq_registers = 0,
+                                                .s_registers = 240,
+                                                .d_registers = 240};
+// Its thread blocks have so many queries of dQ, and so many keys of dK and dV.
+inline constexpr int kBwdDqApartBlockM = 128, kBwdDqApartBlockN = 64;
+// This form computes the scores twice, which takes time for each key that a query sees. It spares
+// what each query costs whatever it sees: sums of dQ that are zeroed, go to memory and back, and are
+// converted. So it serves calls whose queries see at most so many keys in the mean: full masks over
+// 512 keys, or causal ones over 1,024, and a block more. Where the bits shall be the same every
+// time, sums in memory would have to come in order, which takes time for each key as well.
+inline constexpr int kBwdDqApartKeys = 576, kBwdDqApartKeysInOrder = 1088;
+// At the end of each of its kernels some multiprocessors have no work left. So the tiles of dK and
+// dV come in at least so many rounds, or there is a multiprocessor for each tile of both kernels.
+inline constexpr int kBwdDqApartRounds = 4;
+
 // The gradient of a shared bias (bwd_bias.cuh) has so many blocks of Q and dO, and of K and V, in
 // shared memory.
 struct BwdBiasStages {

@@ -25,6 +25,8 @@
 // next scores at once, so that S and D wait for each other with it under way, not in front of it. P
 // and dS of the next block are passed on before it is waited for, as others wait for them.
 //
+// In the form kWithoutDq there is no warpgroup 1, no peer, and dS stays in D's registers.
+//
 // Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │
 //                 │ slabs of Q and of dO │ P, in its place dS × 2 │ the peer's dS × 2 │
 //                 │ LSE, delta × 2 │ work, barriers │
@@ -129,11 +131,26 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
                      self.params.head_dim_v);
 }
 
+// Sends this warp's 16 rows of dS to the peer. One thread calls it.
+template <typename Traits>
+__device__ __forceinline__ void send_to_peer(const BwdPairConsumer<Traits>& self,
+                                             const Ring<Traits::kStages>& ds_ring,
+                                             const typename Traits::Slab& scores) {
+  constexpr uint32_t kWarpBytes = sizeof(typename Traits::Slab) / 4;
+  ds_ring.expect_bytes(kWarpBytes);  // as many come from the peer's warp
+  const auto at_peer = [&](const void* here) {
+    return ptx::address_in_block(flash_attn::ptx::smem_address(here), self.rank ^ 1);
+  };
+  const uint32_t offset = self.warp_row / 16 * kWarpBytes;
+  ptx::copy_to_block(at_peer(self.smem.peer_ds[ds_ring.stage()].data) + offset,
+                     reinterpret_cast<const char*>(scores.data) + offset, kWarpBytes,
+                     at_peer(&ds_ring.full()));
+}
+
 // The role D: computes dS of each block of queries, for both blocks of the cluster, and dK.
 template <typename Traits>
 __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
-  constexpr uint32_t kWarpBytes = sizeof(typename Traits::Slab) / 4;  // 16 rows
   auto& smem = self.smem;
   const BwdWork& work = self.work;
   Ring<Traits::kQStages> q_ring(smem.q_ring);
@@ -176,7 +193,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     ptx::wgmma_wait<kLate ? 1 : 0>();
     pin(dP);
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
-    auto& scores = smem.scores[row_ring.stage()];
+    [[maybe_unused]] auto& scores = smem.scores[row_ring.stage()];
     if constexpr (Traits::kFoldsRows) {
       differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, self.lane);
     } else {
@@ -184,22 +201,19 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
                                             smem.row_values[row_ring.stage()].delta.numbers,
                                             self.lane);
     }
-    // This takes the place of this warp's P.
-    store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    if constexpr (Traits::kHasDq) {
+      // This takes the place of this warp's P.
+      store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    }
     row_ring.arrive_empty();
     __syncwarp();
     if (self.lane == 0) {
-      // As many bytes come from the peer's warp as this one sends.
-      const auto ds_ring = row_ring.in(smem.ds_ring);
-      ds_ring.expect_bytes(kWarpBytes);
-      const auto at_peer = [&](const void* here) {
-        return ptx::address_in_block(flash_attn::ptx::smem_address(here), self.rank ^ 1);
-      };
-      const uint32_t offset = self.warp_row / 16 * kWarpBytes;
-      ptx::copy_to_block(at_peer(smem.peer_ds[ds_ring.stage()].data) + offset,
-                         reinterpret_cast<const char*>(scores.data) + offset, kWarpBytes,
-                         at_peer(&ds_ring.full()));
+      if constexpr (Traits::kHasDq) {
+        send_to_peer(self, row_ring.in(smem.ds_ring), scores);
+      } else {
+        row_ring.in(smem.p_ring).arrive_empty();
+      }
     }
     if constexpr (kLate) {  // now that dQ need not wait for it
       ptx::wgmma_wait<0>();
@@ -304,7 +318,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
                     const __grid_constant__ BwdTensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdPairSharedStorage<Traits>*>(dynamic_smem);
-  const int rank = ptx::cluster_rank();
+  const int rank = Traits::kHasDq ? ptx::cluster_rank() : 0;
   int number = blockIdx.x / Traits::kBlocks;
   if constexpr (Traits::kOrders) number = take_tile(params, smem, rank);
   const TileCoordinates tile = scheduler.tile(number);
@@ -325,6 +339,8 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
   smem.zero_absent_slabs(keys);
   ptx::cluster_sync();                        // the peer's barriers are ready
   flash_attn::ptx::wait_for_prerequisites();  // for delta, and zeros in dq_accum
+  // The kernel of dQ waits for delta by this one.
+  if constexpr (!Traits::kHasDq) flash_attn::ptx::launch_dependents();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
@@ -363,11 +379,14 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
     __syncwarp();
   } else {
     BwdPairConsumer<Traits> self(params, smem, rank);
-    if (warp < 8) {
-      ptx::lower_registers<Traits::kDqRegisters>();
-      reduce_query_gradients_loop(self);
+    constexpr int kFirstWarpS = Traits::kHasDq ? 8 : 4;
+    if (warp < kFirstWarpS) {
+      if constexpr (Traits::kHasDq) {
+        ptx::lower_registers<Traits::kDqRegisters>();
+        reduce_query_gradients_loop(self);
+      }
     } else {
-      if (warp < 12) {
+      if (warp < kFirstWarpS + 4) {
         ptx::raise_registers<Traits::kSRegisters>();
         compute_probabilities_loop(self);
       } else {
@@ -397,11 +416,11 @@ void launch_bwd_pair_kernel(const BwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if (params.dq_turns != nullptr) {
-    launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, true>>(params, device,
-                                                                             stream);
+    launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, BwdPairForm::kOrdered>>(
+        params, device, stream);
   } else {
-    launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, false>>(params, device,
-                                                                              stream);
+    launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, BwdPairForm::kPlain>>(
+        params, device, stream);
   }
 }
 

@@ -13,21 +13,26 @@
 
 namespace flash_attn::sm90 {
 
-// kOrdersSums: dQ's sums come in the same order every time (bwd_dq_order.cuh), by an instance of
-// its own.
-template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, bool kOrdersSums>
+// The forms, each an instance of its own: dQ's sums come in any order; they come in the same order
+// every time (bwd_dq_order.cuh); or another kernel computes dQ (bwd_wide_dq.cuh), and a thread block
+// is alone.
+enum class BwdPairForm { kPlain, kOrdered, kWithoutDq };
+
+template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, BwdPairForm kForm>
 struct BwdPairTraits {
-  static constexpr bool kOrders = kOrdersSums;
+  static constexpr bool kOrders = kForm == BwdPairForm::kOrdered,
+                        kHasDq = kForm != BwdPairForm::kWithoutDq;
   static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
-  static constexpr BwdPairTile kTile = kBwdPairTile<kHeadDim>;
-  static constexpr int kBlocks = 2;  // of a cluster
+  static constexpr BwdPairTile kTile = kHasDq ? kBwdPairTile<kHeadDim> : kBwdDqApartTile;
+  static constexpr int kBlocks = kHasDq ? 2 : 1;  // of a cluster
   static constexpr int kBlockM = 64, kBlockN = 64, kPairN = kBlocks * kBlockN;
-  static constexpr int kConsumerThreads = 384, kThreads = 128 + kConsumerThreads;
+  static constexpr int kConsumerThreads = kHasDq ? 384 : 256, kThreads = 128 + kConsumerThreads;
   static constexpr int kProducerRegisters = 24, kDqRegisters = kTile.dq_registers,
                        kSRegisters = kTile.s_registers, kDRegisters = kTile.d_registers;
   static_assert(kProducerRegisters + kDqRegisters + kSRegisters + kDRegisters <= 512);
+  static_assert(kHasDq || kPairN == kBwdDqApartBlockN);
 
   // All operands lie in slabs of 64 rows and 64 columns, each in a stage of its own of its ring.
   static constexpr int kSlabCols = 64;
@@ -54,7 +59,9 @@ struct BwdPairTraits {
                        kHeldSlabsV = held_slabs(kSlabsV, kHeadDim, kDRegisters, 28);
   // dQ goes to the two blocks of a cluster by slabs. With an odd number of them the one in the
   // middle goes to either in turn; each block has the columns of the other's keys that it may need.
-  static constexpr int kPeerSlabs = (kSlabs + 1) / 2;
+  // A block that is alone has one slab of each, which nobody touches.
+  static constexpr int kPeerSlabs = kHasDq ? (kSlabs + 1) / 2 : 1;
+  static constexpr int kPeerStages = kHasDq ? kStages : 1;
 
   using ProbabilityTile = SmemTile<__half, kBlockN, kBlockM>;  // in the place of dS
   using Exact = std::conditional_t<kDType == DType::kFp16, UnsignedHalfScores, HalfScores>;
@@ -80,7 +87,9 @@ struct BwdPairKeys {
         first_peer_col(rank * (Traits::kSlabs - Traits::kPeerSlabs) * Traits::kSlabCols),
         k_cols(first_key < len_k ? params.head_dim : 0),
         v_cols(first_key < len_k ? params.head_dim_v : 0),
-        peer_k_cols(peer_first_key < len_k ? max(params.head_dim - first_peer_col, 0) : 0) {}
+        peer_k_cols(Traits::kHasDq && peer_first_key < len_k
+                        ? max(params.head_dim - first_peer_col, 0)
+                        : 0) {}
 };
 
 template <typename Traits>
@@ -93,7 +102,7 @@ struct BwdPairSharedStorage {
   alignas(1024) Slab q[Traits::kQStages];
   alignas(1024) Slab dout[Traits::kDoutStages];
   alignas(1024) Slab scores[Traits::kStages];  // P, in its place dS; keys are rows
-  alignas(1024) Slab peer_ds[Traits::kStages];
+  alignas(1024) Slab peer_ds[Traits::kPeerStages];
   typename Traits::RowValues row_values[Traits::kStages];
   [[no_unique_address]] BehindRows<typename Traits::RowValues> behind_rows;
   RingBarriers<Traits::kQStages> q_ring;
@@ -133,7 +142,7 @@ struct BwdPairSharedStorage {
     q_ring.init(1, 2 * kWarps);
     dout_ring.init(1, 2 * kWarps);
     row_ring.init(32, 32 * 2 * kWarps);             // each thread writes or reads LSE or delta
-    p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both blocks read dS
+    p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both read dS; or D alone reads P
     ds_ring.init(kWarps, 1);
     k_ring.init(1, 1);
     v_ring.init(1, 1);

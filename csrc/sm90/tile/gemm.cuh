@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../../cuda/ptx/opaque.cuh"
 #include "../../cuda/tile/fragment.cuh"
 #include "../../cuda/tile/gemm.cuh"
 #include "../../cuda/tile/smem_tile.cuh"
@@ -44,6 +45,14 @@ class WgmmaOperand {
   __device__ __forceinline__ explicit WgmmaOperand(const Tile& tile, int first_mn = 0)
       : low_(((flash_attn::ptx::smem_address(tile.data) & kOwnMemory) + mn_bytes(first_mn)) / 16 |
              kLeading << 16) {}
+
+  // The same operand, whose descriptors are computed where they are used. The compiler would keep
+  // those of an operand that stays in its place, for which registers may be too short.
+  __device__ __forceinline__ WgmmaOperand opaque() const {
+    WgmmaOperand operand(*this);
+    operand.low_ = flash_attn::ptx::opaque(low_);
+    return operand;
+  }
 
   // Describes columns (kKInner) or rows (kKOuter) k … k + 15.
   __device__ __forceinline__ uint64_t descriptor(int k) const {
