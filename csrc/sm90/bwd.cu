@@ -133,7 +133,7 @@ int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
 bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device) {
   const bool is_widest =
       with_bwd_class(params.head_dim, params.head_dim_v,
-                     []<int kHeadDim, int kHeadDimV> { return kHeadDim == kBwdDqApartClass; });
+                     [&]<int kHeadDim, int kHeadDimV> { return kHeadDim == kBwdDqApartClass; });
   // With fewer queries, half a thread block or more would have none.
   const bool has_queries = params.total_q >= int64_t{params.batch} * kBwdDqApartBlockM;
   const int most_keys = params.deterministic ? kBwdDqApartKeysInOrder : kBwdDqApartKeys;
