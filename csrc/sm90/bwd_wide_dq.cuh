@@ -160,7 +160,7 @@ struct TwoRowTerms {
       const int row = first_row + fragment_row(i, lane);
       const bool exists = row < work.seqlen.len_q;
       lse_log2[i] = to_lse_log2(exists ? params.lse[first + row] : -INFINITY);
-      // Past the L1 cache: nobody has waited here for the kernel that wrote it, only the one between.
+      // Past the L1 cache: not this kernel but the one before it has waited for who wrote it.
       delta[i] = exists ? __ldcg(params.delta + first + row) : 0.f;
     }
   }
