@@ -41,7 +41,7 @@ def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe)
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+    os._exit(0)  # torch's own end of gloo's threads may abort, and wait for a rank that is gone
 
 
 class Pool:
