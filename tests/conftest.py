@@ -14,6 +14,7 @@ import torch
 from ranks import Pool
 
 HANG_SECONDS = 300
+KEPT_GPU_BYTES = 2 << 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -131,6 +132,14 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool = Pool(size, request.param, seconds=60 if request.param == "cpu" else 40)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def returned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a large test leaves in torch's allocator goes back: other processes share the GPU."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > KEPT_GPU_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

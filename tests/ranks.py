@@ -9,6 +9,7 @@ import contextlib
 import os
 import resource
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,9 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+START_SECONDS = 200  # for all processes to import torch, which may take long beside others
+
 
 def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe) -> None:
     torch.set_num_threads(1)
+    pipe.send(None)  # all form the world at once, as it waits for nobody longer than time_out
+    pipe.recv()
     if device == "cuda":
         torch.cuda.set_device(rank)
         # NCCL's watchdog ends the process: without a minute's wait for notes of others, and without
@@ -41,7 +46,7 @@ def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe)
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+    os._exit(0)  # torch's own end of gloo's threads may abort, and wait for a rank that is gone
 
 
 class Pool:
@@ -71,6 +76,18 @@ class Pool:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        deadline = time.monotonic() + START_SECONDS
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if pipe.poll(max(deadline - time.monotonic(), 0)):
+                    pipe.recv()
+                    continue
+            except (EOFError, ConnectionResetError):  # it has ended
+                pass
+            self.close()
+            pytest.fail(f"rank {rank} has not started in {START_SECONDS} s")
+        for pipe in self._pipes:
+            pipe.send(None)
 
     def need(self, ranks: int) -> None:
         """Skips the test where the world is smaller."""

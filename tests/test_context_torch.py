@@ -209,6 +209,7 @@ def test_transformers(pool: Pool) -> None:
 
 def check_slow_rank(scheme: str) -> None:
     """Rank 1 does not come; rank 0 hears of it from its group."""
+    dist.barrier()  # the ranks of the new group wait for each other no longer than its time-out
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         parts = [context_parallel.split(x, group) for x in inputs("cpu")]
@@ -236,7 +237,7 @@ def check_dead_rank() -> None:
 
 def test_dead_rank() -> None:
     """A rank that is gone before the backward: an error in its neighbour's, no wrong gradient."""
-    pool = Pool(2, "cpu", seconds=20)
+    pool = Pool(2, "cpu", seconds=60)
     try:
         outcomes = pool.outcomes(check_dead_rank)
         assert outcomes == [(True, None), (False, "the process has ended")]
@@ -262,7 +263,7 @@ class Lonely:
         call = re.search(r"^call (\S+)$", text, re.MULTILINE)
         assert call or slow, f"{self.name} fails before its call: {text}"
         if call:
-            assert self.ended - float(call[1]) < lonely_rank.TIME_OUT + 10, self.name
+            assert self.ended - float(call[1]) < lonely_rank.TIME_OUT + 30, self.name
         if result := re.search(r"^result (\S+)$", text, re.MULTILINE):
             assert slow and float(result[1]) == lonely_rank.RIGHT, f"{self.name}: {text}"
             return
@@ -306,7 +307,7 @@ def test_lonely_rank_on_nccl(tmp_path: Path) -> None:
     is set to do; and the slow one, too, whose neighbour has ended. All cases at a time."""
     cases = list(itertools.product(SCHEMES, ("slow", "dead")))
     ranks = list(lonely_ranks("nccl", cases, tmp_path))
-    wait_for_all(ranks, 38)
+    wait_for_all(ranks, 240)
     for rank in ranks:
         if not rank.name.endswith("dead-1"):
             rank.check(slow=rank.name.endswith("1"))

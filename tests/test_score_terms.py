@@ -10,6 +10,7 @@ import torch
 from cases import (
     ATEN_CPU,
     DIFFERENTIABLE,
+    DTYPES,
     SM80,
     SM90,
     Case,
@@ -23,6 +24,7 @@ from cases import (
     op_arguments,
     run,
 )
+from numerics import LSE_LIMITS, UNIT_ROUNDOFF, assert_close, underflow_of
 from test_kernels import SHAPES
 
 TERMS = {
@@ -154,6 +156,77 @@ def test_extreme_caps(case: Case, target: Target, seed: int) -> None:
     """Caps that all scores are at, where 1 - tanh² has no digits left for a gradient, and caps that
     none comes near."""
     check(case, target, seed, backward=case.softcap > 1e6 or case.softmax_scale < 1e-3)
+
+
+# On both sides of 64, up to which the backward has no tanh of small scores.
+LARGE_CAPS = (30.0, 50.0, 64.0, 64.01, 1e3, 1e6)
+
+
+def large_caps() -> list[Case]:
+    return [
+        Case(d=d, dtype=dtype, batch=1, seqlen_q=130, seqlen_k=400, softcap=cap, **mask)
+        for cap in LARGE_CAPS
+        for d, dtype, mask in (
+            (64, "bf16", dict()),
+            (128, "fp16", dict()),
+            (64, "fp16", dict(causal=True)),
+            (128, "bf16", dict(causal=True)),
+        )
+    ]
+
+
+def scaled_to_the_cap(share: float) -> list[Case]:
+    """Scores whose deviation is this share of the cap. Of 1e6 that would leave fp32 no digits."""
+    return [
+        case.with_(softmax_scale=share * case.softcap * case.d**-0.5)
+        for case in large_caps()
+        if case.softcap < 1e6
+    ]
+
+
+def keeps_gradients(case: Case, largest_score: float) -> bool:
+    """Whether P is not off by more than a rounding where LSE is off by what it may be."""
+    score = min(largest_score, case.softcap)
+    return LSE_LIMITS[torch.float32][1] * score <= UNIT_ROUNDOFF[DTYPES[case.dtype]]
+
+
+@each_case(large_caps() + scaled_to_the_cap(0.04) + scaled_to_the_cap(1.0))
+def test_large_caps(case: Case, target: Target, seed: int) -> None:
+    """Scores that are small beside the cap, that lie on both sides of where a polynomial ends, and
+    that are as large as the cap."""
+    largest = 5 * (case.softmax_scale or case.d**-0.5) * case.d**0.5
+    check(case, target, seed, backward=keeps_gradients(case, largest))
+
+
+@each_case(large_caps())
+@pytest.mark.parametrize("score", [20.0, 1e4])
+def test_a_key_far_from_the_cap(score: float, case: Case, target: Target, seed: int) -> None:
+    """Of small scores that of one key is this or its negative: it makes up a row, or has no part in
+    it."""
+    problem = Problem(case, seed, target.device)
+    signs = problem.place(problem.random(problem.q.shape[:-1]).sign())
+    problem.q[..., :8] = signs[..., None].to(problem.q.dtype)
+    problem.k[:, 70] = 0
+    problem.k[:, 70, :, :8] = score * case.d**0.5 / 8
+    backward = keeps_gradients(case, score)
+    results, expected = run(problem, target.backend, backward), expect(problem, backward)
+    compare(problem, {n: x for n, x in results.items() if n not in ("dq", "dk")}, expected)
+    if not backward:
+        return
+    # The key's slope 1 - tanh² is off by the last places of 1, which next to 0 is all of it.
+    lengths = [x.double().norm(dim=-1) for x in (problem.dout, problem.v, problem.q, problem.k)]
+    of_dout, of_v, of_q, of_k = (x.max().item() for x in lengths)
+    of_row = 2.0**-22 * case.d**-0.5 * 2 * of_dout * of_v
+    is_key = (torch.arange(case.keys) == 70)[:, None, None]
+    dtype = problem.q.dtype
+    for name, least in (
+        ("dq", of_row * of_k * (signs > 0)[..., None].cpu()),
+        ("dk", of_row * of_q * case.seqlen_q * case.heads_q / case.heads_kv * is_key),
+    ):
+        condition = expected.conditions[name] + least / UNIT_ROUNDOFF[dtype]
+        underflow = underflow_of(name, expected.conditions, dtype)
+        terms = dict(largest_score=expected.largest_score, besides=underflow)
+        assert_close(name, results[name], expected.values[name], condition, dtype, **terms)
 
 
 AXES = "bhqk"

@@ -17,10 +17,15 @@ SECONDS = 4
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_random_calls_from_many_threads(device: str) -> None:
-    report = soak.soak(device, SECONDS, threads=4, streams=2, seed=1)
-    assert report.complaints() == []
-    assert set(report.calls) == {kind.__name__ for kind in soak.KINDS[device]}
-    assert len(report.host_bytes) == soak.EPOCHS
+    missing = {kind.__name__ for kind in soak.KINDS[device]}
+    for seed in range(1, 6):  # beside other processes there is time for few calls
+        report = soak.soak(device, SECONDS, threads=4, streams=2, seed=seed)
+        assert report.complaints() == []
+        assert len(report.host_bytes) == soak.EPOCHS
+        missing -= set(report.calls)
+        if not missing:
+            return
+    pytest.fail(f"no call of {missing}")
 
 
 def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

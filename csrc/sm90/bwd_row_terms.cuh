@@ -164,8 +164,7 @@ struct RowTerms {
   }
 };
 
-// Room behind the last columns, which memcheck takes to be read: it does not see that their second
-// eight are the first eight once more.
+// Room behind the last columns, which memcheck takes to be read (TermColumns).
 template <typename Values>
 struct BehindRows {};
 template <typename Lse, typename Element, int kBlockM, bool kHoldsOnes>

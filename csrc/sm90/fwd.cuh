@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
   if (threadIdx.x == 0) smem.init_barriers();
   smem.zero_absent_slabs(params);
-  if constexpr (Traits::kAlibi) smem.alibi.term.init(threadIdx.x, Traits::kThreads);
+  if constexpr (Traits::kAlibi) smem.alibi.init(threadIdx.x, Traits::kThreads);
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes

@@ -91,7 +91,7 @@ class KeyWalk {
     self.k_ring.wait_full();
     self.wait_turn();
     self.scores(S);
-    if constexpr (Traits::kAlibi) self.smem.alibi.term.start(S, slope_operand);
+    if constexpr (Traits::kAlibi) self.smem.alibi.start(S, slope_operand);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)

@@ -230,16 +230,17 @@ struct FwdMaskStorage<Traits, true> {
   RingBarriers<kFound> ring;
 };
 
-// The columns that add ALiBi to S where it is linear in the key.
+// The columns that add ALiBi to S where it is linear in the key. As a base class they lie in front
+// of the tiles, which gives memcheck the room that it wants behind them (TermColumns).
 template <typename Traits, bool kAlibi = Traits::kAlibi>
 struct FwdAlibiStorage {};
 template <typename Traits>
 struct FwdAlibiStorage<Traits, true> {
-  LinearTerm<typename Traits::Element, Traits::kBlockN> term;
+  LinearTerm<typename Traits::Element, Traits::kBlockN> alibi;
 };
 
 template <typename Traits>
-struct FwdSharedStorage : FwdBiasStorage<Traits> {
+struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
   using ScorePolicy = typename Traits::ScorePolicy;
 
   alignas(1024) typename Traits::QTile q[Traits::kQStages];
@@ -249,7 +250,6 @@ struct FwdSharedStorage : FwdBiasStorage<Traits> {
   [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
-  [[no_unique_address]] FwdAlibiStorage<Traits> alibi;
   FwdWorkQueue queue;
   alignas(ScorePolicy) unsigned char score_storage[kFwdWorkStages][sizeof(ScorePolicy)];
   RingBarriers<Traits::kQStages> q_ring;

@@ -18,11 +18,17 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 template <typename Element, int kN>
+struct LinearTermSmem {
+  sm90::LinearTerm<Element, kN> term;
+  sm90::TermColumns<Element, kN> behind;  // memcheck takes it to be read (TermColumns)
+};
+
+template <typename Element, int kN>
 __global__ void __launch_bounds__(kThreads)
     linear_term_kernel(const float* c, float slope, float* sum) {
   using Term = sm90::LinearTerm<Element, kN>;
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
-  auto& term = *reinterpret_cast<Term*>(dynamic_smem);
+  auto& term = reinterpret_cast<LinearTermSmem<Element, kN>*>(dynamic_smem)->term;
   term.init(threadIdx.x, kThreads);
   __syncthreads();
   typename Term::Slope operand = Term::operand_of(slope, threadIdx.x % 32);
@@ -78,7 +84,7 @@ void test_linear_term(Random& random) {
   for (const float slope : {64.f, -3.f, 0.f, 0x3ABDp-12f, -0x2AABp-13f}) {
     const auto c = whole_numbers(random, kRows * kN);
     DeviceArray<float> device_c(c), sum(c.size());
-    run(linear_term_kernel<Element, kN>, sizeof(sm90::LinearTerm<Element, kN>), device_c.data(),
+    run(linear_term_kernel<Element, kN>, sizeof(LinearTermSmem<Element, kN>), device_c.data(),
         slope, sum.data());
     std::vector<float> expected = c;
     for (int i = 0; i < kN / 2; ++i) {

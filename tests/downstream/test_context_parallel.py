@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def check(rank: int, store: Path) -> None:
     dist.all_reduce(weight.grad)
     torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-5)
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # torch's own end of gloo's threads may abort a process that has passed
 
 
 def test_llama_over_ranks(tmp_path: Path) -> None:

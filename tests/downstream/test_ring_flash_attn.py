@@ -5,6 +5,7 @@ But for its adapter to transformers, which imports names that transformers 5 no 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -48,7 +49,7 @@ def check(rank: int, name: str, store: Path) -> None:
         error = (a.float() - e).square().mean().sqrt() / e.square().mean().sqrt()
         assert error < 1e-2, f"{label}: {error:.2g} of its size"
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # torch's own end of gloo's threads may abort a process that has passed
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -26,7 +26,8 @@ int64_t row_tiles(const CallShape& call) {
 struct DecodeCost {
   int64_t row_tiles;
   int tiles;  // of keys that one row tile sees, kDecodeWarps warps wide
-  int num_sms, blocks_per_sm;
+  int num_sms;
+  int64_t resident;  // blocks, of all SMs
   double tile_time;  // of reading a tile: 1 for 16 bits
   // The share of the SMs, with one block each, below which a block does not read faster. Half of
   // them saturate the memory, all of them where page numbers are looked up. Of 8 bits a block has
@@ -36,22 +37,21 @@ struct DecodeCost {
   double of(int splits) const {
     constexpr double kBlockOverhead = 0.25;  // start and end of a block
     constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
-    const int64_t blocks = row_tiles * splits, resident = int64_t{num_sms} * blocks_per_sm;
+    const int64_t blocks = row_tiles * splits;
     const double block = tile_time * ((tiles + splits - 1) / splits) + kBlockOverhead;
-    const double full_waves = block * blocks_per_sm * static_cast<double>(blocks / resident);
+    const double full_wave = block * static_cast<double>(resident / num_sms);
+    const double full_waves = full_wave * static_cast<double>(blocks / resident);
     const double share = static_cast<double>(blocks % resident) / num_sms;
     const double last_wave = share == 0 ? 0 : block * std::max(least_share, share);
     return full_waves + last_wave + (splits > 1 ? kCombine + kCombinePerSplit * splits : 0);
   }
 };
 
-int decode_blocks_per_sm(const CallShape& call) {
-  const int block_kib = (is_8bit(call.cache_dtype) ? 64 : 96) + 1;  // 1 KiB is the system's
-  return call.device->smem_optin_bytes >= (2 * block_kib - 1) * 1024 ? 2 : 1;
-}
 // The thread blocks of decode.cuh that the device holds at a time.
 int64_t resident_blocks(const CallShape& call) {
-  return int64_t{call.device->num_sms} * decode_blocks_per_sm(call);
+  const int block_kib = (is_8bit(call.cache_dtype) ? 64 : 96) + 1;  // 1 KiB is the system's
+  const bool two = call.device->smem_optin_bytes >= (2 * block_kib - 1) * 1024;
+  return int64_t{call.device->num_sms} * (two ? 2 : 1);
 }
 
 // The lengths are on the device; the host knows what bounds them. Windows count from the end.
@@ -75,7 +75,7 @@ int best_num_splits(const CallShape& call) {
       .row_tiles = all_row_tiles(call),
       .tiles = static_cast<int>(ceil_div(most_keys(call), tile_keys)),
       .num_sms = call.device->num_sms,
-      .blocks_per_sm = decode_blocks_per_sm(call),
+      .resident = resident_blocks(call),
       .tile_time = is_8bit(call.cache_dtype) ? 0.5 : 1,
       .least_share = call.paged                  ? 0.97
                      : is_8bit(call.cache_dtype) ? 0.65
@@ -83,7 +83,7 @@ int best_num_splits(const CallShape& call) {
   };
   int best = 1;
   double best_cost = cost.of(1);
-  const int64_t one_wave = resident_blocks(call) / cost.row_tiles;
+  const int64_t one_wave = cost.resident / cost.row_tiles;
   const int64_t most =
       std::min<int64_t>({cost.tiles, kMaxSplits, std::max<int64_t>(one_wave, kAlwaysTried)});
   for (int splits = 2; splits <= most; ++splits) {
