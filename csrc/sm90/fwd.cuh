@@ -62,7 +62,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.queue.stages[stage].end) break;
     const FwdWork& work = smem.queue.stages[stage].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
+    typename Traits::Softmax softmax(scale_of_scores<Traits>(params), Traits::ScorePolicy::kLeastMax);
     if constexpr (Traits::kMaxLogits) {
       if (work.has_keys()) {
         softmax.record().start(smem.score(stage).known(),

@@ -94,7 +94,9 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     if (!stage.end && stage.work().has_keys()) {
       q_ring.wait_full();
+      if constexpr (Traits::kScalesQ) scale_queries();
       k_ring.wait_full();
+      start_scores(S, smem.score(work_ring.stage()));
     }
     wait_turn();
     // Without keys S means nothing; but ptxas serialises products that are under way in one branch
@@ -151,9 +153,55 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
+  // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S.
+  __device__ __forceinline__ void start_scores(typename Traits::Scores& S,
+                                               const typename Traits::ScorePolicy& score) {
+    if constexpr (Traits::kStartsWithBias) {
+      using Element = typename Traits::Element;
+      OperandA<1, Traits::kBlockN> bias;
+      auto& ring = this->bias_ring;
+      ring.wait_full();
+      load_operand(bias, smem.bias[warpgroup][ring.stage()], warp_row % 64, lane);
+      set_bias<Element>(S, bias);
+      if (!scales_q<Traits>(params)) {
+        bound_scores(S, kMaxBias);
+        const float factor = score.inverse_scale();
+        scale_rows(S, {factor, factor});
+      }
+      // Reads that are still under way would meet what TMA writes next.
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      __syncwarp();
+      release(ring);
+    }
+  }
+
+  // Starts S = Q Kᵀ, or S += Q Kᵀ.
   __device__ __forceinline__ void scores(typename Traits::Scores& S) const {
-    gemm_ss<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
+    gemm_ss<typename Traits::Element, Traits::kHeadDim,
+            Traits::kStartsWithBias ? Into::kSum : Into::kZero>(
         S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));
+  }
+
+  // Q of this consumer, which has just come, is multiplied by softmax_scale. The whole warpgroup
+  // calls it.
+  __device__ __forceinline__ void scale_queries() const {
+    if (!scales_q<Traits>(params)) return;
+    using Tile = typename Traits::QTile;
+    auto& tile = smem.q[q_ring.stage()];
+    const __nv_bfloat162 factor = __float2bfloat162_rn(params.softmax_scale);
+    constexpr int kRowChunks = Tile::kCols / kChunk;
+#pragma unroll
+    for (int i = threadIdx.x % 128; i < 64 * kRowChunks; i += 128) {
+      auto* const chunk = reinterpret_cast<uint4*>(
+          tile.pointer(warpgroup * 64 + i / kRowChunks, i % kRowChunks * kChunk));
+      uint4 numbers = *chunk;
+      auto* const pairs = reinterpret_cast<__nv_bfloat162*>(&numbers);
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) pairs[pair] = __hmul2(pairs[pair], factor);
+      *chunk = numbers;
+    }
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 };
 

@@ -177,6 +177,21 @@ class SoftcapMixedStep : public NoStep {
   uint32_t largest_ = 0, before_ = 0;
 };
 
+// Scores that have a bias in them which is not bounded. One beyond the bound makes a P that overflows.
+class UnboundedStep : public NoStep {
+ public:
+  // scale: what turns S into scores.
+  __device__ __forceinline__ explicit UnboundedStep(float scale) : scale_(scale) {}
+
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores& S) const {
+    bound_scores(S, kMaxBias / fabsf(scale_));
+  }
+
+ private:
+  float scale_;
+};
+
 // Adds a bias, each pair of which lies in the register where its P will.
 class BiasStep : public NoStep {
  public:

@@ -37,6 +37,11 @@ struct FwdTraits {
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
   static constexpr bool kDropout = kForm == FwdForm::kDropout;
   static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
+  // S starts as a staged bias, and Q Kᵀ joins it. Else the bias is added beside the exponentials.
+  static constexpr bool kStartsWithBias = kStagedBias && kHeadDim <= 64;
+  // Q takes on the softmax_scale, where that is a power of two, so that a bias needs no factor.
+  // fp16 would lose bits of small numbers.
+  static constexpr bool kScalesQ = kStartsWithBias && kDType == DType::kBf16;
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -74,6 +79,20 @@ template <typename Traits>
 __host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
   if constexpr (Traits::kPieces) return params.num_splits;
   return 1;
+}
+
+// Whether Q takes on the softmax_scale of the call: a power of two that leaves no number of bf16
+// that matters to be rounded.
+template <typename Traits>
+__device__ __forceinline__ bool scales_q(const FwdParams& params) {
+  const uint32_t bits = __float_as_uint(fabsf(params.softmax_scale));
+  return Traits::kScalesQ && (bits & 0x7fffff) == 0 && bits >= __float_as_uint(0x1p-16f) &&
+         bits <= __float_as_uint(1.f);
+}
+// What turns an S into a score.
+template <typename Traits>
+__device__ __forceinline__ float scale_of_scores(const FwdParams& params) {
+  return scales_q<Traits>(params) ? 1.f : params.softmax_scale;
 }
 
 // A tile to work on; written by one warp, read by all others.
