@@ -130,12 +130,8 @@ inline constexpr FwdTile kScoresTile<256> = {
 // A staged bias takes the place of a tile of Q at d = 128. A softcap, ALiBi or dropout alone runs
 // in the tiles of plain calls. Head dims up to 128.
 template <int kHeadDim>
-inline constexpr FwdTile kStagedBiasTile = {.consumers = 2,
-                                            .block_n = 128,
-                                            .stages = 2,
-                                            .q_stages = 1,
-                                            .output_slabs = 1,
-                                            .ordered = true};
+inline constexpr FwdTile kStagedBiasTile = {
+    .consumers = 2, .block_n = 128, .stages = 2, .q_stages = 1, .output_slabs = 1, .ordered = true};
 template <>
 inline constexpr FwdTile kStagedBiasTile<64> = kFwdTile<64, 64>;
 inline constexpr int kOneTermHeadDim = 128;

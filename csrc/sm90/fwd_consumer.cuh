@@ -10,7 +10,8 @@
 namespace flash_attn::sm90 {
 
 // Where a consumer stands in the ring of its blocks of a bias.
-template <typename Traits, bool kHasBias = Traits::kStagedBias || Traits::kKeyBias>
+template <typename Traits,
+          bool kHasRing = (Traits::kStagedBias && !Traits::kStartsWithBias) || Traits::kKeyBias>
 struct FwdBiasRing {
   __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>&, int /*consumer*/) {}
 };
@@ -97,6 +98,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
       if constexpr (Traits::kScalesQ) scale_queries();
       k_ring.wait_full();
       start_scores(S, smem.score(work_ring.stage()));
+      release_bias();
     }
     wait_turn();
     // Without keys S means nothing; but ptxas serialises products that are under way in one branch
@@ -153,25 +155,37 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
-  // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S.
+  // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S. Its
+  // numbers may still be larger than a bias is (UnboundedStep).
   __device__ __forceinline__ void start_scores(typename Traits::Scores& S,
                                                const typename Traits::ScorePolicy& score) {
     if constexpr (Traits::kStartsWithBias) {
       using Element = typename Traits::Element;
       OperandA<1, Traits::kBlockN> bias;
-      auto& ring = this->bias_ring;
+      const auto ring = k_ring.in(smem.bias_rings[warpgroup]);
       ring.wait_full();
-      load_operand(bias, smem.bias[warpgroup][ring.stage()], warp_row % 64, lane);
+      const int row = warp_row % 64;
+      load_operand(bias, smem.bias[warpgroup][ring.stage()], row, lane);
+      if constexpr (Traits::kBiasMaps > 1) {
+        load_operand<Traits::BiasTile::kCols>(bias, smem.bias_rest[warpgroup][ring.stage()], row,
+                                              lane);
+      }
       set_bias<Element>(S, bias);
       if (!scales_q<Traits>(params)) {
         bound_scores(S, kMaxBias);
         const float factor = score.inverse_scale();
         scale_rows(S, {factor, factor});
       }
+      pin(S);  // else some of it is moved to other registers behind the product
+    }
+  }
+  // The warp is done with the bias that start_scores() read.
+  __device__ __forceinline__ void release_bias() const {
+    if constexpr (Traits::kStartsWithBias) {
       // Reads that are still under way would meet what TMA writes next.
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
       __syncwarp();
-      release(ring);
+      if (lane == 0) k_ring.in(smem.bias_rings[warpgroup]).arrive_empty();
     }
   }
 
@@ -182,7 +196,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
         S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));
   }
 
-  // Q of this consumer, which has just come, is multiplied by softmax_scale. The whole warpgroup
+  // Multiplies this consumer's rows of Q, which have just come, by softmax_scale. The whole warpgroup
   // calls it.
   __device__ __forceinline__ void scale_queries() const {
     if (!scales_q<Traits>(params)) return;

@@ -101,6 +101,7 @@ class KeyWalk {
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
+    self.release_bias();
     bring_bias(P_next);
     look_ahead();
     BlockMask::RowPair rows;
@@ -231,7 +232,7 @@ class KeyWalk {
     finish_scores(P_next);
     if constexpr (Traits::kScalesQ) {
       softmax.flip_signs(S);
-      UnboundedStep step(scale_of_scores<Traits>(self.params));
+      UnboundedStep step(score, scales_q<Traits>(self.params));
       return with(step);
     } else {
       NoStep step;
