@@ -127,16 +127,13 @@ template <>
 inline constexpr FwdTile kScoresTile<256> = {
     .consumers = 2, .block_n = 32, .stages = 3, .q_stages = 1, .output_slabs = 2, .ordered = true};
 
-// A staged bias takes the place of a tile of Q at d = 128; at d = 64, three consumers' 160
-// registers are too few for it. A softcap, ALiBi or dropout alone runs in the tiles of plain calls.
-// Head dims up to 128.
+// A staged bias takes the place of a tile of Q at d = 128. A softcap, ALiBi or dropout alone runs
+// in the tiles of plain calls. Head dims up to 128.
 template <int kHeadDim>
-inline constexpr FwdTile kStagedBiasTile = {.consumers = 2,
-                                            .block_n = 128,
-                                            .stages = 2,
-                                            .q_stages = kHeadDim <= 64 ? 2 : 1,
-                                            .output_slabs = 1,
-                                            .ordered = true};
+inline constexpr FwdTile kStagedBiasTile = {
+    .consumers = 2, .block_n = 128, .stages = 2, .q_stages = 1, .output_slabs = 1, .ordered = true};
+template <>
+inline constexpr FwdTile kStagedBiasTile<64> = kFwdTile<64, 64>;
 inline constexpr int kOneTermHeadDim = 128;
 template <typename F>
 auto with_one_term_class(int head_dim, int head_dim_v, F&& f) {

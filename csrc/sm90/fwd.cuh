@@ -62,7 +62,8 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     if (smem.queue.stages[stage].end) break;
     const FwdWork& work = smem.queue.stages[stage].work();
     typename Traits::Output O;
-    typename Traits::Softmax softmax(params.softmax_scale, Traits::ScorePolicy::kLeastMax);
+    typename Traits::Softmax softmax(scale_of_scores<Traits>(params),
+                                     Traits::ScorePolicy::kLeastMax);
     if constexpr (Traits::kMaxLogits) {
       if (work.has_keys()) {
         softmax.record().start(smem.score(stage).known(),
@@ -100,7 +101,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     fwd_kernel(const __grid_constant__ typename Traits::Params params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
-               const __grid_constant__ FwdTensorMaps<Traits::kStagedBias> maps, int num_tiles) {
+               const __grid_constant__ FwdTensorMaps<Traits::kBiasMaps> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
   if (threadIdx.x == 0) smem.init_barriers();
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
         if (warp == 2) load_v_loop<Traits>(params, maps.v, smem);
       }
       if constexpr (Traits::kStagedBias) {
-        if (warp == 3) load_bias_loop<Traits>(params.score.bias, maps.bias, smem);
+        if (warp == 3) load_bias_loop<Traits>(params.score.bias, maps, smem);
       }
     }
   } else {

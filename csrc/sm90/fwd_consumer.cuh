@@ -10,7 +10,8 @@
 namespace flash_attn::sm90 {
 
 // Where a consumer stands in the ring of its blocks of a bias.
-template <typename Traits, bool kHasBias = Traits::kStagedBias || Traits::kKeyBias>
+template <typename Traits,
+          bool kHasRing = (Traits::kStagedBias && !Traits::kStartsWithBias) || Traits::kKeyBias>
 struct FwdBiasRing {
   __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>&, int /*consumer*/) {}
 };
@@ -94,7 +95,10 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     if (!stage.end && stage.work().has_keys()) {
       q_ring.wait_full();
+      if constexpr (Traits::kScalesQ) scale_queries();
       k_ring.wait_full();
+      start_scores(S, smem.score(work_ring.stage()));
+      release_bias();
     }
     wait_turn();
     // Without keys S means nothing; but ptxas serialises products that are under way in one branch
@@ -151,9 +155,67 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
+  // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S. Its
+  // numbers may still be larger than a bias is (UnboundedStep).
+  __device__ __forceinline__ void start_scores(typename Traits::Scores& S,
+                                               const typename Traits::ScorePolicy& score) {
+    if constexpr (Traits::kStartsWithBias) {
+      using Element = typename Traits::Element;
+      OperandA<1, Traits::kBlockN> bias;
+      const auto ring = k_ring.in(smem.bias_rings[warpgroup]);
+      ring.wait_full();
+      const int row = warp_row % 64;
+      load_operand(bias, smem.bias[warpgroup][ring.stage()], row, lane);
+      if constexpr (Traits::kBiasMaps > 1) {
+        load_operand<Traits::BiasTile::kCols>(bias, smem.bias_rest[warpgroup][ring.stage()], row,
+                                              lane);
+      }
+      set_bias<Element>(S, bias);
+      if (!scales_q<Traits>(params)) {
+        bound_scores(S, kMaxBias);
+        const float factor = score.inverse_scale();
+        scale_rows(S, {factor, factor});
+      }
+      pin(S);  // else some of it is moved to other registers behind the product
+    }
+  }
+  // The warp is done with the bias that start_scores() read.
+  __device__ __forceinline__ void release_bias() const {
+    if constexpr (Traits::kStartsWithBias) {
+      // Reads that are still under way would meet what TMA writes next.
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      __syncwarp();
+      if (lane == 0) k_ring.in(smem.bias_rings[warpgroup]).arrive_empty();
+    }
+  }
+
+  // Starts S = Q Kᵀ, or S += Q Kᵀ.
   __device__ __forceinline__ void scores(typename Traits::Scores& S) const {
-    gemm_ss<typename Traits::Element, Traits::kHeadDim, Into::kZero>(
+    gemm_ss<typename Traits::Element, Traits::kHeadDim,
+            Traits::kStartsWithBias ? Into::kSum : Into::kZero>(
         S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));
+  }
+
+  // Multiplies this consumer's rows of Q, which have just come, by softmax_scale. The whole warpgroup
+  // calls it.
+  __device__ __forceinline__ void scale_queries() const {
+    if (!scales_q<Traits>(params)) return;
+    using Tile = typename Traits::QTile;
+    auto& tile = smem.q[q_ring.stage()];
+    const __nv_bfloat162 factor = __float2bfloat162_rn(params.softmax_scale);
+    constexpr int kRowChunks = Tile::kCols / kChunk;
+#pragma unroll
+    for (int i = threadIdx.x % 128; i < 64 * kRowChunks; i += 128) {
+      auto* const chunk = reinterpret_cast<uint4*>(
+          tile.pointer(warpgroup * 64 + i / kRowChunks, i % kRowChunks * kChunk));
+      uint4 numbers = *chunk;
+      auto* const pairs = reinterpret_cast<__nv_bfloat162*>(&numbers);
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) pairs[pair] = __hmul2(pairs[pair], factor);
+      *chunk = numbers;
+    }
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 };
 

@@ -17,6 +17,7 @@ class KeyWalk {
   using Term = LinearTerm<Element, Traits::kBlockN>;
   static constexpr bool kLooksAhead = Traits::ScorePolicy::kGeneral && Traits::kTile.blocks == 1;
   static constexpr bool kTriesFirst = Traits::kConsumers < 3;  // registers of three are too few
+  static constexpr bool kAddsBias = Traits::kStagedBias && !Traits::kStartsWithBias;
   static constexpr float kShare = 0.125f;
   static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
 
@@ -75,6 +76,9 @@ class KeyWalk {
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
     finish_scores(P);
+    if constexpr (Traits::kScalesQ) {
+      if (scales_q<Traits>(self.params)) bound_scores(S, kMaxBias);
+    }
     softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
     if constexpr (Traits::kTile.blocks == 1) self.send_staged();
@@ -89,6 +93,7 @@ class KeyWalk {
   __device__ __forceinline__ void next(Probabilities& P, Probabilities& P_next) {
     if constexpr (Traits::kAlibi) follow_slope();
     self.k_ring.wait_full();
+    self.start_scores(S, score);
     self.wait_turn();
     self.scores(S);
     if constexpr (Traits::kAlibi) self.smem.alibi.start(S, slope_operand);
@@ -96,6 +101,7 @@ class KeyWalk {
     accumulate(P);
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
+    self.release_bias();
     bring_bias(P_next);
     look_ahead();
     BlockMask::RowPair rows;
@@ -181,7 +187,7 @@ class KeyWalk {
     const auto with = [&](auto& step) {
       return softmax.template step_ahead<Element>(P_next, S, correction, share(), step);
     };
-    if constexpr (Traits::kStagedBias) {
+    if constexpr (kAddsBias) {
       if (is_full() && !softmax.negates()) {
         BiasStep step(bias_factor);
         return with(step);
@@ -224,8 +230,14 @@ class KeyWalk {
       }
     }
     finish_scores(P_next);
-    NoStep step;
-    return with(step);
+    if constexpr (Traits::kScalesQ) {
+      softmax.flip_signs(S);
+      UnboundedStep step(score, scales_q<Traits>(self.params));
+      return with(step);
+    } else {
+      NoStep step;
+      return with(step);
+    }
   }
 
   // Reads what the block at hand needs beside its scores while the products run: shared memory
@@ -238,7 +250,7 @@ class KeyWalk {
       facts = (is_full ? kFull : 0) | (block <= blocks.begin ? kFirst : 0);
       ptx::pin(facts);
     }
-    if constexpr (Traits::kStagedBias) {
+    if constexpr (kAddsBias) {
       bias_factor = score.inverse_scale();
       ptx::pin(bias_factor);
     }
@@ -286,7 +298,7 @@ class KeyWalk {
   // into the registers of their P. For a bias of the keys alone it only waits until that is there.
   __device__ __forceinline__ void bring_bias(Probabilities& P) {
     if constexpr (Traits::kKeyBias) self.bias_ring.wait_full();
-    if constexpr (Traits::kStagedBias) {
+    if constexpr (kAddsBias) {
       auto& ring = self.bias_ring;
       ring.wait_full();
       load_operand(P, self.smem.bias[self.warpgroup][ring.stage()], self.warp_row % 64, self.lane);
@@ -345,12 +357,12 @@ class KeyWalk {
   // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias.
   __device__ __forceinline__ void finish_scores(const Probabilities& P) {
     score.finish(S, place(), self.lane);
-    if constexpr (Traits::kStagedBias) {
+    if constexpr (kAddsBias) {
       score.template add_bias<Element>(S, P);
     } else if constexpr (Traits::kKeyBias) {
       add_key_bias(S, key_bias(), self.lane);
       release_key_bias();
-    } else {
+    } else if constexpr (!Traits::kStagedBias) {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     }
     if (is_full()) return;

@@ -123,9 +123,11 @@ __device__ __forceinline__ void load_q_loop(const typename Traits::Params& param
 
 // Loads the blocks of a staged bias, the rows of each consumer on their own.
 template <typename Traits>
-__device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUtensorMap& map,
+__device__ __forceinline__ void load_bias_loop(const BiasParams& bias,
+                                               const FwdTensorMaps<Traits::kBiasMaps>& maps,
                                                FwdSharedStorage<Traits>& smem) {
   using Tile = typename Traits::BiasTile;
+  using RestTile = typename Traits::BiasRestTile;
   Ring<Traits::kBiasStages> first_ring(smem.bias_rings[0]);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int /*stage*/) {
     const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
@@ -138,11 +140,17 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias, const CUt
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         const auto ring = first_ring.in(smem.bias_rings[consumer]);
         const int first_row = work.first_row + consumer * Tile::kRows;
-        const int cols = first_row < bias.rows ? min(bias.keys - first_key, Tile::kCols) : 0;
+        const int keys = first_row < bias.rows ? bias.keys - first_key : 0;
+        const int cols = min(keys, Tile::kCols);
+        [[maybe_unused]] const int rest = max(min(keys - cols, Traits::kBiasRest), 0);
         ring.wait_empty();
-        ring.expect_bytes(loaded_bytes<Tile>(cols));
-        load_tile(smem.bias[consumer][ring.stage()], map, place, first_row, cols, ring.full(),
-                  ptx::CacheHint::kEvictFirst, first_key);
+        ring.expect_bytes(loaded_bytes<Tile>(cols) + loaded_bytes<RestTile>(rest));
+        load_tile(smem.bias[consumer][ring.stage()], maps.bias[0], place, first_row, cols,
+                  ring.full(), ptx::CacheHint::kEvictFirst, first_key);
+        if constexpr (Traits::kBiasMaps > 1) {
+          load_tile(smem.bias_rest[consumer][ring.stage()], maps.bias[1], place, first_row, rest,
+                    ring.full(), ptx::CacheHint::kEvictFirst, first_key + Tile::kCols);
+        }
       }
     }
   });

@@ -179,18 +179,42 @@ class SoftcapMixedStep : public NoStep {
   uint32_t largest_ = 0, before_ = 0;
 };
 
-// Adds a bias, each pair of which lies in the register where its P will.
+// Scores with a bias in them that may be larger than a bias is. Such a number makes a P that overflows,
+// so it is bounded where S is completed.
+template <typename Policy>
+class UnboundedStep : public NoStep {
+ public:
+  // are_scores: S needs no factor any more.
+  __device__ __forceinline__ UnboundedStep(const Policy& score, bool are_scores)
+      : score_(score), are_scores_(are_scores) {}
+
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores& S) const {
+    bound_scores(S, are_scores_ ? kMaxBias : kMaxBias * fabsf(score_.inverse_scale()));
+  }
+
+ private:
+  const Policy& score_;
+  bool are_scores_;
+};
+
+// Adds a bias, each pair of which lies in the register where its P will. It is bounded as there.
 class BiasStep : public NoStep {
  public:
+  // factor: what makes a bias the S of a score.
   __device__ __forceinline__ explicit BiasStep(float factor) : factor_(factor) {}
 
   template <typename Element>
   __device__ __forceinline__ float2 exponents(float& first, float& second, int /*element*/,
                                               float scale_log2, float addend, uint32_t packed) {
-    const float2 bias = unpack_bias<Element>(packed);
+    const float2 bias = flash_attn::ptx::unpack<Element>(packed);
     first = fmaf(bias.x, factor_, first);
     second = fmaf(bias.y, factor_, second);
     return {fmaf(first, scale_log2, addend), fmaf(second, scale_log2, addend)};
+  }
+  template <typename Scores>
+  __device__ __forceinline__ void complete(Scores& S) const {
+    bound_scores(S, kMaxBias * factor_);
   }
 
  private:

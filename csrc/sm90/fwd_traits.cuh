@@ -37,6 +37,12 @@ struct FwdTraits {
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
   static constexpr bool kDropout = kForm == FwdForm::kDropout;
   static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
+  // S starts as a staged bias, and Q Kᵀ joins it. Else the bias is added beside the exponentials.
+  static constexpr bool kStartsWithBias = kStagedBias && kHeadDim <= 64;
+  // Q takes on the softmax_scale, where that is a power of two, so that a bias needs no factor.
+  // fp16 would lose bits of small numbers.
+  static constexpr bool kScalesQ = kStartsWithBias && kDType == DType::kBf16;
+  static_assert(!kStartsWithBias || kBiasStages == kTile.stages);  // in step with K
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages, kOutputSlabs = kTile.output_slabs;
@@ -50,8 +56,13 @@ struct FwdTraits {
   using OutputSlab = SmemTile<Element, kBlockM, VTile::kSlabCols>;
   static constexpr int kOutputCols = kOutputSlabs * OutputSlab::kCols;
   static_assert(VTile::kCols % kOutputCols == 0);
-  using BiasTile = SmemTile<Element, 64, kBlockN / 32 * 32>;  // of a consumer's queries
-  static_assert(!kStagedBias || BiasTile::kCols == kBlockN);
+  // Of a consumer's queries. 96 columns are a slab of 64 and one of 32: in three of 32, TMA would read
+  // half as many rows again.
+  using BiasTile = SmemTile<Element, 64, kBlockN / 64 * 64>;
+  static constexpr int kBiasRest = kBlockN % 64;  // columns behind these
+  using BiasRestTile = SmemTile<Element, 64, 32>;
+  static_assert(!kStagedBias || kBiasRest == 0 || kBiasRest == BiasRestTile::kCols);
+  static constexpr int kBiasMaps = !kStagedBias ? 0 : kBiasRest == 0 ? 1 : 2;
   // With a second tile of Q, the next tile's first scores come before this one's end; else after.
   static constexpr bool kStartsEarly = kQStages > 1;
   using Scores = Accumulator<1, kBlockN>;
@@ -74,6 +85,20 @@ template <typename Traits>
 __host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
   if constexpr (Traits::kPieces) return params.num_splits;
   return 1;
+}
+
+// Whether Q takes on the softmax_scale of the call: a power of two near enough to 1 for bf16 to lose
+// nothing.
+template <typename Traits>
+__device__ __forceinline__ bool scales_q(const FwdParams& params) {
+  const uint32_t bits = __float_as_uint(fabsf(params.softmax_scale));
+  return Traits::kScalesQ && (bits & 0x7fffff) == 0 && bits >= __float_as_uint(0x1p-16f) &&
+         bits <= __float_as_uint(1.f);
+}
+// What turns an S into a score.
+template <typename Traits>
+__device__ __forceinline__ float scale_of_scores(const FwdParams& params) {
+  return scales_q<Traits>(params) ? 1.f : params.softmax_scale;
 }
 
 // A tile to work on; written by one warp, read by all others.
@@ -159,12 +184,19 @@ inline constexpr int kFwdWorkStages = 3;
 using FwdWorkQueue = WorkQueue<FwdWork, kFwdWorkStages>;
 using FwdWorkStage = FwdWorkQueue::Stage;
 
+// The last columns of its blocks, where they are not a multiple of 64.
+template <typename Traits, bool kHasRest = (Traits::kBiasMaps > 1)>
+struct FwdBiasRestStorage {};
+template <typename Traits>
+struct FwdBiasRestStorage<Traits, true> {
+  alignas(1024) typename Traits::BiasRestTile bias_rest[Traits::kConsumers][Traits::kBiasStages];
+};
 // Blocks of a staged bias. Each consumer has its own, so that whoever comes first need not wait for
 // the others.
 template <typename Traits, bool kStaged = Traits::kStagedBias>
 struct FwdBiasStorage {};
 template <typename Traits>
-struct FwdBiasStorage<Traits, true> {
+struct FwdBiasStorage<Traits, true> : FwdBiasRestStorage<Traits> {
   alignas(1024) typename Traits::BiasTile bias[Traits::kConsumers][Traits::kBiasStages];
   RingBarriers<Traits::kBiasStages> bias_rings[Traits::kConsumers];
 };
@@ -292,17 +324,17 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
   }
 };
 
-template <bool kStagedBias>
+template <int kBiasMaps>
 struct FwdTensorMaps {
-  CUtensorMap q, k, v, out;
+  CUtensorMap q, k, v, out, bias[kBiasMaps];
 };
 template <>
-struct FwdTensorMaps<true> {
-  CUtensorMap q, k, v, out, bias;
+struct FwdTensorMaps<0> {
+  CUtensorMap q, k, v, out;
 };
 
 template <typename Traits>
-FwdTensorMaps<Traits::kStagedBias> make_fwd_tensor_maps(const FwdParams& params) {
+FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
   const TensorShape q_shape = {.dtype = Traits::kDType,
                                .cols = params.head_dim,
@@ -318,7 +350,7 @@ FwdTensorMaps<Traits::kStagedBias> make_fwd_tensor_maps(const FwdParams& params)
                                                                             : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
-  FwdTensorMaps<Traits::kStagedBias> maps = {
+  FwdTensorMaps<Traits::kBiasMaps> maps = {
       .q = make_tensor_map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols,
                            Traits::kBlockM),
       .k = make_tensor_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols,
@@ -328,7 +360,12 @@ FwdTensorMaps<Traits::kStagedBias> make_fwd_tensor_maps(const FwdParams& params)
       .out = make_tensor_map(params.out, params.out_strides, out_shape,
                              Traits::OutputSlab::kSlabCols, 16)};
   if constexpr (Traits::kStagedBias) {
-    maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+    using Tile = typename Traits::BiasTile;
+    using RestTile = typename Traits::BiasRestTile;
+    maps.bias[0] = make_bias_map(params, Tile::kSlabCols, Tile::kRows);
+    if constexpr (Traits::kBiasMaps > 1) {
+      maps.bias[1] = make_bias_map(params, RestTile::kSlabCols, RestTile::kRows);
+    }
   }
   return maps;
 }

@@ -104,6 +104,36 @@ __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const Bia
   }
 }
 
+// S becomes a bias that lies in registers as an operand does. Its numbers may be larger than a bias is:
+// bound_scores() has to follow before they are compared with others.
+template <typename Number, int kMBlocks, int kN>
+__device__ __forceinline__ void set_bias(Accumulator<kMBlocks, kN>& S,
+                                         const OperandA<kMBlocks, kN>& bias) {
+#pragma unroll
+  for (int m = 0; m < kMBlocks; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float2 pair = ptx::unpack<Number>(bias.data[m][n / 2][n % 2 * 2 + row]);
+        S.data[m][n][2 * row] = pair.x;
+        S.data[m][n][2 * row + 1] = pair.y;
+      }
+    }
+  }
+}
+// Scores beyond the bound of a bias count as that: there fp32 hardly has Q Kᵀ beside it.
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void bound_scores(Accumulator<kMBlocks, kN>& S, float bound) {
+#pragma unroll
+  for (int row = 0; row < S.kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      S.at(row, i) = ptx::minimum_or_nan(S.at(row, i), bound);
+    }
+  }
+}
+
 // S += a bias of the keys alone, in the unit of S. of_keys: of the keys from the first column on.
 template <int kMBlocks, int kN>
 __device__ __forceinline__ void add_key_bias(Accumulator<kMBlocks, kN>& S, const float* of_keys,

@@ -217,6 +217,11 @@ class OnlineSoftmax : Record {
     return __any_sync(~0u, moved);
   }
 
+  // S becomes what counts, for a step other than NoStep.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void flip_signs(Accumulator<kMBlocks, kN>& S) const {
+    if (negate_) negate(S);
+  }
   // Whether products count with the opposite sign.
   __device__ __forceinline__ bool negates() const { return negate_; }
   __device__ __forceinline__ float scale_log2() const { return scale_log2_; }

@@ -84,15 +84,15 @@ __device__ __forceinline__ void store_operand(Tile& tile, const OperandA<1, kCol
   }
 }
 
-// What store_operand() of the same lane wrote.
-template <typename Tile, int kCols>
+// What store_operand() of the same lane wrote. It becomes columns kFirstCol … of A.
+template <int kFirstCol = 0, typename Tile, int kCols>
 __device__ __forceinline__ void load_operand(OperandA<1, kCols>& A, const Tile& tile, int first_row,
                                              int lane) {
-  static_assert(Tile::kCols == kCols);
+  static_assert(kFirstCol + Tile::kCols <= kCols);
   const uint32_t address = tile.address(first_row + lane % 16, lane / 16 * 8);
 #pragma unroll
-  for (int col = 0; col < kCols; col += 16) {
-    flash_attn::ptx::ldmatrix_x4(A.data[0][col / 16], Tile::advance(address, 0, col));
+  for (int col = 0; col < Tile::kCols; col += 16) {
+    flash_attn::ptx::ldmatrix_x4(A.data[0][(kFirstCol + col) / 16], Tile::advance(address, 0, col));
   }
 }
 
