@@ -334,6 +334,7 @@ class KeyWalk {
   }
   __device__ __forceinline__ bool is_full() const {
     if constexpr (kLooksAhead) return (facts & kFull) != 0;
+    if constexpr (Traits::kMasked) return !found.is_cut();
     return block() >= blocks().full_begin && block() < blocks().full_end;
   }
   // With score terms there are too few registers to keep the range, so it is read again.
@@ -391,6 +392,8 @@ class KeyWalk {
     if constexpr (Traits::ScorePolicy::kGeneral || Traits::kMasked) {
       if constexpr (kLooksAhead) {
         if ((facts & kFirst) == 0) return;
+      } else if constexpr (Traits::kMasked) {
+        if (!found.is_ahead()) return;
       } else {
         if (block() > blocks().begin) return;
       }

@@ -190,14 +190,25 @@ struct FwdDropoutStorage<Traits, true> {
 // A block of keys that the mask does not hide from a tile of queries.
 class FoundKeys {
  public:
+  // What a consumer would else have to read from shared memory while the tensor cores wait.
+  struct Facts {
+    bool is_last;
+    bool is_cut;    // windows or lengths hide some of its keys from some of the tile's queries
+    bool is_ahead;  // its first keys lie in front of what any of the tile's queries sees
+  };
+
   FoundKeys() = default;
   // n is the block's number, and states are those of the mask's tiles in it (BlockMask::states()).
   // whole_walk is how many blocks the tile has ÷ how many come before this one, as far as is known.
-  __device__ __forceinline__ FoundKeys(int n, uint32_t states, bool is_last, float whole_walk)
-      : bits_(static_cast<uint32_t>(n) << 9 | states << 1 | is_last), whole_walk_(whole_walk) {}
+  __device__ __forceinline__ FoundKeys(int n, uint32_t states, Facts facts, float whole_walk)
+      : bits_(static_cast<uint32_t>(n) << 11 | states << 3 | facts.is_ahead << 2 |
+              facts.is_cut << 1 | facts.is_last),
+        whole_walk_(whole_walk) {}
 
-  __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 9); }
+  __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 11); }
   __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
+  __device__ __forceinline__ bool is_cut() const { return (bits_ & 2) != 0; }
+  __device__ __forceinline__ bool is_ahead() const { return (bits_ & 4) != 0; }
   __device__ __forceinline__ float whole_walk() const { return whole_walk_; }
   __device__ __forceinline__ FoundKeys of_first_lane() const {
     FoundKeys keys;
@@ -208,7 +219,7 @@ class FoundKeys {
   // The states of the kTiles tiles that a consumer's queries meet in the block.
   template <int kTiles>
   __device__ __forceinline__ uint32_t states_of(int consumer) const {
-    return bits_ >> (1 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
+    return bits_ >> (3 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
   }
 
  private:
