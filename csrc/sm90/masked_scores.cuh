@@ -68,9 +68,8 @@ class BlockMask : public MaskedScores {
         pair.of_query[row] = {static_cast<uint32_t>(ends.x), length(ends.x, ends.y),
                               static_cast<uint32_t>(ends.z), length(ends.z, ends.w)};
       } else {
-        set_words<kTiles>(pair.of_query[row], [&](int tile) {
-          return Intervals{ends}.bits(first_key + tile * kMaskTile);
-        });
+        pair.of_query[row] = {bits_of(ends, first_key), bits_of(ends, first_key + 32),
+                              bits_of(ends, first_key + 64), bits_of(ends, first_key + 96)};
       }
     }
     return pair;
@@ -141,6 +140,13 @@ class BlockMask : public MaskedScores {
              static_cast<uint32_t>(of_tiles[1]), static_cast<uint32_t>(of_tiles[1] >> 32)};
   }
 
+  // The 32 positions from first_key on that lie in two intervals, a bit each.
+  __device__ __forceinline__ static uint32_t bits_of(const int4& ends, int first_key) {
+    const auto from = [&](int position) {  // a shift by 32 leaves nothing
+      return __funnelshift_lc(0, ~0u, max(position - first_key, 0));
+    };
+    return (from(ends.x) & ~from(ends.y)) | (from(ends.z) & ~from(ends.w));
+  }
   __device__ __forceinline__ static uint32_t length(int first, int end) {
     return end > first ? static_cast<uint32_t>(end) - static_cast<uint32_t>(first) : 0;
   }
