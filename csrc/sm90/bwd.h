@@ -7,6 +7,7 @@
 #include "../core/params.h"
 #include "../core/tile_mask.h"
 #include "../cuda/device.h"
+#include "mask_order.h"
 
 namespace flash_attn::sm90 {
 
@@ -21,8 +22,10 @@ bool stores_bias_gradient(const BwdParams& params);
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool computes_bias_gradient(const BwdParams& params);
 // The backward with a mask whose hidden tiles are passed over. Head dims go up to 128. The call is
-// dense, has no score terms, and is neither deterministic nor has it a pool.
-void run_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
+// dense, has no score terms, and is neither deterministic nor has it a pool. order is room for
+// mask_order_size() numbers.
+void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
+                    Stream stream);
 // What BwdParams::dq_accum_cols has to be. masked: whether run_bwd_masked() is called.
 int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 // What DqPool::places is for this call. With 0 there is no pool, and dq_accum has room for all
@@ -55,8 +58,8 @@ void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo&
 template <DType kDType, int kHeadDim>
 void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
-                       Stream stream);
+void launch_bwd_masked(const Masked<BwdParams>& params, const MaskOrder& order,
+                       const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 

@@ -9,6 +9,7 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "config.h"
 #include "fwd_forms.cuh"
+#include "ordered_scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/linear_term.cuh"
 #include "tile/ring.cuh"
@@ -60,8 +61,11 @@ struct FwdTraits {
   static constexpr int kSlackLog2 = 8;
   using Softmax =
       OnlineSoftmax<2, kSlackLog2, std::conditional_t<kMaxLogits, LogitRecord<2>, NoRecord>>;
-  using Scheduler = std::conditional_t<kStagedBias, SharedBiasScheduler<TileScheduler<kBlockM>>,
-                                       TileScheduler<kBlockM>>;
+  using Scheduler =
+      std::conditional_t<kStagedBias, SharedBiasScheduler<TileScheduler<kBlockM>>,
+                         std::conditional_t<kMasked, OrderedScheduler<TileScheduler<kBlockM>>,
+                                            TileScheduler<kBlockM>>>;
+  static_assert(!kMasked || kBlockM == kOrderedRows);
 };
 
 enum NamedBarrier : int {  // 0 is __syncthreads
