@@ -38,6 +38,10 @@ class KeyWalk {
       second_serves = score.second.fits();
       mixed_serves = score.mixed.fits();
     }
+    if constexpr (Traits::kMasked) {
+      row_intervals = score.row_intervals(work.first_row + self.warp_row, self.lane);
+      first_key = work.first_key;
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -304,7 +308,12 @@ class KeyWalk {
     if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
     found = found.of_first_lane();
     if (!is_masked()) return {};
-    return score.template row_pair<kTiles>(place(), self.lane);
+    return score.template row_pair<kTiles>(
+        row_intervals, {work.first_row + self.warp_row, found_key()}, self.lane);
+  }
+  // The first key of the block that has come.
+  __device__ __forceinline__ int found_key() const {
+    return first_key + found.n() * Traits::kBlockN;
   }
   __device__ __forceinline__ bool is_masked() const {
     constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
@@ -315,7 +324,7 @@ class KeyWalk {
   }
   // Sets S to -inf where the mask hides it.
   __device__ __forceinline__ void hide(const BlockMask::RowPair& rows) const {
-    if (is_masked()) score.hide(S, rows, states(), place(), self.lane);
+    if (is_masked()) score.hide(S, rows, states(), found_key(), self.lane);
   }
 
   __device__ __forceinline__ const float* key_bias() const {
@@ -409,8 +418,12 @@ class KeyWalk {
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
   const BlockRange range;
-  int n;            // counts blocks of keys
-  FoundKeys found;  // in place of n, with a mask
+  int n;  // counts blocks of keys
+  // With a mask, `found` stands in place of n. The rest is kept for the whole tile, as memory
+  // answers slowly beside the products.
+  FoundKeys found;
+  BlockMask::RowIntervals row_intervals;
+  int first_key;
   float correction[2];
   enum : uint32_t { kFull = 1, kFirst = 2 };
   uint32_t facts;                     // of the block at hand: whether it is full, or the first
