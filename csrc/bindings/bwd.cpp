@@ -103,7 +103,9 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   const at::Tensor tile_counter = at::empty({1}, numbers);
   params.tile_counter = tile_counter.data_ptr<int32_t>();
   if (plan.skips_tiles) {
-    return sm90::run_bwd_masked({params, tile_mask_params(attn)}, device, stream_of(q));
+    const Masked<BwdParams> masked = {params, tile_mask_params(attn)};
+    const at::Tensor order = at::empty({sm90::mask_order_size(masked)}, numbers);
+    return sm90::run_bwd_masked(masked, order.data_ptr<int32_t>(), device, stream_of(q));
   }
   at::Tensor split_sums, split_arrivals;
   if (params.splits.count > 1) {

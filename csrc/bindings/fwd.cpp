@@ -36,7 +36,9 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn, co
     return sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
   }
   const at::Tensor tile_counter = start_tile_counter(params, out);
-  sm90::run_fwd_masked({params, tile_mask_params(attn)}, *plan.device, stream_of(out));
+  const Masked<FwdParams> masked = {params, tile_mask_params(attn)};
+  const at::Tensor order = at::empty({sm90::mask_order_size(masked)}, tile_counter.options());
+  sm90::run_fwd_masked(masked, order.data_ptr<int32_t>(), *plan.device, stream_of(out));
 }
 
 FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {

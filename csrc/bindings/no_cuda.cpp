@@ -56,7 +56,7 @@ void sm90::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_buil
 void sm90::run_bwd_bias(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 bool sm90::stores_bias_gradient(const BwdParams&) { not_built(); }
 bool sm90::computes_bias_gradient(const BwdParams&) { not_built(); }
-void sm90::run_bwd_masked(const Masked<BwdParams>&, const cuda::DeviceInfo&, Stream) {
+void sm90::run_bwd_masked(const Masked<BwdParams>&, int32_t*, const cuda::DeviceInfo&, Stream) {
   not_built();
 }
 bool sm90::computes_dq_apart(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
@@ -67,8 +67,10 @@ BwdSplits sm90::bwd_splits(const BwdParams&, const cuda::DeviceInfo&) { not_buil
 int64_t sm90::bwd_split_sums(const BwdParams&) { not_built(); }
 int64_t sm90::bwd_split_arrivals(const BwdParams&) { not_built(); }
 bool sm90::writes_wide_key_gradients(const BwdParams&) { not_built(); }
+int64_t sm90::mask_order_size(const Masked<FwdParams>&) { not_built(); }
+int64_t sm90::mask_order_size(const Masked<BwdParams>&) { not_built(); }
 void sm90::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
-void sm90::run_fwd_masked(const Masked<FwdParams>&, const cuda::DeviceInfo&, Stream) {
+void sm90::run_fwd_masked(const Masked<FwdParams>&, int32_t*, const cuda::DeviceInfo&, Stream) {
   not_built();
 }
 

@@ -68,6 +68,10 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return std::popcount(x); }
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned shift) {
+  const auto both = static_cast<unsigned long long>(high) << 32 | low;
+  return static_cast<unsigned>(both << std::min(shift, 32u) >> 32);
+}
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
 }

@@ -8,6 +8,7 @@
 #include "../core/params.h"
 #include "../core/tile_mask.h"
 #include "../cuda/device.h"
+#include "mask_order.h"
 
 namespace flash_attn::sm90 {
 
@@ -23,8 +24,10 @@ bool stores_bias_gradient(const BwdParams& params);
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool computes_bias_gradient(const BwdParams& params);
 // The backward with a mask whose hidden tiles are passed over. Head dims go up to 128. The call is
-// dense, has no score terms, and is neither deterministic nor has it a pool.
-void run_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
+// dense, has no score terms, and is neither deterministic nor has it a pool. order is room for
+// mask_order_size() numbers.
+void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
+                    Stream stream);
 // Whether a kernel of its own computes dQ, without sums in memory; the bits of all gradients are the
 // same every time.
 bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device);
@@ -60,8 +63,8 @@ void launch_bwd_with_some_terms(const BwdParams& params, const cuda::DeviceInfo&
 template <DType kDType, int kHeadDim>
 void launch_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
-                       Stream stream);
+void launch_bwd_masked(const Masked<BwdParams>& params, const MaskOrder& order,
+                       const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>

@@ -11,11 +11,12 @@ namespace flash_attn::sm90 {
 
 template <typename Traits>
 void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& device,
-                       Stream stream) {
+                       Stream stream, const MaskOrder& order = {}) {
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  const auto scheduler =
-      make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kTileCols, device.num_sms);
+  auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
+      params, Traits::kTileCols, device.num_sms, order.tiles != nullptr);
+  if constexpr (Traits::kMasked) scheduler.order = order;
   const int num_tiles = scheduler.num_tiles();
   const int blocks = std::min(num_tiles * params.splits.count, device.num_sms);
   if (num_tiles == 0) return;
@@ -63,9 +64,9 @@ void launch_bwd_split(const BwdParams& params, const cuda::DeviceInfo& device, S
 }
 
 template <DType kDType, int kHeadDim>
-void launch_bwd_masked(const Masked<BwdParams>& params, const cuda::DeviceInfo& device,
-                       Stream stream) {
-  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kMasked>>(params, device, stream);
+void launch_bwd_masked(const Masked<BwdParams>& params, const MaskOrder& order,
+                       const cuda::DeviceInfo& device, Stream stream) {
+  launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kMasked>>(params, device, stream, order);
 }
 
 template <DType kDType, int kHeadDim>

@@ -8,6 +8,7 @@
 #include "bwd_row_terms.cuh"
 #include "bwd_work.cuh"
 #include "masked_scores.cuh"
+#include "ordered_scheduler.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
 
@@ -131,7 +132,9 @@ struct BwdTraits {
   using GradientTile = SmemTile<Element, kBlockN, 64>;
   static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
 
-  using Scheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
+  using AnyScheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
+  using Scheduler = std::conditional_t<kMasked, OrderedScheduler<AnyScheduler>, AnyScheduler>;
+  static_assert(!kMasked || kBlockN == kOrderedRows);
 };
 
 // Holds K from column kDqCols on, for the second consumer's share of dQ.

@@ -139,20 +139,22 @@ inline bool adds_last_blocks_first(const BwdParams& params) {
   return params.dq_turns != nullptr && params.window_right >= 0;
 }
 
-// Deals out the blocks of kBlockN keys of a call, of which `running` run at a time.
+// Deals out the blocks of kBlockN keys of a call, of which `running` run at a time. ordered: those
+// of a head come from the longest to the shortest, by a mask.
 template <typename Scheduler>
-Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
+Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running,
+                             bool ordered = false) {
   const int64_t group = params.heads_q / params.heads_kv;
   // This is what the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
   const int64_t bytes = params.seqlen_q *
                         (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
                         group;
-  auto scheduler = Scheduler::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
-                                   params.batch, params.heads_kv, bytes);
+  Scheduler scheduler = Scheduler::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
+                                        params.batch, params.heads_kv, bytes);
   // Tiles come head after head: the thread blocks walk over the same Q and dO together, and a
   // pool's sums are complete soon. But blocks of one head that take turns come one behind the
   // other, so as few of them as the L2 cache allows run together.
-  const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
+  const bool together = sequences_are_alike(params) && params.dq_turns == nullptr && !ordered;
   if (together || params.dq_pool.places > 0) {
     scheduler.section_heads = 1;
   } else if (params.dq_turns == nullptr) {

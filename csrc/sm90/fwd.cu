@@ -44,11 +44,12 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
   });
 }
 
-void run_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device,
+void run_fwd_masked(const Masked<FwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
                     Stream stream) {
+  const MaskOrder ordered = order_mask_tiles(params, order, device, stream);
   with_dtype(params.dtype, [&]<DType kDType> {
     with_masked_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-      launch_fwd_masked<kDType, kHeadDim>(params, device, stream);
+      launch_fwd_masked<kDType, kHeadDim>(params, ordered, device, stream);
     });
   });
 }

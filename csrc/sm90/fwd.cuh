@@ -41,6 +41,7 @@
 #pragma once
 
 #include "../cuda/launch.h"
+#include "../cuda/ptx/griddepcontrol.cuh"
 #include "fwd_key_walk.cuh"
 #include "fwd_masked_producer.cuh"
 #include "fwd_output.cuh"
@@ -108,6 +109,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   smem.zero_absent_slabs(params);
   if constexpr (Traits::kAlibi) smem.alibi.init(threadIdx.x, Traits::kThreads);
   __syncthreads();
+  if constexpr (Traits::kMasked) flash_attn::ptx::wait_for_prerequisites();  // the tiles' order
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
@@ -140,7 +142,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
 }
 
 template <typename Traits>
-void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device, Stream stream) {
+void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device, Stream stream,
+                  const MaskOrder& order = {}) {
   using Storage = FwdSharedStorage<Traits>;
   static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
   const int64_t group = params.heads_q / params.heads_kv;
@@ -158,17 +161,24 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   // K and V together.
   if (alike) scheduler.section_heads = 1;
   if constexpr (Traits::kStagedBias) scheduler.share(params.score.bias);
+  if constexpr (Traits::kMasked) scheduler.order = order;
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
   if (num_tiles == 0) return;
 
   const int blocks = std::min(num_tiles, device.num_sms * Traits::kTile.blocks);
   if (alike || num_tiles <= blocks) {
     params.tile_counter = nullptr;
-  } else {
+  } else if (order.tiles == nullptr) {  // else it has been zeroed
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
   }
+  const auto maps = make_fwd_tensor_maps<Traits>(params);
+  if constexpr (Traits::kMasked) {
+    return cuda::launch_overlapping<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage),
+                                                        order.tiles != nullptr, stream, params,
+                                                        scheduler, maps, num_tiles);
+  }
   cuda::launch<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), stream, params,
-                                   scheduler, make_fwd_tensor_maps<Traits>(params), num_tiles);
+                                   scheduler, maps, num_tiles);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
@@ -223,11 +233,11 @@ void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& devic
 }
 
 template <DType kDType, int kHeadDim>
-void launch_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device,
-                       Stream stream) {
+void launch_fwd_masked(const Masked<FwdParams>& params, const MaskOrder& order,
+                       const cuda::DeviceInfo& device, Stream stream) {
   constexpr FwdTile kTile = kMaskedTile<kHeadDim>;
   launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kMasked>>(params, device,
-                                                                               stream);
+                                                                               stream, order);
 }
 
 }  // namespace flash_attn::sm90

@@ -7,6 +7,7 @@
 #include "../core/params.h"
 #include "../core/tile_mask.h"
 #include "../cuda/device.h"
+#include "mask_order.h"
 
 namespace flash_attn::sm90 {
 
@@ -14,8 +15,9 @@ namespace flash_attn::sm90 {
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score
-// terms.
-void run_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device, Stream stream);
+// terms. order: room for mask_order_size() numbers.
+void run_fwd_masked(const Masked<FwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
+                    Stream stream);
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
@@ -34,7 +36,7 @@ void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo&
 template <DType kDType, int kHeadDim>
 void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
-void launch_fwd_masked(const Masked<FwdParams>& params, const cuda::DeviceInfo& device,
-                       Stream stream);
+void launch_fwd_masked(const Masked<FwdParams>& params, const MaskOrder& order,
+                       const cuda::DeviceInfo& device, Stream stream);
 
 }  // namespace flash_attn::sm90

@@ -39,6 +39,10 @@ class KeyWalk {
       second_serves = score.second.fits();
       mixed_serves = score.mixed.fits();
     }
+    if constexpr (Traits::kMasked) {
+      row_intervals = score.row_intervals(work.first_row + self.warp_row, self.lane);
+      first_key = work.first_key;
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -316,7 +320,12 @@ class KeyWalk {
     if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
     found = found.of_first_lane();
     if (!is_masked()) return {};
-    return score.template row_pair<kTiles>(place(), self.lane);
+    return score.template row_pair<kTiles>(
+        row_intervals, {work.first_row + self.warp_row, found_key()}, self.lane);
+  }
+  // The first key of the block that has come.
+  __device__ __forceinline__ int found_key() const {
+    return first_key + found.n() * Traits::kBlockN;
   }
   __device__ __forceinline__ bool is_masked() const {
     constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
@@ -327,7 +336,7 @@ class KeyWalk {
   }
   // Sets S to -inf where the mask hides it.
   __device__ __forceinline__ void hide(const BlockMask::RowPair& rows) const {
-    if (is_masked()) score.hide(S, rows, states(), place(), self.lane);
+    if (is_masked()) score.hide(S, rows, states(), found_key(), self.lane);
   }
 
   __device__ __forceinline__ const float* key_bias() const {
@@ -346,6 +355,7 @@ class KeyWalk {
   }
   __device__ __forceinline__ bool is_full() const {
     if constexpr (kLooksAhead) return (facts & kFull) != 0;
+    if constexpr (Traits::kMasked) return !found.is_cut();
     return block() >= blocks().full_begin && block() < blocks().full_end;
   }
   // With score terms there are too few registers to keep the range, so it is read again.
@@ -403,6 +413,8 @@ class KeyWalk {
     if constexpr (Traits::ScorePolicy::kGeneral || Traits::kMasked) {
       if constexpr (kLooksAhead) {
         if ((facts & kFirst) == 0) return;
+      } else if constexpr (Traits::kMasked) {
+        if (!found.is_ahead()) return;
       } else {
         if (block() > blocks().begin) return;
       }
@@ -418,8 +430,12 @@ class KeyWalk {
   typename Traits::Output& O;
   typename Traits::Softmax& softmax;
   const BlockRange range;
-  int n;            // counts blocks of keys
-  FoundKeys found;  // in place of n, with a mask
+  int n;  // counts blocks of keys
+  // With a mask, `found` stands in place of n. The rest is kept for the whole tile, as memory
+  // answers slowly beside the products.
+  FoundKeys found;
+  BlockMask::RowIntervals row_intervals;
+  int first_key;
   float correction[2];
   enum : uint32_t { kFull = 1, kFirst = 2 };
   uint32_t facts;                     // of the block at hand: whether it is full, or the first

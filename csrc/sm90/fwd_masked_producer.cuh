@@ -38,7 +38,11 @@ class KeyFinder {
     const float whole_walk = __fdividef(taken_ + __popc(found_), taken_);
     ++taken_;
     found_ &= found_ - 1;
-    return FoundKeys(n, states, !look(), whole_walk);
+    const BlockRange& blocks = work_.range;
+    const bool is_cut = n < blocks.full_begin || n >= blocks.full_end;
+    const bool is_ahead = n * Traits::kBlockN < work_.window.first_key(work_.first_row);
+    return FoundKeys(n, states, {.is_last = !look(), .is_cut = is_cut, .is_ahead = is_ahead},
+                     whole_walk);
   }
 
  private:

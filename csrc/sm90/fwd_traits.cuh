@@ -9,6 +9,7 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "config.h"
 #include "fwd_forms.cuh"
+#include "ordered_scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/linear_term.cuh"
 #include "tile/ring.cuh"
@@ -71,8 +72,11 @@ struct FwdTraits {
   static constexpr int kSlackLog2 = 8;
   using Softmax =
       OnlineSoftmax<2, kSlackLog2, std::conditional_t<kMaxLogits, LogitRecord<2>, NoRecord>>;
-  using Scheduler = std::conditional_t<kStagedBias, SharedBiasScheduler<TileScheduler<kBlockM>>,
-                                       TileScheduler<kBlockM>>;
+  using Scheduler =
+      std::conditional_t<kStagedBias, SharedBiasScheduler<TileScheduler<kBlockM>>,
+                         std::conditional_t<kMasked, OrderedScheduler<TileScheduler<kBlockM>>,
+                                            TileScheduler<kBlockM>>>;
+  static_assert(!kMasked || kBlockM == kOrderedRows);
 };
 
 enum NamedBarrier : int {  // 0 is __syncthreads
@@ -222,14 +226,25 @@ struct FwdDropoutStorage<Traits, true> {
 // A block of keys that the mask does not hide from a tile of queries.
 class FoundKeys {
  public:
+  // What a consumer would else have to read from shared memory while the tensor cores wait.
+  struct Facts {
+    bool is_last;
+    bool is_cut;    // windows or lengths hide some of its keys from some of the tile's queries
+    bool is_ahead;  // its first keys lie in front of what any of the tile's queries sees
+  };
+
   FoundKeys() = default;
   // n is the block's number, and states are those of the mask's tiles in it (BlockMask::states()).
   // whole_walk is how many blocks the tile has ÷ how many come before this one, as far as is known.
-  __device__ __forceinline__ FoundKeys(int n, uint32_t states, bool is_last, float whole_walk)
-      : bits_(static_cast<uint32_t>(n) << 9 | states << 1 | is_last), whole_walk_(whole_walk) {}
+  __device__ __forceinline__ FoundKeys(int n, uint32_t states, Facts facts, float whole_walk)
+      : bits_(static_cast<uint32_t>(n) << 11 | states << 3 | facts.is_ahead << 2 |
+              facts.is_cut << 1 | facts.is_last),
+        whole_walk_(whole_walk) {}
 
-  __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 9); }
+  __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 11); }
   __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
+  __device__ __forceinline__ bool is_cut() const { return (bits_ & 2) != 0; }
+  __device__ __forceinline__ bool is_ahead() const { return (bits_ & 4) != 0; }
   __device__ __forceinline__ float whole_walk() const { return whole_walk_; }
   __device__ __forceinline__ FoundKeys of_first_lane() const {
     FoundKeys keys;
@@ -240,7 +255,7 @@ class FoundKeys {
   // The states of the kTiles tiles that a consumer's queries meet in the block.
   template <int kTiles>
   __device__ __forceinline__ uint32_t states_of(int consumer) const {
-    return bits_ >> (1 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
+    return bits_ >> (3 + 2 * kTiles * consumer) & ((1 << 2 * kTiles) - 1);
   }
 
  private:

@@ -34,52 +34,67 @@ class BlockMask : public MaskedScores {
     bool by_labels;
   };
 
-  // Reads what the lane's two queries in 16 rows see. place is that of the rows and of the block.
+  // What the mask says of two queries for all blocks of keys, and how.
+  struct RowIntervals {
+    int4 of_query[2];
+    bool has_bits, has_labels;
+  };
+
+  // Reads it of the lane's two queries in the 16 from first_query on.
+  __device__ __forceinline__ RowIntervals row_intervals(int first_query, int lane) const {
+    RowIntervals rows = {};
+    rows.has_bits = has_bits_;
+    rows.has_labels = labels_ != nullptr;
+    if (rows_ == nullptr || has_bits_) return rows;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      rows.of_query[row] =
+          __ldg(static_cast<const int4*>(rows_) + query_of(first_query, row, lane));
+    }
+    return rows;
+  }
+
+  // Says what the lane's two queries see of a block's keys. place is that of the rows and of the
+  // block.
   template <int kTiles>
-  __device__ __forceinline__ RowPair row_pair(ScorePlace place, int lane) const {
+  __device__ __forceinline__ RowPair row_pair(const RowIntervals& rows, ScorePlace place,
+                                              int lane) const {
     RowPair pair = {};
-    if (rows_ == nullptr) return pair;
-    const int query = place.query + fragment_row(0, lane);
-    const int64_t queries[2] = {min(query, last_query_), min(query + 8, last_query_)};
     const int first_key = place.key + fragment_col(0, lane);
-    if (has_bits_) {
+    if (rows.has_bits) {
       const int first_tile = place.key / kMaskTile;
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const auto* const words =
-            static_cast<const unsigned long long*>(rows_) + queries[row] * key_tiles_ + first_tile;
+        const auto* const words = static_cast<const unsigned long long*>(rows_) +
+                                  query_of(place.query, row, lane) * key_tiles_ + first_tile;
         set_words<kTiles>(pair.of_query[row], [&](int tile) -> uint64_t {
           return first_tile + tile < key_tiles_ ? __ldg(words + tile) >> first_key % kMaskTile : 0;
         });
       }
       return pair;
     }
-    int4 rows[2];
+    const auto has_labels = [](const int4& ends) { return ends.w >= ends.z; };
+    pair.by_labels = rows.has_labels &&
+                     __any_sync(~0u, has_labels(rows.of_query[0]) || has_labels(rows.of_query[1]));
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      rows[row] = __ldg(static_cast<const int4*>(rows_) + queries[row]);
-    }
-    pair.by_labels =
-        labels_ != nullptr && __any_sync(~0u, rows[0].w >= rows[0].z || rows[1].w >= rows[1].z);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int4& ends = rows[row];
+      const int4& ends = rows.of_query[row];
       if (pair.by_labels) {
         pair.of_query[row] = {static_cast<uint32_t>(ends.x), length(ends.x, ends.y),
                               static_cast<uint32_t>(ends.z), length(ends.z, ends.w)};
       } else {
-        set_words<kTiles>(pair.of_query[row], [&](int tile) {
-          return Intervals{ends}.bits(first_key + tile * kMaskTile);
-        });
+        pair.of_query[row] = {bits_of(ends, first_key), bits_of(ends, first_key + 32),
+                              bits_of(ends, first_key + 64), bits_of(ends, first_key + 96)};
       }
     }
     return pair;
   }
 
-  // Sets what the mask hides of a warp's block to -inf. states are those of its tiles.
+  // Sets what the mask hides of a warp's block to -inf. states are those of its tiles, first_key is
+  // its first key.
   template <int kN>
   __device__ __forceinline__ void hide(Accumulator<1, kN>& S, const RowPair& pair, uint32_t states,
-                                       ScorePlace place, int lane) const {
+                                       int first_key, int lane) const {
     constexpr int kElements = kMaskTile / 4;  // of a row in a tile
 #pragma unroll
     for (int tile = 0; tile < kN / kMaskTile; ++tile) {
@@ -98,10 +113,10 @@ class BlockMask : public MaskedScores {
       if (state == kTileHidden) {
         hide_unseen([](int) { return Seen{false, false}; });
       } else if (pair.by_labels) {
-        const int first_key = place.key + tile * kMaskTile + fragment_col(0, lane);
+        const int lane_key = first_key + tile * kMaskTile + fragment_col(0, lane);
         const auto hide_other_labels = [&](auto intervals) {
           hide_unseen([&](int col) {
-            const int label = __ldg(labels_ + min(first_key + col, last_key_));
+            const int label = __ldg(labels_ + min(lane_key + col, last_key_));
             return Seen{contains<intervals>(pair.of_query[0], label),
                         contains<intervals>(pair.of_query[1], label)};
           });
@@ -131,6 +146,11 @@ class BlockMask : public MaskedScores {
     __device__ __forceinline__ bool operator[](int row) const { return of_query[row]; }
   };
 
+  // Of the 16 queries from first_query on, the one that a lane's row is.
+  __device__ __forceinline__ int64_t query_of(int first_query, int row, int lane) const {
+    return min(first_query + fragment_row(row, lane), last_query_);
+  }
+
   template <int kTiles, typename OfTile>
   __device__ __forceinline__ static void set_words(uint4& words, const OfTile& of_tile) {
     static_assert(kTiles <= 2);
@@ -141,6 +161,13 @@ class BlockMask : public MaskedScores {
              static_cast<uint32_t>(of_tiles[1]), static_cast<uint32_t>(of_tiles[1] >> 32)};
   }
 
+  // The 32 positions from first_key on that lie in two intervals, a bit each.
+  __device__ __forceinline__ static uint32_t bits_of(const int4& ends, int first_key) {
+    const auto from = [&](int position) {  // a shift by 32 leaves nothing
+      return __funnelshift_lc(0, ~0u, max(position - first_key, 0));
+    };
+    return (from(ends.x) & ~from(ends.y)) | (from(ends.z) & ~from(ends.w));
+  }
   __device__ __forceinline__ static uint32_t length(int first, int end) {
     return end > first ? static_cast<uint32_t>(end) - static_cast<uint32_t>(first) : 0;
   }

@@ -2,9 +2,9 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_bwd_masked<DType::kFp16, 128>(const Masked<BwdParams>&,
+template void launch_bwd_masked<DType::kFp16, 128>(const Masked<BwdParams>&, const MaskOrder&,
                                                    const cuda::DeviceInfo&, Stream);
-template void launch_bwd_masked<DType::kBf16, 128>(const Masked<BwdParams>&,
+template void launch_bwd_masked<DType::kBf16, 128>(const Masked<BwdParams>&, const MaskOrder&,
                                                    const cuda::DeviceInfo&, Stream);
 
 }  // namespace flash_attn::sm90
