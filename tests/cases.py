@@ -405,7 +405,8 @@ class Expected:
 
 
 def expect(problem: Problem, backward: bool = True, device: str = "cpu") -> Expected:
-    """The float64 reference. Long rows want a GPU for it."""
+    """The float64 reference, computed on the device, as long rows want a GPU. What it gives lies on
+    the CPU."""
     c = problem.case
     tensors = problem.float_tensors() | problem.index_tensors()
     given = {n: x.detach().to(device) for n, x in tensors.items()}
@@ -427,7 +428,9 @@ def expect(problem: Problem, backward: bool = True, device: str = "cpu") -> Expe
     if backward:
         values |= vars(attention_ref_grads(dout, dlse=dlse, **options))
     conditions = vars(condition_tensors(dout, dlse=dlse, **options))
-    return Expected(values, conditions, probs, conditions.pop("largest_score"))
+    largest_score = conditions.pop("largest_score")
+    values, conditions = ({n: x.cpu() for n, x in d.items()} for d in (values, conditions))
+    return Expected(values, conditions, probs.cpu(), largest_score)
 
 
 def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:

@@ -327,14 +327,15 @@ def test_labels_of_documents(ascends: bool) -> None:
 
 
 FEW_OF_MANY = [
-    Case(batch=1, seqlen_q=150, seqlen_k=9000, heads_q=2, heads_kv=1, dtype="bf16", d=128),
+    Case(batch=1, seqlen_q=150, seqlen_k=9000, heads_q=4, heads_kv=2, dtype="bf16", d=128),
     Case(batch=2, seqlen_q=4500, seqlen_k=150, heads_q=4, heads_kv=2, dtype="fp16", d=64),
 ]
 
 
 @each_mask(MORE_MASKS, FEW_OF_MANY)
 def test_few_tiles_of_many(case: Case, name: str, target: Target) -> None:
-    """More tiles in a row than a kernel looks at together, most of these groups hidden."""
+    """More tiles in a row than a kernel looks at together, most of these groups hidden; and more
+    than run at once, so that those with the most blocks come first."""
     check_mask(case, name, target)
 
 

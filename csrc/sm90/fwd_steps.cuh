@@ -124,9 +124,7 @@ class SoftcapStep : public NoStep {
             polynomial_.exponent(second, second2, addend)};
   }
   __device__ __forceinline__ bool failed() const { return !polynomial_.serves(largest_); }
-  __device__ __forceinline__ float score(int /*row*/, float x) const {
-    return score_.capped_closely(x);
-  }
+  __device__ __forceinline__ float score(int /*row*/, float x) const { return score_.capped(x); }
   template <typename Scores>
   __device__ __forceinline__ void complete(Scores& S) const {
     complete_by(*this, S);

@@ -344,10 +344,6 @@ class TermScores {
   __device__ __forceinline__ float capped(float x) const {
     return flash_attn::capped(x, cap_, inverse_cap_);
   }
-  // The same, by a polynomial where it is far from the cap.
-  __device__ __forceinline__ float capped_closely(float x) const {
-    return flash_attn::capped_closely(x, cap_, inverse_cap_);
-  }
   // What a score loses a key away from the diagonal, in the unit of Q Kᵀ; 0: no ALiBi.
   __device__ __forceinline__ float alibi() const { return alibi_; }
   // The distance of the first query's diagonal from the first key.

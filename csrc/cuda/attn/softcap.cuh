@@ -15,16 +15,6 @@ __device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
   return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
 }
 
-// The same, good to 6e-7 of the score itself, as beside a large cap 2⁻²³ of it are many of a score's
-// last places. A score of at most a fifth of the cap takes the first powers of tanh's series.
-__device__ __forceinline__ float capped_closely(float x, float cap, float inverse_cap) {
-  const float share = x * inverse_cap, square = share * share;
-  if (square <= 0.04f) {
-    return x * fmaf(square, fmaf(square, fmaf(square, -17.f / 315, 2.f / 15), -1.f / 3), 1.f);
-  }
-  return capped(x, cap, inverse_cap);
-}
-
 // The exponent of P = exp2(exponent) and the softcap's slope 1 - tanh², of t = tanh(X / cap).
 struct CapOfTanh {
   float cap_log2;
