@@ -429,7 +429,9 @@ def expect(problem: Problem, backward: bool = True, device: str = "cpu") -> Expe
         values |= vars(attention_ref_grads(dout, dlse=dlse, **options))
     conditions = vars(condition_tensors(dout, dlse=dlse, **options))
     largest_score = conditions.pop("largest_score")
-    values, conditions = ({n: x.cpu() for n, x in d.items()} for d in (values, conditions))
+    values, conditions = (
+        {n: x if x is None else x.cpu() for n, x in found.items()} for found in (values, conditions)
+    )
     return Expected(values, conditions, probs.cpu(), largest_score)
 
 

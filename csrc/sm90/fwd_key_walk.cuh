@@ -238,10 +238,9 @@ class KeyWalk {
       softmax.flip_signs(S);
       UnboundedStep step(score, scales_q<Traits>(self.params));
       return with(step);
-    } else {
-      NoStep step;
-      return with(step);
     }
+    NoStep step;
+    return with(step);
   }
 
   // Reads what the block at hand needs beside its scores while the products run: shared memory
@@ -431,8 +430,7 @@ class KeyWalk {
   typename Traits::Softmax& softmax;
   const BlockRange range;
   int n;  // counts blocks of keys
-  // With a mask, `found` stands in place of n. The rest is kept for the whole tile, as memory
-  // answers slowly beside the products.
+  // With a mask `found` is in place of n. The rest is kept for a tile, as memory answers slowly.
   FoundKeys found;
   BlockMask::RowIntervals row_intervals;
   int first_key;
