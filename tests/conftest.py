@@ -58,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "gpu: needs a CUDA device",
         "simulated: runs a kernel of the simulated GPU, whose library is loaded",
-        "real_gpu: asks how tensors of a GPU are treated; a simulated one has those of the CPU",
+        "real_gpu: takes a simulated GPU too long, or asks how tensors of a GPU are treated; a "
+        "simulated one has those of the CPU",
         "sanitize: one tiny case a kernel instantiation, for compute-sanitizer",
         "slow: seconds rather than milliseconds",
     ):

@@ -339,6 +339,31 @@ def test_few_tiles_of_many(case: Case, name: str, target: Target) -> None:
     check_mask(case, name, target)
 
 
+# Of each dtype and class; and with more tiles than run at once.
+SMALL = [
+    Case(d=d, dtype=dtype, seqlen_q=140, seqlen_k=200)
+    for dtype in ("fp16", "bf16")
+    for d in (64, 128, 256)
+]
+MANY_TILES = [
+    Case(d=d, dtype="bf16", batch=12, heads_q=4, heads_kv=4, seqlen_q=260, seqlen_k=330)
+    for d in (64, 128)
+]
+
+
+@pytest.mark.sanitize
+@each_mask(["causal-documents", "shuffled-documents", "blocks", "bool"], SMALL, (SM80, SM90))
+def test_kernels_of_masks(case: Case, name: str, target: Target) -> None:
+    """Each way in which a kernel reads a mask: rows as positions, labels, none, and bits."""
+    check_mask(case, name, target)
+
+
+@pytest.mark.sanitize
+@each_mask(["causal-documents", "blocks"], MANY_TILES, (SM80, SM90))
+def test_order_of_many_tiles(case: Case, name: str, target: Target) -> None:
+    check_mask(case, name, target)
+
+
 def backward_has_room() -> bool:
     """Whether a block of sm80's backward has the shared memory to skip tiles."""
     room = int(os.environ.get("FLASH_ATTN_SMEM_LIMIT", 1 << 30))

@@ -28,6 +28,8 @@ from numerics import assert_close, assert_lse_close
 import flash_attn
 from flash_attn.reference import attention_ref
 
+pytestmark = pytest.mark.real_gpu
+
 MILLION = 2**20
 ALL = slice(None)
 
