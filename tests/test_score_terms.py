@@ -195,8 +195,9 @@ def test_large_caps(case: Case, target: Target, seed: int) -> None:
     """Scores that are small beside the cap, that lie on both sides of where a polynomial ends, and
     that are as large as the cap."""
     largest = 5 * (case.softmax_scale or case.d**-0.5) * case.d**0.5
-    # Near the cap the slope 1 - tanh² is off by the last places of 1, more than fp16's rounding.
-    has_slopes = case.dtype != "fp16" or largest <= 2 * case.softcap
+    # Near the cap sm80's slope 1 - tanh² is off by the last places of 1, more than fp16's rounding.
+    is_near = case.dtype == "fp16" and largest > 2 * case.softcap
+    has_slopes = target.backend != "sm80" or not is_near
     check(case, target, seed, backward=has_slopes and keeps_gradients(case, largest))
 
 

@@ -139,11 +139,9 @@ inline bool adds_last_blocks_first(const BwdParams& params) {
   return params.dq_turns != nullptr && params.window_right >= 0;
 }
 
-// Deals out the blocks of kBlockN keys of a call, of which `running` run at a time. ordered: those
-// of a head come from the longest to the shortest, by a mask.
+// Deals out the blocks of kBlockN keys of a call, of which `running` run at a time.
 template <typename Scheduler>
-Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running,
-                             bool ordered = false) {
+Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
   const int64_t group = params.heads_q / params.heads_kv;
   // This is what the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
   const int64_t bytes = params.seqlen_q *
@@ -154,7 +152,7 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
   // Tiles come head after head: the thread blocks walk over the same Q and dO together, and a
   // pool's sums are complete soon. But blocks of one head that take turns come one behind the
   // other, so as few of them as the L2 cache allows run together.
-  const bool together = sequences_are_alike(params) && params.dq_turns == nullptr && !ordered;
+  const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
   if (together || params.dq_pool.places > 0) {
     scheduler.section_heads = 1;
   } else if (params.dq_turns == nullptr) {

@@ -41,6 +41,7 @@ PYTHON = {
             "test_wrong_arguments.py",
             "test_api_options.py",
             "test_masks.py",
+            "test_mask_forms.py",
             "test_mask_refusals.py",
         ),
     ],
