@@ -401,10 +401,11 @@ def test_only_dq_may_vary_without_it(case: Case, target: Target, seed: int) -> N
     assert_close("dq", again["dq"], first["dq"].double(), condition, problem.q.dtype)
 
 
-# csrc/sm90/bwd_config.h: up to so many queries the sums of dq are a pool, by head-dim class, and it
-# has places for so many rounds of tiles.
+# csrc/sm90/bwd_config.h: where so many queries at most see a tile, the sums of dq are a pool, by
+# head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
 POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
 POOLED_OF_GROUP = 1024
+STRETCH = 1024
 SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
 
 
@@ -414,15 +415,26 @@ def pool_class(case: Case) -> int:
 
 def is_pooled(case: Case) -> bool:
     most, _ = POOLS[pool_class(case)]
-    is_group = case.heads_q > case.heads_kv
-    return case.seqlen_q <= (min(most, POOLED_OF_GROUP) if is_group else most)
+    if case.heads_q > case.heads_kv:
+        return case.seqlen_q <= min(most, POOLED_OF_GROUP)
+    return queries_of_tile(case) <= most
+
+
+def queries_of_tile(case: Case) -> int:
+    left, right = case.window
+    return case.seqlen_q if min(left, right) < 0 else min(case.seqlen_q, left + right + 128)
 
 
 def with_more_heads_than_places(case: Case, sms: int = SMS) -> Case:
-    """Two and a half times as many kv heads as the pool has places."""
-    _, rounds = POOLS[pool_class(case)]
-    places = int(rounds * sms / -(-case.keys // 128)) + 2
-    return case.with_(batch=-(-5 * places // (2 * case.heads_kv)))
+    """Two and a half times as many kv heads as the pool has places for."""
+    most, rounds = POOLS[pool_class(case)]
+    heads = rounds * sms / -(-case.keys // 128)
+    places, stretches = heads + 2, 1
+    if case.seqlen_q > most and is_pooled(case):
+        places = rounds * sms * 128 / STRETCH
+        places += (heads + 1) * (queries_of_tile(case) // STRETCH + 3)
+        stretches = -(-case.seqlen_q // STRETCH)
+    return case.with_(batch=-(-5 * int(places) // (2 * case.heads_kv * stretches)))
 
 
 POOL_CASES = [
@@ -449,6 +461,14 @@ POOL_CASES = [
         ("bf16", 1025, None, 4, 2, 64, {"causal": True}),
         ("bf16", 1024, None, 4, 2, 128, {"causal": True}),
         ("fp16", 1025, None, 6, 2, 128, {}),
+        ("bf16", 2100, None, 2, 2, 64, {"window": (500, 0)}),
+        ("fp16", 4001, 4201, 2, 2, 64, {"window": (0, 1900)}),
+        ("fp16", 5000, 4000, 1, 1, 64, {"window": (2000, 0)}),
+        ("bf16", 4200, None, 2, 2, 128, {"window": (1024, 0)}),
+        ("fp16", 5121, None, 1, 1, 128, {"window": (3000, 900)}),
+        ("bf16", 4500, 5300, 1, 1, 128, {"window": (30, 60), "top_left": True}),
+        ("bf16", 5000, None, 1, 1, 128, {"window": (4000, 0)}),
+        ("fp16", 2100, None, 4, 2, 64, {"window": (500, 0)}),
     ]
 ]
 

@@ -275,6 +275,22 @@ def test_order_of_many_tiles(case: Case, name: str, target: Target) -> None:
     check_mask(case, name, target)
 
 
+@pytest.mark.real_gpu
+@pytest.mark.slow
+@each_mask(
+    ["causal-documents", "blocks", "few-blocks", "nothing"],
+    [
+        case.with_(batch=60, heads_q=4 * group)
+        for case in MANY_TILES
+        for group in (1, 2)
+    ],
+    (SM90,),
+)
+def test_more_heads_than_places_of_a_pool(case: Case, name: str, target: Target) -> None:
+    """The sums of dq of some heads wait for those of others to become rows."""
+    check_mask(case, name, target)
+
+
 def backward_has_room() -> bool:
     """Whether a block of sm80's backward has the shared memory to skip tiles."""
     room = int(os.environ.get("FLASH_ATTN_SMEM_LIMIT", 1 << 30))

@@ -89,16 +89,23 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   const auto numbers = lse.options().dtype(at::kInt);
   if (!plan.skips_tiles) params.splits = sm90::bwd_splits(params, device);
   const bool dq_apart = !plan.skips_tiles && sm90::computes_dq_apart(params, device);
-  const int places = plan.skips_tiles ? 0 : sm90::bwd_dq_pool_places(params, device);
-  const int heads = places > 0 ? places * (params.heads_q / params.heads_kv) : params.heads_q;
-  at::Tensor dq_accum;
+  const bool has_turns = params.deterministic && !dq_apart;
+  at::Tensor dq_accum, progress;
   if (!dq_apart) {
-    params.dq_pool.places = places;
-    params.dq_accum_rows =
-        places > 0 ? sm90::bwd_dq_pool_rows(params) : cuda::bwd_dq_accum_rows(params);
+    DqPool& pool = params.dq_pool;
+    pool = sm90::bwd_dq_pool(params, device, plan.skips_tiles);
+    params.dq_accum_rows = pool.places > 0 ? sm90::bwd_dq_pool_rows(params, pool)
+                                           : cuda::bwd_dq_accum_rows(params);
+    const int group = params.heads_q / params.heads_kv;
+    const int heads = pool.places > 0 ? pool.places * group : params.heads_q;
     params.dq_accum_cols = sm90::bwd_dq_accum_cols(params, plan.skips_tiles);
     dq_accum = at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
     params.dq_accum = dq_accum.data_ptr<float>();
+    pool.end = params.dq_accum + dq_accum.numel();
+    if (pool.places > 0) {
+      progress = at::empty({cuda::bwd_dq_pool_progress(params)}, numbers);
+      pool.progress = progress.data_ptr<int32_t>();
+    }
   }
   const at::Tensor tile_counter = at::empty({1}, numbers);
   params.tile_counter = tile_counter.data_ptr<int32_t>();
@@ -114,11 +121,7 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
     params.splits.sums = split_sums.data_ptr<float>();
     params.splits.arrived = split_arrivals.data_ptr<int32_t>();
   }
-  at::Tensor progress;
-  if (places > 0) {
-    progress = at::empty({cuda::bwd_dq_pool_progress(params)}, numbers);
-    params.dq_pool.progress = progress.data_ptr<int32_t>();
-  } else if (params.deterministic && !dq_apart) {
+  if (has_turns) {
     progress = at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, numbers);
     params.dq_turns = progress.data_ptr<int32_t>();
   }

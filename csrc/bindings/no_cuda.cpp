@@ -61,8 +61,8 @@ void sm90::run_bwd_masked(const Masked<BwdParams>&, int32_t*, const cuda::Device
 }
 bool sm90::computes_dq_apart(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
 int sm90::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
-int sm90::bwd_dq_pool_places(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
-int64_t sm90::bwd_dq_pool_rows(const BwdParams&) { not_built(); }
+DqPool sm90::bwd_dq_pool(const BwdParams&, const cuda::DeviceInfo&, bool) { not_built(); }
+int64_t sm90::bwd_dq_pool_rows(const BwdParams&, const DqPool&) { not_built(); }
 BwdSplits sm90::bwd_splits(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
 int64_t sm90::bwd_split_sums(const BwdParams&) { not_built(); }
 int64_t sm90::bwd_split_arrivals(const BwdParams&) { not_built(); }

@@ -187,13 +187,18 @@ struct FwdParams : AttnParams {
   PartialResults partial;
 };
 
-// dq_accum as a pool for a call without cu_seqlens: the sums of (batch entry, kv head) number n lie in
-// place n % places, after those of number n - places have become rows of dq.
+// dq_accum as a pool for a call without cu_seqlens. The queries of a (batch entry, kv head) come in
+// stretches of dq_accum_rows. The sums of stretch n of the call lie in place n % places, after those
+// of stretch n - places have become rows of dq. So the stretches of a head lie one behind the other,
+// but for the end of the pool, behind which its beginning comes.
 struct DqPool {
   int places = 0;  // 0: no pool, dq_accum has room for all
-  // Workspace (1 + 2 · batch · heads_kv), zeroed by the launch: how many shares of dq have been
-  // taken on; then, for each number, how many blocks of keys have been added, and how many shares
-  // written.
+  // Of a head. There is more than one only where windows are short and no heads share keys.
+  int stretches = 1;
+  float* end = nullptr;  // of dq_accum
+  // Workspace (1 + 2 · batch · heads_kv · stretches), zeroed by the launch: how many shares of dq
+  // have been taken on; then, for each stretch, how many blocks of keys have been added, and how many
+  // shares written.
   int32_t* progress = nullptr;
 };
 

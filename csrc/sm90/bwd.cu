@@ -41,6 +41,13 @@ int split_class(const BwdParams& params) {
                                                                               : kBwdSplitClass;
 }
 
+// How many queries of a head at most see a tile's keys.
+int64_t queries_of_tile(const BwdParams& params) {
+  if (params.window_left < 0 || params.window_right < 0) return params.seqlen_q;
+  const int64_t window = int64_t{params.window_left} + params.window_right + kBwdBlockN;
+  return std::min<int64_t>(params.seqlen_q, window);
+}
+
 // The time that tiles take in so many splits each, in queries that a multiprocessor walks over.
 // walk: how many a tile walks over that all queries see. If not all sequences are alike, half of
 // the queries see a tile in the mean, and long tiles come first.
@@ -75,11 +82,8 @@ BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
   const int tiles =
       make_bwd_scheduler<TileScheduler<kBwdBlockN, TileOrder::kAsTold>>(params, 0, device.num_sms)
           .num_tiles();
-  const int64_t window = params.window_left < 0 || params.window_right < 0
-                             ? params.seqlen_q
-                             : int64_t{params.window_left} + params.window_right + kBwdBlockN;
-  const double walk = static_cast<double>(std::min<int64_t>(params.seqlen_q, window)) *
-                      (params.heads_q / params.heads_kv);
+  const double walk =
+      static_cast<double>(queries_of_tile(params)) * (params.heads_q / params.heads_kv);
   const bool alike = sequences_are_alike(params);
   const auto time = [&](int splits) {
     return time_in_splits(tiles, splits, walk, alike, device.num_sms);
@@ -149,26 +153,43 @@ bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device) 
   return tiles >= kBwdDqApartRounds * device.num_sms || int64_t{tiles} + dq_tiles <= device.num_sms;
 }
 
-int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device) {
-  const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
+DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool masked) {
   const BwdTile tile =
-      with_bwd_class(params.head_dim, params.head_dim_v,
-                     [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>; });
-  const int most_queries = params.heads_q == params.heads_kv
-                               ? tile.pooled_queries
-                               : std::min(tile.pooled_queries, kBwdMostPooledOfGroup);
-  if (!is_dense || tile.pool_rounds == 0 || params.deterministic || cuda::has_score_terms(params) ||
-      runs_split(params) || params.seqlen_q > most_queries) {
-    return 0;
+      masked ? with_masked_class(params.head_dim, params.head_dim_v,
+                                 [&]<int kHeadDim> { return kBwdTile<kHeadDim>; })
+             : with_bwd_class(params.head_dim, params.head_dim_v,
+                              [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>; });
+  const int64_t walk = queries_of_tile(params);
+  DqPool pool;
+  if (!masked) {
+    const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
+    const bool is_group = params.heads_q > params.heads_kv;
+    const int most = is_group ? std::min(tile.pooled_queries, kBwdMostPooledOfGroup)
+                              : tile.pooled_queries;
+    const bool has_stretches = params.seqlen_q > most;
+    if (!is_dense || tile.pool_rounds == 0 || params.deterministic ||
+        cuda::has_score_terms(params) || runs_split(params) || walk > most ||
+        (has_stretches && is_group)) {
+      return {};
+    }
+    if (has_stretches) pool.stretches = (params.seqlen_q - 1) / kBwdStretchRows + 1;
   }
-  const int64_t numbers = int64_t{params.batch} * params.heads_kv;
-  const int blocks = (params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN;
-  const auto in_rounds =
-      static_cast<int64_t>(tile.pool_rounds * device.num_sms / std::max(blocks, 1));
-  return static_cast<int>(std::min(numbers, in_rounds + 2));
+  // Places for so many tiles, and in each head for those stretches besides that its tiles begin or
+  // end in.
+  const double tiles = tile.pool_rounds * device.num_sms;
+  const double of_head = std::max((params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN, 1);
+  double places = tiles / of_head + 2;
+  if (pool.stretches > 1) {
+    places = tiles * kBwdBlockN / kBwdStretchRows +
+             (tiles / of_head + 1) * static_cast<double>(walk / kBwdStretchRows + 3);
+  }
+  const int64_t stretches = int64_t{params.batch} * params.heads_kv * pool.stretches;
+  pool.places = static_cast<int>(std::min(static_cast<double>(stretches), places));
+  return pool;
 }
 
-int64_t bwd_dq_pool_rows(const BwdParams& params) {
+int64_t bwd_dq_pool_rows(const BwdParams& params, const DqPool& pool) {
+  if (pool.stretches > 1) return kBwdStretchRows;
   return (int64_t{params.seqlen_q} + kBwdPoolRows - 1) / kBwdPoolRows * kBwdPoolRows;
 }
 

@@ -24,7 +24,7 @@ bool stores_bias_gradient(const BwdParams& params);
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool computes_bias_gradient(const BwdParams& params);
 // The backward with a mask whose hidden tiles are passed over. Head dims go up to 128. The call is
-// dense, has no score terms, and is neither deterministic nor has it a pool. order is room for
+// dense, has no score terms, is not deterministic, and has a pool. order is room for
 // mask_order_size() numbers.
 void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
                     Stream stream);
@@ -33,10 +33,11 @@ void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda:
 bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device);
 // What BwdParams::dq_accum_cols has to be. masked: whether run_bwd_masked() is called.
 int bwd_dq_accum_cols(const BwdParams& params, bool masked);
-// What DqPool::places is for this call. With 0 there is no pool, and dq_accum has room for all
-// sums. A pool wants dq_accum_rows of bwd_dq_pool_rows().
-int bwd_dq_pool_places(const BwdParams& params, const cuda::DeviceInfo& device);
-int64_t bwd_dq_pool_rows(const BwdParams& params);
+// The pool of this call, without its workspace. Without places there is none, and dq_accum has room
+// for all sums. A pool wants dq_accum_rows of bwd_dq_pool_rows(). masked: as above; then there is
+// one.
+DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool masked);
+int64_t bwd_dq_pool_rows(const BwdParams& params, const DqPool& pool);
 
 // The splits of this call, without their workspace. If there are several, they belong into
 // params.splits.

@@ -54,6 +54,9 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // Where several query heads share a kv head, sections of heads are better from fewer queries on.
 inline constexpr int kBwdMostPooledOfGroup = 1024;
 inline constexpr int kBwdPoolRows = 64;
+// With a short window a head may be longer: its queries come in stretches of so many, whose sums are
+// complete one after the other.
+inline constexpr int kBwdStretchRows = 1024;
 
 // The heads that come last may together read and add to so much, which is two to three times what
 // the L2 cache has.

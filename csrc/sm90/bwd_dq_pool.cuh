@@ -25,12 +25,29 @@ __device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& para
   return DeviceCounter(params.dq_pool.progress[2 + 2 * number]);
 }
 
-// A share is some bands of one query head, one behind the other; a head has so many shares.
+// A share is some bands of one query head, one behind the other; a head's stretch has so many
+// shares.
 template <typename Traits>
-__device__ __forceinline__ int dq_shares_of_head(const BwdParams& params) {
+__device__ __forceinline__ int dq_shares_of_stretch(const BwdParams& params) {
   constexpr int kRows = Traits::kBands * Traits::kBandRows;
-  return (params.seqlen_q + kRows - 1) / kRows;
+  return (static_cast<int>(params.dq_accum_rows) + kRows - 1) / kRows;
 }
+
+// The stretches [begin, end) that count a tile: all those of its queries, or where a head has but
+// one, that one.
+struct DqStretches {
+  int begin, end;
+
+  template <typename Traits>
+  __device__ __forceinline__ static DqStretches of(const BwdParams& params, const BwdWork& work) {
+    const int head = work.batch_idx * params.heads_kv + work.kv.head;
+    if (params.dq_pool.stretches == 1) return {head, head + 1};
+    const int first = head * params.dq_pool.stretches;
+    if (!work.has_queries()) return {first, first};
+    constexpr int kBlocks = kBwdStretchRows / Traits::kBlockM;
+    return {first + work.range.begin / kBlocks, first + (work.range.end - 1) / kBlocks + 1};
+  }
+};
 
 __device__ __forceinline__ void await(const DeviceCounter& counter, int value) {
   while (!__any_sync(~0u, counter.load(::cuda::memory_order_acquire) == value)) __nanosleep(100);
@@ -39,11 +56,16 @@ __device__ __forceinline__ void await(const DeviceCounter& counter, int value) {
 // Whether the sums that lay where those of the work belong have become rows of dq.
 template <typename Traits>
 __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork& work) {
-  const int before = work.batch_idx * params.heads_kv + work.kv.head - params.dq_pool.places;
-  if (before < 0) return true;
-  const int group = params.heads_q / params.heads_kv;
-  return dq_shares_written(params, before).load(::cuda::memory_order_acquire) ==
-         group * dq_shares_of_head<Traits>(params);
+  const auto [begin, end] = DqStretches::of<Traits>(params, work);
+  const int shares = params.heads_q / params.heads_kv * dq_shares_of_stretch<Traits>(params);
+#pragma unroll 1
+  for (int before = max(begin - params.dq_pool.places, 0); before < end - params.dq_pool.places;
+       ++before) {
+    if (dq_shares_written(params, before).load(::cuda::memory_order_acquire) != shares) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Lets the consumers begin with a tile when there is a place for its sums, and says when the tile
@@ -70,9 +92,13 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
     if (!is_first) {
       const BwdWork& done = *added.read();
       added.in(smem.summed_ring).wait_full();
-      // The release makes the consumers' reductions complete for whoever sees the number.
-      dq_blocks_added(params, done.batch_idx * params.heads_kv + done.kv.head)
-          .fetch_add(1, ::cuda::memory_order_release);
+      const auto [begin, end] = DqStretches::of<Traits>(params, done);
+      // This makes the consumers' reductions complete for whoever sees the numbers.
+      ::cuda::atomic_thread_fence(::cuda::memory_order_release, ::cuda::thread_scope_device);
+#pragma unroll 1
+      for (int number = begin; number < end; ++number) {
+        dq_blocks_added(params, number).fetch_add(1, ::cuda::memory_order_relaxed);
+      }
       added.release(true);
     }
     is_first = false;
@@ -97,18 +123,21 @@ class DqConverter {
                                          BwdSharedStorage<Traits>& smem)
       : params_(params), map_(map), smem_(smem) {}
 
-  // blocks: how many blocks of keys add to the same sums.
+  // blocks: how many blocks of keys a head has.
   __device__ __forceinline__ void run(int blocks) {
-    const int of_head = dq_shares_of_head<Traits>(params_);
-    const int group = params_.heads_q / params_.heads_kv;
+    const int of_stretch = dq_shares_of_stretch<Traits>(params_);
+    const int group = params_.heads_q / params_.heads_kv, stretches = params_.dq_pool.stretches;
+    const int num_shares = params_.batch * params_.heads_q * stretches * of_stretch;
 #pragma unroll 1
-    for (int share = take(); share < params_.batch * params_.heads_q * of_head; share = take()) {
-      head_ = share / of_head;
-      first_row_ = share % of_head * Traits::kBands * kRows;
-      const int number = head_ / group;
-      const int place = number % params_.dq_pool.places * group + head_ % group;
-      sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
-      await(dq_blocks_added(params_, number), blocks);
+    for (int share = take(); share < num_shares; share = take()) {
+      // There is one stretch, or one head in a group.
+      const int number_of_query_head = share / of_stretch, number = number_of_query_head / group;
+      const int place = number % params_.dq_pool.places * group + number_of_query_head % group;
+      const int row = share % of_stretch * Traits::kBands * kRows;  // of the stretch
+      head_ = number_of_query_head / stretches;
+      first_row_ = number_of_query_head % stretches * kBwdStretchRows + row;
+      sums_ = params_.dq_accum + (place * params_.dq_accum_rows + row) * kCols;
+      await(dq_blocks_added(params_, number), stretches == 1 ? blocks : blocks_of_stretch());
       start(0);
 #pragma unroll 1
       for (int band = 0; band < Traits::kBands && exists(band); ++band, ++visit_) {
@@ -125,6 +154,15 @@ class DqConverter {
   __device__ __forceinline__ static bool speaks() { return lane() == 0; }
   __device__ __forceinline__ int row_of(int band) const { return first_row_ + band * kRows; }
   __device__ __forceinline__ bool exists(int band) const { return row_of(band) < params_.seqlen_q; }
+
+  // How many blocks of keys add to the stretch in which the share lies.
+  __device__ __forceinline__ int blocks_of_stretch() const {
+    const SeqlenInfo seqlen(params_, head_ / params_.heads_q);
+    const BlockRange range = BlockRange::of_keys<kBwdStretchRows, Traits::kBlockN>(
+        AttentionWindow(params_, seqlen.len_q, seqlen.len_k),
+        first_row_ / kBwdStretchRows * kBwdStretchRows);
+    return range.end - range.begin;
+  }
 
   __device__ __forceinline__ int take() const {
     int taken = 0;
@@ -200,7 +238,7 @@ class DqConverter {
   const BwdParams& params_;
   const CUtensorMap& map_;
   BwdSharedStorage<Traits>& smem_;
-  int head_, first_row_;  // of the share; heads of all batch entries, one after the other
+  int head_, first_row_;  // of the share; query heads of all batch entries, one after the other
   float* sums_;
   unsigned visit_ = 0;
 };

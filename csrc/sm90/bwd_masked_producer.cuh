@@ -90,11 +90,17 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
   Ring<decltype(smem.mask)::kFound> found_ring(smem.mask.ring);
   const RowScales scales = {.scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
   const bool speaks = threadIdx.x % 32 == 0;
-  int tile_idx = blockIdx.x;
+  const auto take = [&] {
+    int taken = 0;
+    if (speaks) taken = atomicAdd(params.tile_counter, 1);
+    return __shfl_sync(~0u, taken, 0);
+  };
+  // Tiles wait for those before them, so only thread blocks that run may take them.
+  int tile_idx = take();
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
-    BwdWork& work = queue.draft(BwdWork::make<Traits::kBlockM, Traits::kBlockN>(
+    BwdWork& work = queue.draft(BwdWork::make<Traits::kBlockM, Traits::kBlockN, Traits::kPools>(
         params, tile, SeqlenInfo(params, tile.batch_idx)));
     __syncwarp();
     QueryFinder<Traits> finder(params, work);
@@ -121,9 +127,7 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
             }
           });
     }
-    int next = tile_idx + gridDim.x;
-    if (speaks) next = gridDim.x + atomicAdd(params.tile_counter, 1);
-    tile_idx = __shfl_sync(~0u, next, 0);
+    tile_idx = take();
   }
   queue.end();
 }

@@ -48,8 +48,9 @@ template <DType kElementType, int kHeadDimClass, BwdForm kFormOfLoop>
 struct BwdTraits {
   static constexpr BwdForm kForm = kFormOfLoop;
   static constexpr DType kDType = kElementType;
-  static constexpr bool kPools = kForm == BwdForm::kPooled, kOrders = kForm == BwdForm::kOrdered;
   static constexpr bool kSplits = kForm == BwdForm::kSplit, kMasked = kForm == BwdForm::kMasked;
+  static constexpr bool kPools = kForm == BwdForm::kPooled || kMasked;
+  static constexpr bool kOrders = kForm == BwdForm::kOrdered;
   static constexpr bool kPlainScores =
       kForm == BwdForm::kPlain || kPools || kOrders || kSplits || kMasked;
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
@@ -118,8 +119,9 @@ struct BwdTraits {
   static_assert(kDqShare == DqShare::kRows || kBlockM == 64);
 
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
-  // A band of the pool of dQ's sums has 16 KiB.
-  static constexpr int kBandRows = 4096 / kHeadDim, kBandStages = 2;
+  // A band of the pool of dQ's sums has 16 KiB, or 8 KiB where a mask takes shared memory.
+  static constexpr int kBandRows = (kMasked && kHeadDim == 64 ? 2048 : 4096) / kHeadDim;
+  static constexpr int kBandStages = 2;
   static constexpr int kBands = 4;                    // a warp takes on so many at a time
   using BandSlab = SmemTile<Element, kBandRows, 64>;  // rounded sums, at the start of the band
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;

@@ -40,11 +40,12 @@ struct BwdWork {
                                                  const SeqlenInfo& seqlen) {
     const int first_key = tile.block * kBlockN, group = params.heads_q / params.heads_kv;
     const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
+    const auto range = BlockRange::of_queries<kBlockM, kBlockN>(window, first_key);
     const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
     return {
         .window = window,
         .seqlen = seqlen,
-        .range = BlockRange::of_queries<kBlockM, kBlockN>(window, first_key),
+        .range = range,
         .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.len_q},
               .head = tile.head * group,
               .batch = varlen_q ? 0 : tile.batch_idx},
@@ -55,7 +56,8 @@ struct BwdWork {
         .batch_idx = tile.batch_idx,
         .first_key = first_key,
         .first_score = 0,
-        .dq_row = dq_accum_group_row<kPools>(params, seqlen.q_begin, tile.batch_idx, tile.head)};
+        .dq_row = dq_accum_group_row<kPools>(params, seqlen.q_begin, tile.batch_idx, tile.head,
+                                             range.begin * kBlockM)};
   }
 };
 
