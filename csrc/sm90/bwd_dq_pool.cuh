@@ -93,11 +93,10 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
       const BwdWork& done = *added.read();
       added.in(smem.summed_ring).wait_full();
       const auto [begin, end] = DqStretches::of<Traits>(params, done);
-      // This makes the consumers' reductions complete for whoever sees the numbers.
-      ::cuda::atomic_thread_fence(::cuda::memory_order_release, ::cuda::thread_scope_device);
 #pragma unroll 1
       for (int number = begin; number < end; ++number) {
-        dq_blocks_added(params, number).fetch_add(1, ::cuda::memory_order_relaxed);
+        // The release makes the consumers' reductions complete for whoever sees the number.
+        dq_blocks_added(params, number).fetch_add(1, ::cuda::memory_order_release);
       }
       added.release(true);
     }
@@ -138,7 +137,7 @@ class DqConverter {
       first_row_ = number_of_query_head % stretches * kBwdStretchRows + row;
       sums_ = params_.dq_accum + (place * params_.dq_accum_rows + row) * kCols;
       await(dq_blocks_added(params_, number), stretches == 1 ? blocks : blocks_of_stretch());
-      start(0);
+      if (exists(0)) start(0);
 #pragma unroll 1
       for (int band = 0; band < Traits::kBands && exists(band); ++band, ++visit_) {
         if (band + 1 < Traits::kBands && exists(band + 1)) start(band + 1);

@@ -3,8 +3,6 @@
 // delta. One loads.
 #pragma once
 
-#include "../cuda/ptx/cp_async.cuh"
-#include "../cuda/tile/smem_tile.cuh"
 #include "bwd_producer_loops.cuh"
 
 namespace flash_attn::sm90 {
@@ -51,36 +49,45 @@ class QueryFinder {
   uint32_t states_ = 0;  // of this lane's
 };
 
-// Copies what the rows of a block of queries say of the work's keys. A whole warp calls it.
+// Copies what the rows of a block of queries say of the work's keys, and notes of which form it is.
+// A whole warp calls it.
 template <int kBlockM>
-__device__ __forceinline__ void copy_mask_rows(int4 (&rows)[kBlockM], const TileMask& mask,
-                                               const BwdWork& work, const QueryBlock& block) {
+__device__ __forceinline__ void copy_mask_rows(MaskRows<kBlockM>& to, const TileMask& mask,
+                                               const BwdWork& work, FoundQueries& queries) {
   if (mask.rows == nullptr) return;
+  const QueryBlock block = queries.block();
   const char* const from = static_cast<const char*>(mask.rows) +
                            work.batch_idx * mask.rows_batch_stride +
                            block.head * mask.rows_head_stride;
-#pragma unroll
+  bool has_labels = false, has_second = false;
+#pragma unroll 2
   for (int row = threadIdx.x % 32; row < kBlockM; row += 32) {
     const int64_t query = min(block.m * kBlockM + row, work.seqlen.len_q - 1);
-    const uint32_t to = flash_attn::ptx::smem_address(&rows[row]);
-    if (!mask.has_bits) {
-      flash_attn::ptx::cp_async_16(to, from + query * sizeof(int4), sizeof(int4));
+    if (mask.has_bits) {
+      const int first_tile = work.first_key / kMaskTile;
+      const uint2* const words =
+          reinterpret_cast<const uint2*>(from) + query * mask.key_tiles + first_tile;
+      to.parts[0][row] = __ldg(words);
+      to.parts[1][row] = first_tile + 1 < mask.key_tiles ? __ldg(words + 1) : uint2{};
       continue;
     }
-    const int first_tile = work.first_key / kMaskTile;
-    const char* const words = from + (query * mask.key_tiles + first_tile) * sizeof(uint64_t);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool exists = first_tile + i / 2 < mask.key_tiles;
-      flash_attn::ptx::cp_async_4(to + 4 * i, words + 4 * i, exists ? 4 : 0);
-    }
+    const int4 ends = __ldg(reinterpret_cast<const int4*>(from) + query);
+    const auto interval = [](int first, int end) -> uint2 {
+      const auto begin = static_cast<uint32_t>(first);
+      return {begin, end > first ? static_cast<uint32_t>(end) - begin : 0};
+    };
+    to.parts[0][row] = interval(ends.x, ends.y);
+    to.parts[1][row] = interval(ends.z, ends.w);
+    has_labels |= ends.w >= ends.z;
+    has_second |= ends.w > ends.z;
   }
-  flash_attn::ptx::cp_async_commit();
-  flash_attn::ptx::cp_async_wait<0>();
+  queries.set_form(mask.labels != nullptr && __any_sync(~0u, has_labels),
+                   __any_sync(~0u, has_second));
 }
 
 // Takes tiles, finds their blocks of queries and publishes both; loads LSE, delta and the mask's
-// rows. A whole warp calls it.
+// rows. A whole warp calls it. The next tile is taken before room for what goes with this one's last
+// block is waited for.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_queries_loop(
     const Masked<BwdParams>& params, const typename Traits::Scheduler& scheduler, int num_tiles,
@@ -90,13 +97,10 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
   Ring<decltype(smem.mask)::kFound> found_ring(smem.mask.ring);
   const RowScales scales = {.scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
   const bool speaks = threadIdx.x % 32 == 0;
-  const auto take = [&] {
-    int taken = 0;
-    if (speaks) taken = atomicAdd(params.tile_counter, 1);
-    return __shfl_sync(~0u, taken, 0);
-  };
   // Tiles wait for those before them, so only thread blocks that run may take them.
-  int tile_idx = take();
+  int tile_idx = 0;
+  if (speaks) tile_idx = atomicAdd(params.tile_counter, 1);
+  tile_idx = __shfl_sync(~0u, tile_idx, 0);
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
@@ -106,7 +110,13 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
     QueryFinder<Traits> finder(params, work);
     bool more = finder.look();
     __syncwarp();
-    if (speaks && !more) work.range.end = work.range.begin;
+    const auto take_next_tile = [&] {
+      if (speaks) tile_idx = atomicAdd(params.tile_counter, 1);
+    };
+    if (!more) {
+      if (speaks) work.range.end = work.range.begin;
+      take_next_tile();
+    }
     queue.publish();
 #pragma unroll 1
     for (; more; ring.advance(), found_ring.advance()) {
@@ -117,17 +127,19 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
         smem.mask.found[found_ring.stage()] = queries;
         found_ring.arrive_full();
       }
+      if (!more) take_next_tile();
       load_row_values<Traits::kBlockM>(
           params, work, queries.block(), smem.row_values, ring, scales, 0.f, [&] {
-            if (speaks) smem.mask.of_q[ring.stage()] = queries;
             constexpr uint32_t kLowBits = 0x55;  // of two for each tile
             static_assert(kTileMixed == 1 && kTileSeen == 2);
+            FoundQueries loaded = queries;
             if ((queries.states() & kLowBits) != 0) {
-              copy_mask_rows(smem.mask.rows[ring.stage()], params.mask, work, queries.block());
+              copy_mask_rows(smem.mask.rows[ring.stage()], params.mask, work, loaded);
             }
+            if (speaks) smem.mask.of_q[ring.stage()] = loaded;
           });
     }
-    tile_idx = take();
+    tile_idx = __shfl_sync(~0u, tile_idx, 0);
   }
   queue.end();
 }

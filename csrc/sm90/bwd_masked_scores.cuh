@@ -17,6 +17,8 @@ class FoundBlocks : public QueryBlock {
   __device__ __forceinline__ void go_to(const FoundQueries& queries) {
     static_cast<QueryBlock&>(*this) = queries.block();
     states_ = queries.states();
+    has_labels_ = queries.has_labels();
+    has_second_ = queries.has_second();
     more_ = !queries.is_last();
   }
   // The state of the mask's tile where the block's queries from 64 · tile on meet a consumer's
@@ -24,50 +26,59 @@ class FoundBlocks : public QueryBlock {
   __device__ __forceinline__ uint32_t state(int tile, int consumer) const {
     return states_ >> 2 * (2 * tile + consumer) & 3;
   }
+  // As FoundQueries has them.
+  __device__ __forceinline__ bool has_labels() const { return has_labels_; }
+  __device__ __forceinline__ bool has_second() const { return has_second_; }
 
  private:
-  bool more_;
+  bool more_, has_labels_ = false, has_second_ = false;
   uint32_t states_ = 0;
 };
 
 // Which queries of a tile of the mask see the lane's two keys: a bit for each element of P, those
-// of data[0][n] from bit 4 · n on. rows: what the mask says of the queries, if the tile is mixed.
-// key: the first of the warp's 16 keys.
+// of data[0][n] from bit 4 · n on. rows: what the mask says of the block's queries, if the tile is
+// mixed; the tile's begin with first_row. key: the first of the warp's 16 keys.
+template <int kBlockM>
 __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& mask,
-                                              const BwdWork& work, const int4* rows, int key,
+                                              const BwdWork& work, const FoundBlocks& block,
+                                              const MaskRows<kBlockM>& rows, int first_row, int key,
                                               int lane) {
   if (state == kTileSeen) return ~0u;
   if (state == kTileHidden || mask.rows == nullptr) return 0;
-  const bool by_labels = mask.labels != nullptr && rows->w >= rows->z;
   key += fragment_row(0, lane);
-  rows += fragment_col(0, lane);
+  first_row += fragment_col(0, lane);
   // of_row gives bits 0 and 2 of one query. The loop stays one, so that it takes few registers
   // while products are under way.
-  const auto find = [&](const auto& of_row) {
+  const auto find = [&](int part, const auto& of_row) {
+    const uint2* const from = rows.parts[part] + first_row;
     uint32_t seen = 0;
-#pragma unroll 2
+#pragma unroll 4
     for (int n = 0; n < kMaskTile / 8; ++n) {
-      seen |= (of_row(rows[8 * n]) | of_row(rows[8 * n + 1]) << 1) << 4 * n;
+      const uint4 two = *reinterpret_cast<const uint4*>(from + 8 * n);
+      seen |= (of_row(two.x, two.y) | of_row(two.z, two.w) << 1) << 4 * n;
     }
     return seen;
   };
   if (mask.has_bits) {
-    const int word = key % (2 * kMaskTile) / 32, bit = key % 32;
-    return find([&](const int4& row) {
-      const uint32_t of_keys = reinterpret_cast<const uint32_t*>(&row)[word] >> bit;
+    const bool is_upper = key % kMaskTile >= 32;
+    return find(key % (2 * kMaskTile) / kMaskTile, [&](uint32_t lower, uint32_t upper) {
+      const uint32_t of_keys = (is_upper ? upper : lower) >> key % 32;
       return (of_keys & 1) | (of_keys >> 8 & 1) << 2;
     });
   }
-  int labels[2] = {key, key + 8};
-  if (by_labels) {
+  uint32_t labels[2] = {static_cast<uint32_t>(key), static_cast<uint32_t>(key) + 8};
+  if (block.has_labels()) {
     const int32_t* const of_sequence = mask.labels + work.batch_idx * mask.labels_batch_stride;
 #pragma unroll
-    for (int& label : labels) label = __ldg(of_sequence + min(label, work.seqlen.len_k - 1));
+    for (uint32_t& label : labels) {
+      label = __ldg(of_sequence + min(static_cast<int>(label), work.seqlen.len_k - 1));
+    }
   }
-  return find([&](const int4& row) {
-    const BlockMask::Intervals ends = {row};
-    return uint32_t{ends.contain(labels[0])} | uint32_t{ends.contain(labels[1])} << 2;
-  });
+  const auto in_interval = [&](uint32_t first, uint32_t length) {
+    return uint32_t{labels[0] - first < length} | uint32_t{labels[1] - first < length} << 2;
+  };
+  const uint32_t seen = find(0, in_interval);
+  return block.has_second() ? seen | find(1, in_interval) : seen;
 }
 
 // Sets P to 0 where the mask hides it. seen: the bits of each 64 queries.

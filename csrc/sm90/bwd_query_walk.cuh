@@ -171,12 +171,11 @@ class QueryWalk {
   // With a mask, finds out which block has come and which of its queries see this warp's keys.
   __device__ __forceinline__ void find_seen_queries(uint32_t (&seen)[Traits::kBlockM / kMaskTile]) {
     block.go_to(self.smem.mask.of_q[self.q_ring.stage()]);
-    const int4* const rows = self.smem.mask.rows[self.q_ring.stage()];
+    const auto& rows = self.smem.mask.rows[self.q_ring.stage()];
 #pragma unroll
     for (int tile = 0; tile < Traits::kBlockM / kMaskTile; ++tile) {
-      seen[tile] =
-          find_seen(block.state(tile, self.warpgroup), self.params.mask, work,
-                    rows + tile * kMaskTile, work.first_key + self.warp_row, self.opaque_lane());
+      seen[tile] = find_seen(block.state(tile, self.warpgroup), self.params.mask, work, block, rows,
+                             tile * kMaskTile, work.first_key + self.warp_row, self.opaque_lane());
     }
   }
 

@@ -179,29 +179,44 @@ class FoundQueries {
   FoundQueries() = default;
   // states: those of the mask's tiles, as BlockMask::states() gives them.
   __device__ __forceinline__ FoundQueries(const QueryBlock& block, uint32_t states, bool is_last)
-      : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 9 | states << 1 | is_last) {}
+      : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 11 | states << 3 | is_last) {}
 
   __device__ __forceinline__ QueryBlock block() const {
-    return {.head = head_, .m = static_cast<int>(bits_ >> 9)};
+    return {.head = head_, .m = static_cast<int>(bits_ >> 11)};
   }
   __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
-  __device__ __forceinline__ uint32_t states() const { return bits_ >> 1 & 0xff; }
+  __device__ __forceinline__ uint32_t states() const { return bits_ >> 3 & 0xff; }
+
+  // What the rows of its mixed tiles are like: whether their intervals are of labels, not of
+  // positions, and whether some row has a second one.
+  __device__ __forceinline__ void set_form(bool has_labels, bool has_second) {
+    bits_ |= has_labels << 1 | has_second << 2;
+  }
+  __device__ __forceinline__ bool has_labels() const { return (bits_ & 2) != 0; }
+  __device__ __forceinline__ bool has_second() const { return (bits_ & 4) != 0; }
 
  private:
   int head_;
   uint32_t bits_;
 };
 
+// What the mask's rows say of a block's keys. Each has two parts: intervals, as beginning and
+// length, or the words of bits of both tiles of keys. A thread reads those of two neighbours at
+// once.
+template <int kBlockM>
+struct MaskRows {
+  alignas(16) uint2 parts[2][kBlockM];
+};
+
 // Holds the blocks that were found, on their way to the loader; those that were loaded, beside
-// row_values; and what the mask's rows say of the block's keys, which is two intervals or two words
-// of bits.
+// row_values; and what the mask's rows say.
 template <typename Traits, bool kMasked = Traits::kMasked>
 struct BwdMaskStorage {};
 template <typename Traits>
 struct BwdMaskStorage<Traits, true> {
   static_assert(Traits::kBlockM <= 2 * kMaskTile && Traits::kBlockN == 2 * kMaskTile);
   static constexpr int kFound = 2;
-  alignas(16) int4 rows[Traits::kStages][Traits::kBlockM];
+  MaskRows<Traits::kBlockM> rows[Traits::kStages];
   FoundQueries found[kFound], of_q[Traits::kStages];
   RingBarriers<kFound> ring;
 };

@@ -171,12 +171,12 @@ struct FwdConsumer : FwdBiasRing<Traits> {
                                               lane);
       }
       set_bias<Element>(S, bias);
+      pin(S);  // else some of it is moved to other registers, here and behind the product
       if (!scales_q<Traits>(params)) {
-        bound_scores(S, kMaxBias);
         const float factor = score.inverse_scale();
         scale_rows(S, {factor, factor});
       }
-      pin(S);  // else some of it is moved to other registers behind the product
+      pin(S);
     }
   }
   // The warp is done with the bias that start_scores() read.

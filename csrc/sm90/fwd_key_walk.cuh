@@ -80,10 +80,13 @@ class KeyWalk {
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
     finish_scores(P);
-    if constexpr (Traits::kScalesQ) {
-      if (scales_q<Traits>(self.params)) bound_scores(S, kMaxBias);
+    if constexpr (Traits::kStartsWithBias) {
+      softmax.flip_signs(S);
+      UnboundedStep(score, scales_q<Traits>(self.params)).complete(S);
+      softmax.template raise_max<0>(S, correction);
+    } else {
+      softmax.update_max(S, correction);
     }
-    softmax.update_max(S, correction);
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
     if constexpr (Traits::kTile.blocks == 1) self.send_staged();
     if constexpr (Traits::kDropout) {
@@ -229,12 +232,14 @@ class KeyWalk {
           return try_step(SoftcapStep<Policy, 2>(score, second_polynomial), second_serves);
         }
         if (mixed_serves) {
-          return try_step(SoftcapMixedStep<Policy>(score, softmax.scale_log2()), mixed_serves);
+          // With so narrow heads the products leave the special-function unit less time.
+          using MixedStep = SoftcapMixedStep<Policy, Traits::kHeadDim <= 64>;
+          return try_step(MixedStep(score, softmax.scale_log2()), mixed_serves);
         }
       }
     }
     finish_scores(P_next);
-    if constexpr (Traits::kScalesQ) {
+    if constexpr (Traits::kStartsWithBias) {
       softmax.flip_signs(S);
       UnboundedStep step(score, scales_q<Traits>(self.params));
       return with(step);
@@ -274,19 +279,13 @@ class KeyWalk {
     }
   }
 
-  // What scores gain by ALiBi from a column of the block to the next, if all its keys lie before
-  // the diagonals of this consumer's queries or all behind them. Else it is 0, and the general form
-  // serves.
+  // The slope of a block in whose scores ALiBi can be a column, else 0.
   __device__ __forceinline__ float slope_of(int block) const {
     const BlockRange& blocks = work.range;
-    const int to_diagonal = score.to_diagonal(
-        {work.first_row + self.warpgroup * 64, work.first_key + block * Traits::kBlockN});
-    const bool before = to_diagonal >= Traits::kBlockN - 1, behind = to_diagonal <= -63;
     const bool is_full = block >= blocks.full_begin && block < blocks.full_end;
-    const float slope = score.alibi();
-    const bool serves =
-        (before || behind) && is_full && !softmax.negates() && fabsf(slope) <= Term::kLargestSlope;
-    return serves ? before ? slope : -slope : 0.f;
+    const float slope = linear_slope<Traits::kBlockN, Term>(
+        score, {work.first_row + self.warpgroup * 64, work.first_key + block * Traits::kBlockN});
+    return is_full && !softmax.negates() ? slope : 0.f;
   }
   // Prepares the slope of the block at hand, which seldom changes within a tile.
   __device__ __forceinline__ void follow_slope() {

@@ -136,9 +136,10 @@ class SoftcapStep : public NoStep {
   uint32_t largest_ = 0;
 };
 
-// Softcap of larger scores: those of even columns by a polynomial, the others by the
-// special-function unit, so that both have work.
-template <typename Policy>
+// Softcap of larger scores: some by a polynomial, the others by the special-function unit, so that
+// both have work. The polynomial takes those of even columns, and with kMostByPolynomial half of the
+// others, too.
+template <typename Policy, bool kMostByPolynomial>
 class SoftcapMixedStep : public NoStep {
  public:
   __device__ __forceinline__ SoftcapMixedStep(const Policy& score, float scale_log2)
@@ -152,11 +153,20 @@ class SoftcapMixedStep : public NoStep {
                                               float /*scale_log2*/, float addend,
                                               uint32_t /*packed*/) {
     const float first2 = first * first;
-    if (element % 4 == 0) {
-      before_ = __float_as_uint(first2);
-    } else {
-      largest_ = __vimax3_u32(largest_, before_, __float_as_uint(first2));
+    if constexpr (kMostByPolynomial) {
+      if (element % 4 == 0) {
+        const float second2 = second * second;
+        largest_ = __vimax3_u32(largest_, __float_as_uint(first2), __float_as_uint(second2));
+        return {polynomial_.exponent(first, first2, addend),
+                polynomial_.exponent(second, second2, addend)};
+      }
     }
+    if (has_before_) {
+      largest_ = __vimax3_u32(largest_, before_, __float_as_uint(first2));
+    } else {
+      before_ = __float_as_uint(first2);
+    }
+    has_before_ = !has_before_;
     // tanh(x) = 1 - 2 / (exp(2x) + 1)
     const float inverse =
         flash_attn::ptx::reciprocal(flash_attn::ptx::exp2(second * twice_log2_) + 1.f);
@@ -175,6 +185,7 @@ class SoftcapMixedStep : public NoStep {
   const SoftcapPolynomial<6> polynomial_;
   float twice_log2_, cap_log2_;
   uint32_t largest_ = 0, before_ = 0;
+  bool has_before_ = false;
 };
 
 // Scores with a bias in them that may be larger than a bias is. Such a number makes a P that overflows,
@@ -195,6 +206,18 @@ class UnboundedStep : public NoStep {
   const Policy& score_;
   bool are_scores_;
 };
+
+// What scores gain by ALiBi from a column of a block to the next, if all its keys lie before the
+// diagonals of its 64 queries or all behind them. Else it is 0, and the general form serves. place:
+// that of the block.
+template <int kBlockN, typename Term, typename Policy>
+__device__ __forceinline__ float linear_slope(const Policy& score, const ScorePlace& place) {
+  const int to_diagonal = score.to_diagonal(place);
+  const bool before = to_diagonal >= kBlockN - 1, behind = to_diagonal <= -63;
+  const float slope = score.alibi();
+  if ((!before && !behind) || fabsf(slope) > Term::kLargestSlope) return 0.f;
+  return before ? slope : -slope;
+}
 
 // Adds a bias, each pair of which lies in the register where its P will. It is bounded as there.
 class BiasStep : public NoStep {
