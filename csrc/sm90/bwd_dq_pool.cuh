@@ -25,29 +25,32 @@ __device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& para
   return DeviceCounter(params.dq_pool.progress[2 + 2 * number]);
 }
 
-// A share is some bands of one query head, one behind the other; a head's stretch has so many
-// shares.
+// A share is some bands of one query head, one behind the other; a head, or a stretch of one, has so
+// many shares.
 template <typename Traits>
 __device__ __forceinline__ int dq_shares_of_stretch(const BwdParams& params) {
   constexpr int kRows = Traits::kBands * Traits::kBandRows;
-  return (static_cast<int>(params.dq_accum_rows) + kRows - 1) / kRows;
+  if constexpr (Traits::kStretches) return kBwdStretchRows / kRows;
+  return (params.seqlen_q + kRows - 1) / kRows;
 }
 
-// The stretches [begin, end) that count a tile: all those of its queries, or where a head has but
-// one, that one.
-struct DqStretches {
-  int begin, end;
-
-  template <typename Traits>
-  __device__ __forceinline__ static DqStretches of(const BwdParams& params, const BwdWork& work) {
-    const int head = work.batch_idx * params.heads_kv + work.kv.head;
-    if (params.dq_pool.stretches == 1) return {head, head + 1};
-    const int first = head * params.dq_pool.stretches;
-    if (!work.has_queries()) return {first, first};
+// Calls f(number) for what counts a tile: its head, or each stretch of its queries.
+template <typename Traits, typename F>
+__device__ __forceinline__ void for_each_stretch(const BwdParams& params, const BwdWork& work,
+                                                 const F& f) {
+  const int head = work.batch_idx * params.heads_kv + work.kv.head;
+  if constexpr (!Traits::kStretches) {
+    f(head);
+  } else {
+    if (!work.has_queries()) return;
     constexpr int kBlocks = kBwdStretchRows / Traits::kBlockM;
-    return {first + work.range.begin / kBlocks, first + (work.range.end - 1) / kBlocks + 1};
+    const int last = (work.range.end - 1) / kBlocks;
+#pragma unroll 1
+    for (int stretch = work.range.begin / kBlocks; stretch <= last; ++stretch) {
+      f(head * params.dq_pool.stretches + stretch);
+    }
   }
-};
+}
 
 __device__ __forceinline__ void await(const DeviceCounter& counter, int value) {
   while (!__any_sync(~0u, counter.load(::cuda::memory_order_acquire) == value)) __nanosleep(100);
@@ -56,16 +59,15 @@ __device__ __forceinline__ void await(const DeviceCounter& counter, int value) {
 // Whether the sums that lay where those of the work belong have become rows of dq.
 template <typename Traits>
 __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork& work) {
-  const auto [begin, end] = DqStretches::of<Traits>(params, work);
-  const int shares = params.heads_q / params.heads_kv * dq_shares_of_stretch<Traits>(params);
-#pragma unroll 1
-  for (int before = max(begin - params.dq_pool.places, 0); before < end - params.dq_pool.places;
-       ++before) {
-    if (dq_shares_written(params, before).load(::cuda::memory_order_acquire) != shares) {
-      return false;
-    }
-  }
-  return true;
+  bool has = true;
+  for_each_stretch<Traits>(params, work, [&](int number) {
+    const int before = number - params.dq_pool.places;
+    if (before < 0) return;
+    const int group = params.heads_q / params.heads_kv;
+    has &= dq_shares_written(params, before).load(::cuda::memory_order_acquire) ==
+           group * dq_shares_of_stretch<Traits>(params);
+  });
+  return has;
 }
 
 // Lets the consumers begin with a tile when there is a place for its sums, and says when the tile
@@ -92,12 +94,10 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
     if (!is_first) {
       const BwdWork& done = *added.read();
       added.in(smem.summed_ring).wait_full();
-      const auto [begin, end] = DqStretches::of<Traits>(params, done);
-#pragma unroll 1
-      for (int number = begin; number < end; ++number) {
+      for_each_stretch<Traits>(params, done, [&](int number) {
         // The release makes the consumers' reductions complete for whoever sees the number.
         dq_blocks_added(params, number).fetch_add(1, ::cuda::memory_order_release);
-      }
+      });
       added.release(true);
     }
     is_first = false;
@@ -125,19 +125,22 @@ class DqConverter {
   // blocks: how many blocks of keys a head has.
   __device__ __forceinline__ void run(int blocks) {
     const int of_stretch = dq_shares_of_stretch<Traits>(params_);
-    const int group = params_.heads_q / params_.heads_kv, stretches = params_.dq_pool.stretches;
-    const int num_shares = params_.batch * params_.heads_q * stretches * of_stretch;
+    const int group = params_.heads_q / params_.heads_kv;
 #pragma unroll 1
-    for (int share = take(); share < num_shares; share = take()) {
-      // There is one stretch, or one head in a group.
-      const int number_of_query_head = share / of_stretch, number = number_of_query_head / group;
-      const int place = number % params_.dq_pool.places * group + number_of_query_head % group;
-      const int row = share % of_stretch * Traits::kBands * kRows;  // of the stretch
-      head_ = number_of_query_head / stretches;
-      first_row_ = number_of_query_head % stretches * kBwdStretchRows + row;
-      sums_ = params_.dq_accum + (place * params_.dq_accum_rows + row) * kCols;
-      await(dq_blocks_added(params_, number), stretches == 1 ? blocks : blocks_of_stretch());
-      if (exists(0)) start(0);
+    for (int share = take(); share < num_shares(of_stretch); share = take()) {
+      head_ = share / of_stretch;
+      first_row_ = share % of_stretch * Traits::kBands * kRows;
+      const int number = head_ / group;
+      const int place = number % params_.dq_pool.places * group + head_ % group;
+      sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
+      if constexpr (Traits::kStretches) {  // so far a stretch has been a head, and no heads share keys
+        const int of_head = params_.dq_pool.stretches;
+        first_row_ += head_ % of_head * kBwdStretchRows;
+        head_ /= of_head;
+        blocks = blocks_of_stretch();
+      }
+      await(dq_blocks_added(params_, number), blocks);
+      if (!Traits::kStretches || exists(0)) start(0);
 #pragma unroll 1
       for (int band = 0; band < Traits::kBands && exists(band); ++band, ++visit_) {
         if (band + 1 < Traits::kBands && exists(band + 1)) start(band + 1);
@@ -153,6 +156,11 @@ class DqConverter {
   __device__ __forceinline__ static bool speaks() { return lane() == 0; }
   __device__ __forceinline__ int row_of(int band) const { return first_row_ + band * kRows; }
   __device__ __forceinline__ bool exists(int band) const { return row_of(band) < params_.seqlen_q; }
+
+  __device__ __forceinline__ int num_shares(int of_stretch) const {
+    const int of_call = params_.batch * params_.heads_q * of_stretch;
+    return Traits::kStretches ? of_call * params_.dq_pool.stretches : of_call;
+  }
 
   // How many blocks of keys add to the stretch in which the share lies.
   __device__ __forceinline__ int blocks_of_stretch() const {

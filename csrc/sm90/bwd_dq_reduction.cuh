@@ -10,9 +10,9 @@ namespace flash_attn::sm90 {
 
 // Walks over the blocks of kBlockM queries on its own, and knows where a warp adds 16 rows of each
 // block's dQ. kAccumCols: the columns of dq_accum. kComputesAnew: this is computed in each block;
-// kept, it would take registers that score terms need. kPools: the walk may come to the end of a
+// kept, it would take registers that score terms need. kStretches: the walk may come to the end of a
 // pool, and goes on at its beginning.
-template <int kBlockM, int kAccumCols, bool kComputesAnew = false, bool kPools = false>
+template <int kBlockM, int kAccumCols, bool kComputesAnew = false, bool kStretches = false>
 class DqReduction {
  public:
   // row, col: the first of the warp's rows in a block, and its first column.
@@ -32,7 +32,7 @@ class DqReduction {
     } else {
       accum_ += kBlockM * kAccumCols;
       rows_left_ -= kBlockM;
-      if constexpr (kPools) {
+      if constexpr (kStretches) {
         if (accum_ >= params_.dq_pool.end) accum_ -= params_.dq_pool.end - params_.dq_accum;
       }
     }

@@ -46,6 +46,10 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if constexpr (kBwdTile<kHeadDim>.pool_rounds > 0) {
+    if (params.dq_pool.stretches > 1) {
+      return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kStretched>>(params, device,
+                                                                                 stream);
+    }
     if (params.dq_pool.places > 0) {
       return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device,
                                                                               stream);

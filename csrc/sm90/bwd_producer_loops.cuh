@@ -51,7 +51,8 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
     };
     if (tile.block * Traits::kBlockN < seqlen.segment_k) {
       BwdWork described =
-          BwdWork::make<Traits::kBlockM, Traits::kBlockN, Traits::kPools>(params, tile, seqlen);
+          BwdWork::make<Traits::kBlockM, Traits::kBlockN, Traits::kPools, Traits::kStretches>(
+              params, tile, seqlen);
       if constexpr (Traits::kSplits)
         take_split(described, params, number / splits, number % splits);
       if constexpr (ScorePolicy::kGeneral) described.first_score = heads % 2;

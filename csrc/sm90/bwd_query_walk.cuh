@@ -319,7 +319,7 @@ class QueryWalk {
   Blocks block;
   QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
-  DqReduction<Traits::kBlockM, Traits::kTileCols, kGeneral, Traits::kPools> reduction;
+  DqReduction<Traits::kBlockM, Traits::kTileCols, kGeneral, Traits::kStretches> reduction;
 };
 
 }  // namespace flash_attn::sm90

@@ -18,8 +18,8 @@ namespace flash_attn::sm90 {
 enum class DqShare { kRows, kCols };
 
 // The instances of the loop; the code of each would cost the plain loop. Without score terms there
-// are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), for which other forms
-// have no room; kOrdered, where these sums come in the same order every time (bwd_dq_order.cuh);
+// are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), and kStretched, where heads
+// come stretch by stretch in it; kOrdered, where these sums come in the same order every time (bwd_dq_order.cuh);
 // kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and kMasked, with a mask
 // whose hidden tiles are passed over. kScores serves all score terms, each decided by a branch that
 // all threads take alike. Some terms have forms for when there are no others. kAdditive is for
@@ -28,6 +28,7 @@ enum class DqShare { kRows, kCols };
 enum class BwdForm {
   kPlain,
   kPooled,
+  kStretched,
   kOrdered,
   kSplit,
   kScores,
@@ -49,7 +50,8 @@ struct BwdTraits {
   static constexpr BwdForm kForm = kFormOfLoop;
   static constexpr DType kDType = kElementType;
   static constexpr bool kSplits = kForm == BwdForm::kSplit, kMasked = kForm == BwdForm::kMasked;
-  static constexpr bool kPools = kForm == BwdForm::kPooled || kMasked;
+  static constexpr bool kStretches = kForm == BwdForm::kStretched;
+  static constexpr bool kPools = kForm == BwdForm::kPooled || kStretches || kMasked;
   static constexpr bool kOrders = kForm == BwdForm::kOrdered;
   static constexpr bool kPlainScores =
       kForm == BwdForm::kPlain || kPools || kOrders || kSplits || kMasked;

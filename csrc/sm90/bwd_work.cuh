@@ -34,7 +34,7 @@ struct BwdWork {
 
   // Makes the work of kBlockN keys, which blocks of kBlockM queries meet. kPools: dq_accum is a
   // pool.
-  template <int kBlockM, int kBlockN, bool kPools = false>
+  template <int kBlockM, int kBlockN, bool kPools = false, bool kStretches = false>
   __device__ __forceinline__ static BwdWork make(const BwdParams& params,
                                                  const TileCoordinates& tile,
                                                  const SeqlenInfo& seqlen) {
@@ -56,8 +56,8 @@ struct BwdWork {
         .batch_idx = tile.batch_idx,
         .first_key = first_key,
         .first_score = 0,
-        .dq_row = dq_accum_group_row<kPools>(params, seqlen.q_begin, tile.batch_idx, tile.head,
-                                             range.begin * kBlockM)};
+        .dq_row = dq_accum_group_row<kPools, kStretches>(
+            params, seqlen.q_begin, tile.batch_idx, tile.head, range.begin * kBlockM)};
   }
 };
 

@@ -48,9 +48,9 @@ __host__ __device__ __forceinline__ int64_t dq_pool_numbers(const BwdParams& par
 }
 
 // Row of dq_accum, over all heads, where the sums of the first query head of this kv head start.
-// kPools: whether it is a pool. Then it is the row from which first_row counts as if the pool went
-// on before and behind that query's stretch.
-template <bool kPools>
+// kPools: whether it is a pool. kStretches: heads come in stretches; then it is the row from which
+// first_row counts as if the pool went on before and behind that query's stretch.
+template <bool kPools, bool kStretches>
 __device__ __forceinline__ int64_t dq_accum_group_row(const BwdParams& params, int64_t q_begin,
                                                       int batch_idx, int kv_head, int first_row) {
   const int group = params.heads_q / params.heads_kv;
@@ -58,9 +58,11 @@ __device__ __forceinline__ int64_t dq_accum_group_row(const BwdParams& params, i
     return kv_head * group * params.dq_accum_rows + dq_accum_first_row(params, q_begin, batch_idx);
   }
   const DqPool& pool = params.dq_pool;
+  const int number = batch_idx * params.heads_kv + kv_head;
+  if constexpr (!kStretches) return number % pool.places * group * params.dq_accum_rows;
   const int rows = static_cast<int>(params.dq_accum_rows), stretch = first_row / rows;
-  const int number = (batch_idx * params.heads_kv + kv_head) * pool.stretches + stretch;
-  return (int64_t{number % pool.places} * group - stretch) * rows;
+  const int place = (number * pool.stretches + stretch) % pool.places;
+  return int64_t{place - stretch} * rows;
 }
 
 }  // namespace flash_attn
