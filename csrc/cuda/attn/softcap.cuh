@@ -183,7 +183,7 @@ __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float c
                                            float inverse_cap) {
   cap_scores(
       S, cap, inverse_cap, [](float, int, int) {},
-      [&](float& x, int, int) { x = capped(x, cap, inverse_cap); });
+      [=](float& x, int, int) { x = capped(x, cap, inverse_cap); });
 }
 
 // The same with the slopes. Far from the cap 1 - tanh² is at least 0.59 and has its digits.
