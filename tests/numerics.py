@@ -14,9 +14,9 @@ sum: with u the unit roundoff of the dtype, the condition tensors B say how larg
 
 eta is what an underflow of P or dS can cost. A P below the accumulator's normal range may count as
 0: in dbias, which is dS, that costs as much of |dP - delta| besides, and in dK and dV what such P
-add, of a key that no query sees more of. There fp16's subnormal P cost dV what chance makes of
-their rounding. Positions of NaN and infinities, and zeros where nothing was added up, are compared
-exactly.
+add, of a key that no query sees more of. There fp16's subnormal P cost dV, and its subnormal dS
+dK, what chance makes of their rounding. Positions of NaN and infinities, and zeros where nothing
+was added up, are compared exactly.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def underflow_of(
     if name not in ("dk", "dv") or dtype == torch.float64:
         return 0.0
     flushed = conditions[f"{name}_of_flushed"]
-    if name == "dv" and dtype == torch.float16:
-        return flushed + CHANCE * conditions["dv_of_subnormals"]
+    if dtype == torch.float16:
+        return flushed + CHANCE * conditions[f"{name}_of_subnormals"]
     return flushed
 
 

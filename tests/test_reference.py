@@ -241,3 +241,25 @@ def test_the_rounding_of_subnormals_is_within_the_standard() -> None:
     compare(problem, rounded(2.0**-24), expected)
     with pytest.raises(AssertionError, match="dv: comp error"):
         compare(problem, rounded(2.0**-22), expected)
+
+
+def test_the_rounding_of_subnormal_gradients_is_within_the_standard() -> None:
+    """Likewise a dS below 2^-14, as of a key whose scores are all near a softcap; eight times as
+    coarse is an error."""
+    options = dict(seqlen_q=130, seqlen_k=400, d=64, causal=True, softcap=64.01, softmax_scale=8.0)
+    problem = Problem(Case(dtype="fp16", batch=1, **options), 2, "cpu")
+    expected = expect(problem)
+    q, dout = (x.double().unflatten(2, (2, 2)) for x in (problem.q, problem.dout))  # of kv heads
+    P = expected.probs.unflatten(1, (2, 2))
+    dP = torch.einsum("bihgd,bjhd->bhgij", dout, problem.v.double())
+    S = torch.einsum("bihgd,bjhd->bhgij", q, problem.k.double()) * 8.0
+    dS = P * (dP - (P * dP).sum(-1, keepdim=True)) / torch.cosh(S / 64.01) ** 2
+
+    def rounded(multiple: float) -> dict:
+        operand = torch.where(dS.abs() < 2.0**-14, (dS / multiple).round() * multiple, dS.half())
+        dk = 8.0 * torch.einsum("bhgij,bihgd->bjhd", operand, q)
+        return {"lse": expected.values["lse"].float(), "dk": dk.half()}
+
+    compare(problem, rounded(2.0**-24), expected)
+    with pytest.raises(AssertionError, match="dk: comp error"):
+        compare(problem, rounded(2.0**-21), expected)

@@ -153,9 +153,12 @@ def test_bias_in_tiles(d: int, shape: str, mask: dict, target: Target, seed: int
     [ATEN_CPU, SM80, SM90],
 )
 def test_extreme_caps(case: Case, target: Target, seed: int) -> None:
-    """Caps that all scores are at, where 1 - tanh² has no digits left for a gradient, and caps that
-    none comes near."""
-    check(case, target, seed, backward=case.softcap > 1e6 or case.softmax_scale < 1e-3)
+    """Caps that all scores are at, and caps that none comes near. There is no gradient beside a cap
+    that is less than a score's rounding. Beside one that all scores are at, 1 - tanh² has no digits
+    left for it, but sm80 has the slope otherwise."""
+    is_far = case.softcap > 1e6 or case.softmax_scale < 1e-3
+    has_slopes = target.backend == "sm80" and case.softcap > 1e-3
+    check(case, target, seed, backward=is_far or has_slopes)
 
 
 # On both sides of 64, up to which the backward has no tanh of small scores.
@@ -195,10 +198,30 @@ def test_large_caps(case: Case, target: Target, seed: int) -> None:
     """Scores that are small beside the cap, that lie on both sides of where a polynomial ends, and
     that are as large as the cap."""
     largest = 5 * (case.softmax_scale or case.d**-0.5) * case.d**0.5
-    # Near the cap sm80's slope 1 - tanh² is off by the last places of 1, more than fp16's rounding.
-    is_near = case.dtype == "fp16" and largest > 2 * case.softcap
-    has_slopes = target.backend != "sm80" or not is_near
-    check(case, target, seed, backward=has_slopes and keeps_gradients(case, largest))
+    check(case, target, seed, backward=keeps_gradients(case, largest))
+
+
+def beyond_the_cap(share: float) -> list[Case]:
+    """Scores whose deviation is this many caps. Few queries see the last keys, whose slopes are
+    then all next to 0, where 1 - tanh² has no digits."""
+    return [
+        Case(
+            d=d, dtype=dtype, batch=1, seqlen_q=130, seqlen_k=200, causal=True, softcap=cap, **term
+        )
+        for cap in (5.0, 30.0)
+        for d, dtype, term in (
+            (64, "fp32", dict()),
+            (128, "fp32", dict(alibi="head")),
+            (64, "bf16", dict()),
+            (64, "fp16", dict()),
+        )
+        for term in (term | dict(softmax_scale=share * cap * d**-0.5),)
+    ]
+
+
+@each_case(beyond_the_cap(3.0), [SM80])
+def test_slopes_near_the_cap(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
 
 
 @each_case(large_caps())
@@ -218,10 +241,12 @@ def test_a_key_far_from_the_cap(score: float, case: Case, target: Target, seed: 
     compare(problem, {n: x for n, x in results.items() if n not in ("dq", "dk")}, expected)
     if not backward:
         return
-    # The key's slope 1 - tanh² is off by the last places of 1, which next to 0 is all of it.
+    # The key's slope 1 - tanh² is off by the last places of 1, which next to 0 is all of it. sm80
+    # has the slope otherwise.
     lengths = [x.double().norm(dim=-1) for x in (problem.dout, problem.v, problem.q, problem.k)]
     of_dout, of_v, of_q, of_k = (x.max().item() for x in lengths)
-    of_row = 2.0**-22 * case.d**-0.5 * 2 * of_dout * of_v
+    of_slope = 0.0 if target.backend == "sm80" else 2.0**-22
+    of_row = of_slope * case.d**-0.5 * 2 * of_dout * of_v
     is_key = (torch.arange(case.keys) == 70)[:, None, None]
     dtype = problem.q.dtype
     for name, least in (

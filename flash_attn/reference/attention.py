@@ -54,6 +54,7 @@ class Conditions:
     dbias: Tensor | None  # B_dbias, like attn_bias
     dv_of_subnormals: Tensor  # F_dV, like v: what fp16's subnormals cost, by chance
     dbias_per_p: Tensor | None  # F_dbias, like attn_bias: what an underflow of P costs
+    dk_of_subnormals: Tensor  # F_dK, like k
     dk_of_flushed: Tensor  # G_dK, like k: what P below the smallest number of fp32 add
     dv_of_flushed: Tensor  # G_dV, like v
     dsink: Tensor | None
@@ -96,6 +97,12 @@ def _drop(x: Tensor, kept: Tensor, dropout_p: float) -> Tensor:
     return x * kept / keep if keep > 0 else torch.zeros_like(x)
 
 
+def _tanh(x: Tensor) -> Tensor:
+    """tanh, whose gradient keeps its digits where 1 - tanh² has none."""
+    beyond = x.sign() * (1 - 2 * torch.sigmoid(-2 * x.abs()))
+    return torch.where(x.abs() < 1, torch.tanh(x), beyond)
+
+
 def _limited(sink: Tensor) -> Tensor:
     return sink.masked_fill(sink < -_MAX_SINK, -torch.inf).clamp(max=_MAX_SINK)
 
@@ -125,8 +132,8 @@ def _attend(
     uncapped, softcap_slope = S, 1.0
     if softcap > 0:
         softcap = min(max(softcap, _SOFTCAPS[0]), _SOFTCAPS[1])
-        tanh = torch.tanh(S / softcap)
-        S, softcap_slope = softcap * tanh, 1 - tanh**2
+        share = S / softcap
+        S, softcap_slope = softcap * _tanh(share), torch.cosh(share).square().reciprocal()
     if x.attn_bias is not None and x.attn_bias.dtype != torch.bool:
         S = S + x.attn_bias.clamp(max=_MAX_SCORE)
     if x.alibi_slopes is not None:
@@ -368,6 +375,8 @@ def condition_tensors(
         F_dbias = Σ |dP - D + L| over the same
         E' = softmax_scale · E · softcap'
         B_dQ = E' |K|    B_dK = E'ᵀ |Q|
+        dX = P ∘ |dP - D + L| · softcap' · (keep probability)
+        F_dK = softmax_scale / (keep probability) · sqrt(Σ (min(dX, 2⁻²⁵) |Q|)²) over dX < 2⁻¹⁴
         G_dV = Pᵀ |dO|   G_dK = (softmax_scale · P ∘ |dP - D + L| · softcap')ᵀ |Q|   over P < 2⁻¹²⁶
 
     rowsum|dO ∘ O| is there because a flash backward takes D from the O that was stored, rounded. Of
@@ -379,7 +388,9 @@ def condition_tensors(
     A P below the smallest number of fp32 counts as 0, and dbias = P ∘ (dP - D + L) loses that much
     of F_dbias. The sums of out and dQ hide it; dK and dV do not, of a key that all queries see so
     little of, and lose up to G. A P below 2⁻¹⁴ is rounded to a multiple of 2⁻²⁴ in fp16, which is
-    more of it than of others: such a key has no larger terms in dV that hide it.
+    more of it than of others: such a key has no larger terms in dV that hide it. So is a dX below
+    2⁻¹⁴ of a key whose scores are all near the softcap, where softcap' is next to 0, or that no
+    query sees more of.
 
     Arguments: as attention_ref_grads.
     """
@@ -387,7 +398,8 @@ def condition_tensors(
     dout = dout.double() if call.is_varlen else dout.double().flatten(0, 1)
     B_out = call.flat_q.new_zeros(*call.flat_q.shape[:-1], v.size(-1))
     B_dq, B_dk, B_dv = (torch.zeros_like(x) for x in (call.flat_q, call.flat_k, call.flat_v))
-    F_dv, G_dk, G_dv = (torch.zeros_like(x) for x in (B_dv, B_dk, B_dv))
+    F_dv, F_dk, G_dk, G_dv = (torch.zeros_like(x) for x in (B_dv, B_dk, B_dk, B_dv))
+    keep = keep_probability(call.dropout_p)
     has_dbias = call.bias is not None and call.bias.dtype != torch.bool
     B_dbias, F_dbias = (torch.zeros_like(call.bias) if has_dbias else None for _ in range(2))
     B_dsink = None if call.sink is None else torch.zeros_like(call.sink)
@@ -420,6 +432,10 @@ def condition_tensors(
         if x.kept is not None:
             lost = _drop(lost, x.kept, call.dropout_p)
         F_dv[rows.k] = to_kv_heads(lost.square().mT @ dO.square()).sqrt()
+        dX = y.P * dS_per_p * y.softcap_slope * keep
+        lost = torch.where(dX < 2.0**-14, dX.clamp(max=2.0**-25), 0.0)
+        lost = lost * (call.scale / keep if keep > 0 else 0.0)
+        F_dk[rows.k] = to_kv_heads(lost.square().mT @ x.q.square()).sqrt()
         is_flushed = y.P < 2.0**-126
         G_dv[rows.k] = to_kv_heads((y.weights * is_flushed).mT @ dO.abs())
         flushed = call.scale * y.P * is_flushed * dS_per_p * y.softcap_slope
@@ -447,6 +463,7 @@ def condition_tensors(
         B_dbias,
         call.like_k(F_dv),
         F_dbias,
+        call.like_k(F_dk),
         call.like_k(G_dk),
         call.like_k(G_dv),
         B_dsink,

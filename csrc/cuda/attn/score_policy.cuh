@@ -102,17 +102,7 @@ class TermScores {
   __device__ __forceinline__ void finish(Accumulator<kMBlocks, kN>& S,
                                          Accumulator<kMBlocks, kN>& slope, ScorePlace place,
                                          int lane) const {
-    if (kTerms.softcap && cap_ > 0.f) {
-      cap_scores(S, cap_, inverse_cap_);
-#pragma unroll
-      for (int row = 0; row < S.kRows; ++row) {
-#pragma unroll
-        for (int i = 0; i < S.kRowElements; ++i) {
-          const float tanh = S.at(row, i) * inverse_cap_;
-          slope.at(row, i) = fmaf(-tanh, tanh, 1.f);
-        }
-      }
-    }
+    if (kTerms.softcap && cap_ > 0.f) cap_scores(S, slope, cap_, inverse_cap_);
     if (kTerms.alibi && alibi_ != 0.f) add_alibi<kTransposed>(S, place, lane);
   }
 

@@ -15,6 +15,18 @@ __device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
   return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
 }
 
+// The same with its slope 1 - tanh², of r = 1 / (exp(2|x|) + 1): tanh of |x| is 1 - 2r. The slope is
+// 4r (1 - r), which keeps its digits near the cap, where 1 - tanh² has few of them or none.
+struct CappedWithSlope {
+  float score, slope;
+};
+__device__ __forceinline__ CappedWithSlope capped_with_slope(float x, float cap,
+                                                             float inverse_cap) {
+  const float exponent = 2.f * kLog2E * inverse_cap;
+  const float r = ptx::reciprocal(ptx::exp2(fabsf(x) * exponent) + 1.f);
+  return {.score = copysignf(fmaf(-2.f * cap, r, cap), x), .slope = 4.f * fmaf(-r, r, r)};
+}
+
 // The exponent of P = exp2(exponent) and the softcap's slope 1 - tanh², of t = tanh(X / cap).
 struct CapOfTanh {
   float cap_log2;
@@ -122,11 +134,11 @@ class SoftcapTanh {
   float cap_, inverse_cap_, c_[kDegree + 1];
 };
 
-// Caps scores by a polynomial where no score of the warp comes near the cap, as is usual, and else
-// by capped().
-template <int kMBlocks, int kN>
+// Caps scores by a polynomial where no score of the warp comes near the cap, as is usual, and then
+// calls far(score, row, i) for each. Else near(x, row, i) caps them.
+template <int kMBlocks, int kN, typename Far, typename Near>
 __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float cap,
-                                           float inverse_cap) {
+                                           float inverse_cap, const Far& far, const Near& near) {
   // tanh(x) = x · p(x²) up to |x| = kLimit: p of degree 4, minimax, relative error 6e-7.
   constexpr float kLimit = 0.75f;
   constexpr float kP[] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500563011f, 0.0129296323f};
@@ -153,16 +165,43 @@ __device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float c
         float& x = S.at(row, i);
         const float x2 = x * x;
         x *= fmaf(x2, fmaf(x2, fmaf(x2, fmaf(x2, c4, c3), c2), c1), kP[0]);
+        far(x, row, i);
       }
     }
   } else {
 #pragma unroll
     for (int row = 0; row < S.kRows; ++row) {
 #pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i)
-        S.at(row, i) = capped(S.at(row, i), cap, inverse_cap);
+      for (int i = 0; i < S.kRowElements; ++i) near(S.at(row, i), row, i);
     }
   }
+}
+
+// Caps scores.
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S, float cap,
+                                           float inverse_cap) {
+  cap_scores(
+      S, cap, inverse_cap, [](float, int, int) {},
+      [=](float& x, int, int) { x = capped(x, cap, inverse_cap); });
+}
+
+// The same with the slopes. Far from the cap 1 - tanh² is at least 0.59 and has its digits.
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void cap_scores(Accumulator<kMBlocks, kN>& S,
+                                           Accumulator<kMBlocks, kN>& slope, float cap,
+                                           float inverse_cap) {
+  cap_scores(
+      S, cap, inverse_cap,
+      [&](float score, int row, int i) {
+        const float tanh = score * inverse_cap;
+        slope.at(row, i) = fmaf(-tanh, tanh, 1.f);
+      },
+      [&](float& x, int row, int i) {
+        const CappedWithSlope both = capped_with_slope(x, cap, inverse_cap);
+        x = both.score;
+        slope.at(row, i) = both.slope;
+      });
 }
 
 }  // namespace flash_attn
