@@ -96,7 +96,9 @@ OF_OTHERS = {context_parallel.serve_torch, context_parallel.transformers_attenti
 # What is right for an argument, of the wrong values; None besides where the signature says so.
 TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(["deterministic", "batch_invariant"], {"None", *NUMBERS}),
-    **dict.fromkeys(["return_attn_probs", "return_softmax_lse", "alibi", "causal"], TRUTH),
+    **dict.fromkeys(
+        ["return_attn_probs", "return_softmax_lse", "alibi", "causal", "score_terms"], TRUTH
+    ),
     **dict.fromkeys(["softcap", "softmax_scale"], NUMBERS),
     **dict.fromkeys(["max_seqlen_q", "max_seqlen_k"], ANYTHING),  # not read
     **dict.fromkeys(["num_splits", "length"], {"integer"}),

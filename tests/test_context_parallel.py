@@ -359,7 +359,10 @@ def check_choice() -> None:
     def chosen(group=None, **changes) -> str:
         return context_parallel.choose_scheme(group, **(shape | changes))
 
-    assert chosen() == "ulysses"
+    assert chosen() == "ring"
+    assert chosen(head_dim=192) == "ulysses"
+    assert chosen(score_terms=True) == "ulysses"
+    assert chosen(seqlen_q=1 << 14) == "ulysses"
     assert chosen(heads_kv=2) == "ring"
     assert chosen(heads_kv=2, seqlen_q=512) == "all-gather"
     assert chosen(window_size=(1024, 0)) == "ring"

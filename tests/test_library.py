@@ -41,7 +41,16 @@ def test_no_cxx_runtime_of_its_own(library: Path) -> None:
 
 SOURCES = PACKAGE.parent / "csrc"
 OF_CACHES = re.compile(r"flash_attn::cuda::(decode|kvcache|prefix)_kernel<")
-PLAIN_FORMS = {"kPlain", "kPieces", "kPooled", "kOrdered", "kSplit", "kMaxLogits", "kMasked"}
+PLAIN_FORMS = {
+    "kPlain",
+    "kPieces",
+    "kPooled",
+    "kStretched",
+    "kOrdered",
+    "kSplit",
+    "kMaxLogits",
+    "kMasked",
+}
 
 
 def form_of(kernel: str) -> str | None:

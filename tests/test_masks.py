@@ -279,11 +279,7 @@ def test_order_of_many_tiles(case: Case, name: str, target: Target) -> None:
 @pytest.mark.slow
 @each_mask(
     ["causal-documents", "blocks", "few-blocks", "nothing"],
-    [
-        case.with_(batch=60, heads_q=4 * group)
-        for case in MANY_TILES
-        for group in (1, 2)
-    ],
+    [case.with_(batch=60, heads_q=4 * group) for case in MANY_TILES for group in (1, 2)],
     (SM90,),
 )
 def test_more_heads_than_places_of_a_pool(case: Case, name: str, target: Target) -> None:

@@ -94,8 +94,8 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   if (!dq_apart) {
     DqPool& pool = params.dq_pool;
     pool = sm90::bwd_dq_pool(params, device, plan.skips_tiles);
-    params.dq_accum_rows = pool.places > 0 ? sm90::bwd_dq_pool_rows(params, pool)
-                                           : cuda::bwd_dq_accum_rows(params);
+    params.dq_accum_rows =
+        pool.places > 0 ? sm90::bwd_dq_pool_rows(params, pool) : cuda::bwd_dq_accum_rows(params);
     const int group = params.heads_q / params.heads_kv;
     const int heads = pool.places > 0 ? pool.places * group : params.heads_q;
     params.dq_accum_cols = sm90::bwd_dq_accum_cols(params, plan.skips_tiles);

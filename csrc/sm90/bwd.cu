@@ -164,8 +164,8 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
   if (!masked) {
     const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
     const bool is_group = params.heads_q > params.heads_kv;
-    const int most = is_group ? std::min(tile.pooled_queries, kBwdMostPooledOfGroup)
-                              : tile.pooled_queries;
+    const int most =
+        is_group ? std::min(tile.pooled_queries, kBwdMostPooledOfGroup) : tile.pooled_queries;
     const bool has_stretches = params.seqlen_q > most;
     if (!is_dense || tile.pool_rounds == 0 || params.deterministic ||
         cuda::has_score_terms(params) || runs_split(params) || walk > most ||

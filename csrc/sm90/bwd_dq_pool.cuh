@@ -133,7 +133,8 @@ class DqConverter {
       const int number = head_ / group;
       const int place = number % params_.dq_pool.places * group + head_ % group;
       sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
-      if constexpr (Traits::kStretches) {  // so far a stretch has been a head, and no heads share keys
+      if constexpr (Traits::
+                        kStretches) {  // so far a stretch has been a head, and no heads share keys
         const int of_head = params_.dq_pool.stretches;
         first_row_ += head_ % of_head * kBwdStretchRows;
         head_ /= of_head;

@@ -56,8 +56,8 @@ struct BwdWork {
         .batch_idx = tile.batch_idx,
         .first_key = first_key,
         .first_score = 0,
-        .dq_row = dq_accum_group_row<kPools, kStretches>(
-            params, seqlen.q_begin, tile.batch_idx, tile.head, range.begin * kBlockM)};
+        .dq_row = dq_accum_group_row<kPools, kStretches>(params, seqlen.q_begin, tile.batch_idx,
+                                                         tile.head, range.begin * kBlockM)};
   }
 };
 

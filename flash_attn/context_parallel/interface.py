@@ -249,6 +249,7 @@ def _attend(
             causal=call.causal,
             window_size=call.window,
             alibi=slopes is not None,
+            score_terms=call.softcap != 0 or call.dropout_p > 0,
         )
     _check_scheme(scheme, ranks)
     device = q.device.type

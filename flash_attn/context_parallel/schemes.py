@@ -20,6 +20,10 @@ Window = Sequence[int | None] | Tensor
 OPERATIONS = 600e12
 LINK_BYTES = {True: 370e9, False: 45e9}
 LAUNCH_SECONDS = 150e-6
+# Behind the computation of a step that takes so long, a ring within a host hides what it moves.
+HIDING_SECONDS = 2e-3
+# Up to here kernels return dk and dv in fp32 where the op is asked for them.
+WIDE_GRADIENTS_HEAD_DIM = 128
 
 
 @explained(of_torch=True)
@@ -33,6 +37,7 @@ def choose_scheme(
     causal: bool = False,
     window_size: Window = (-1, -1),
     alibi: bool = False,
+    score_terms: bool = False,
 ) -> str:
     """The scheme that the calls take by default, from the shape and the links.
 
@@ -40,43 +45,43 @@ def choose_scheme(
 
     1. A group of two dimensions: rules 2 and 5 for the outer one.
     2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
-    3. All ranks in one host, and heads_kv a multiple of their number: "ulysses". Each rank runs the
+    3. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
+    4. All ranks in one host, and heads_kv a multiple of their number: "ulysses". Each rank runs the
        calls of one GPU for some of the heads, and moves 1 / ranks of q, k, v and out for it, a
-       group of heads while another is computed. It needs least memory where every rank has many key
-       heads: with one each there is one group, and all tensors lie there by tokens and by heads.
-    4. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
+       group of heads while another is computed. But the ring needs less memory, and hides what it
+       moves where computing with a block of keys takes 2 ms or more (at 600 T/s; on two ranks, 32
+       causal heads of 128 from 24k tokens on). There it is "ring", if head_dim is at most 128 and
+       score_terms is False, so that kernels return parts of dk and dv in fp32.
     5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
-       a step (150 µs; at 600 T/s, and 370 GB/s in a host or 45 GB/s between hosts). Shorter steps
-       are better taken at once: "all-gather".
+       a step (150 µs; 370 GB/s in a host or 45 GB/s between hosts). Shorter steps are better taken
+       at once: "all-gather".
 
     benchmarks/scaling.py predicts what each scheme costs.
 
     One host: the ranks have the same global rank // LOCAL_WORLD_SIZE, which torchrun sets; where it
     is not set, all ranks count as one host.
 
-    Arguments: seqlen_q: queries of the whole sequence. alibi: the call has alibi_slopes. Others: as
-    in flash_attn_func.
+    Arguments: seqlen_q: queries of the whole sequence. alibi: the call has alibi_slopes.
+    score_terms: it has softcap or dropout. Others: as in flash_attn_func.
 
     Returns: "ring", "all-gather" or "ulysses".
     """
     ranks = ranks_of(group)
     seqlen_q, heads_q = as_int(seqlen_q, "seqlen_q"), as_int(heads_q, "heads_q")
-    causal, alibi = bool(causal), bool(alibi)
+    causal, alibi, score_terms = bool(causal), bool(alibi), bool(score_terms)
     heads_kv, head_dim = as_int(heads_kv, "heads_kv"), as_int(head_dim, "head_dim")
     left, right = window_sides(window_size)
     two_dimensions = ranks.inner is not None
     if left >= 0 and (causal or right >= 0) and not alibi:
         return "ring"
-    one_host = _in_one_host(ranks.outer)
-    if not two_dimensions:
-        if one_host and heads_kv % ranks.size == 0:
-            return "ulysses"
-        if alibi and heads_q >= ranks.size:
-            return "ulysses"
     if alibi:
-        return "all-gather"
+        return "ulysses" if not two_dimensions and heads_q >= ranks.size else "all-gather"
+    one_host = _in_one_host(ranks.outer)
     rows = seqlen_q / ranks.outer_size
     computing = 4 * rows**2 * heads_q * head_dim * (0.5 if causal else 1.0) / OPERATIONS
+    if one_host and not two_dimensions and heads_kv % ranks.size == 0:
+        keeps_fp32 = head_dim <= WIDE_GRADIENTS_HEAD_DIM and not score_terms
+        return "ring" if computing >= HIDING_SECONDS and keeps_fp32 else "ulysses"
     moving = 4 * rows * heads_kv * head_dim / LINK_BYTES[one_host]
     return "ring" if max(computing, moving) >= LAUNCH_SECONDS else "all-gather"
 
