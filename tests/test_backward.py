@@ -502,6 +502,20 @@ def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int)
         compare(problem, {"lse": results["lse"][:1], "dq": dq}, expected)
 
 
+@each_case(
+    [
+        Case(dtype=dtype, batch=64, heads_q=10, heads_kv=10, seqlen_q=70, seqlen_k=150, d=d, **mask)
+        for dtype, d in (("bf16", 64), ("fp16", 128))
+        for mask in (dict(seqused_k=(150, 0) * 32), dict(seqused_q=(70, 0, 0, 0) * 16))
+    ],
+    [SM90],
+    marks=[pytest.mark.real_gpu],
+)
+def test_heads_without_sums_in_a_pool(case: Case, target: Target, seed: int) -> None:
+    """A head that nobody adds to leaves alone whose place it has."""
+    check(case, target, seed)
+
+
 @each_target(*ATTENTION_TARGETS)
 def test_differentiating_twice_raises(target: Target, seed: int) -> None:
     problem = Problem(Case(dtype="bf16", seqlen_q=9), seed, target.device)

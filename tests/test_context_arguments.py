@@ -97,7 +97,7 @@ OF_OTHERS = {context_parallel.serve_torch, context_parallel.transformers_attenti
 TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(["deterministic", "batch_invariant"], {"None", *NUMBERS}),
     **dict.fromkeys(
-        ["return_attn_probs", "return_softmax_lse", "alibi", "causal", "score_terms"], TRUTH
+        ["return_attn_probs", "return_softmax_lse", "alibi", "causal", "rounds_parts"], TRUTH
     ),
     **dict.fromkeys(["softcap", "softmax_scale"], NUMBERS),
     **dict.fromkeys(["max_seqlen_q", "max_seqlen_k"], ANYTHING),  # not read

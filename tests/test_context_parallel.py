@@ -360,8 +360,7 @@ def check_choice() -> None:
         return context_parallel.choose_scheme(group, **(shape | changes))
 
     assert chosen() == "ring"
-    assert chosen(head_dim=192) == "ulysses"
-    assert chosen(score_terms=True) == "ulysses"
+    assert chosen(rounds_parts=True) == "ulysses"
     assert chosen(seqlen_q=1 << 14) == "ulysses"
     assert chosen(heads_kv=2) == "ring"
     assert chosen(heads_kv=2, seqlen_q=512) == "all-gather"

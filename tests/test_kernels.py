@@ -101,6 +101,16 @@ def kernel_cases() -> list[Case]:
     few = dict(batch=1, heads_q=5, heads_kv=5)
     cases.append(Case(d=64, dtype="bf16", seqlen_q=2200, window=(100, 0), **few))
     cases.append(Case(d=128, dtype="fp16", seqlen_q=4150, window=(40, 30), **few))
+    more = dict(batch=1, heads_q=4, heads_kv=4, seqlen_q=2100)
+    cases.append(Case(d=64, dtype="fp16", seqlen_k=900, window=(50, 90), **more))
+    cases.append(Case(d=64, dtype="bf16", seqlen_k=2300, window=(60, 0), top_left=True, **more))
+    # Sums of a pool that nobody adds to, in the place of others.
+    one = dict(batch=6, heads_q=1, heads_kv=1, seqlen_q=2100, window=(60, 0))
+    cases.append(Case(d=64, dtype="bf16", seqused_k=(2100, 0, 0, 0, 0, 0), **one))
+    for d in (64, 128):
+        many = dict(batch=6, heads_q=10, heads_kv=10, seqlen_q=70, seqlen_k=150)
+        used = (150, 0, 150, 0, 0, 150)
+        cases.append(Case(d=d, dtype="fp16", seqused_k=used, **many))
     # Each way in which a bias reaches a tile.
     for d in (64, 128):
         for bias in ("full", "head", "key", "row", "padding"):

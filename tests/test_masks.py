@@ -93,6 +93,14 @@ MASKS: dict[str, Callable[[Problem], Mask]] = {
 }
 MORE_MASKS: dict[str, Callable[[Problem], Mask]] = {
     "few-blocks": lambda p: some_blocks(p, 64, 0.02),
+    "few-heads": lambda p: (
+        some_blocks(p, 64)
+        & masks.from_bool(
+            random_bool(p, p.batch, p.case.heads_q, p.max_q, 1)[:, :, :1].expand(
+                -1, -1, p.max_q, -1
+            )
+        )
+    ),
 }
 PACKED: dict[str, Callable[[Problem], Mask]] = {
     "packed": lambda p: masks.packed_documents(bounds_of_documents(p)),
@@ -243,7 +251,7 @@ FEW_OF_MANY = [
 ]
 
 
-@each_mask(MORE_MASKS, FEW_OF_MANY)
+@each_mask(["few-blocks"], FEW_OF_MANY)
 def test_few_tiles_of_many(case: Case, name: str, target: Target) -> None:
     """More tiles in a row than a kernel looks at together, most of these groups hidden; and more
     than run at once, so that those with the most blocks come first."""
@@ -270,7 +278,7 @@ def test_kernels_of_masks(case: Case, name: str, target: Target) -> None:
 
 
 @pytest.mark.sanitize
-@each_mask(["causal-documents", "blocks"], MANY_TILES, (SM80, SM90))
+@each_mask(["causal-documents", "blocks", "few-heads"], MANY_TILES, (SM80, SM90))
 def test_order_of_many_tiles(case: Case, name: str, target: Target) -> None:
     check_mask(case, name, target)
 
@@ -278,7 +286,7 @@ def test_order_of_many_tiles(case: Case, name: str, target: Target) -> None:
 @pytest.mark.real_gpu
 @pytest.mark.slow
 @each_mask(
-    ["causal-documents", "blocks", "few-blocks", "nothing"],
+    ["causal-documents", "blocks", "few-blocks", "few-heads", "nothing"],
     [case.with_(batch=60, heads_q=4 * group) for case in MANY_TILES for group in (1, 2)],
     (SM90,),
 )

@@ -231,8 +231,7 @@ void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Strea
 
 void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
                     Stream stream) {
-  // Where tiles come head after head, their order within a head is worth less than what thread
-  // blocks share that walk over the same Q and dO.
+  // Tiles come head after head. Where a mask alone makes some longer, their order gains nothing.
   MaskOrder ordered;
   if (!sequences_are_alike(params)) ordered = order_mask_tiles(params, order, device, stream);
   cuda::run_bwd_steps(params, DqAccumOrder::kByLane, stream, [&] {

@@ -15,10 +15,9 @@ inline constexpr int kBwdMaxSingleHeadDim = 128;
 struct BwdTile {
   int block_m;  // queries of an iteration
   int stages;   // blocks of Q, and of dO, in shared memory
-  // Where sequences are short, the sums of dQ are a pool with places for so many times the tiles that
-  // run at a time: for those that run, those that are converted, and those whose thread blocks are
-  // late. More places would not stay in the L2 cache. 0: there is no pool. It serves up to
-  // pooled_queries.
+  // Where at most pooled_queries of a head see a tile, the sums of dQ are a pool with places for so
+  // many times the tiles that run at a time: for those that run, those that are converted, and those
+  // whose thread blocks are late. More places would not stay in the L2 cache. 0: there is no pool.
   double pool_rounds = 0;
   int pooled_queries = 0;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)

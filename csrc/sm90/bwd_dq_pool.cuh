@@ -72,7 +72,8 @@ __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork
 
 // Lets the consumers begin with a tile when there is a place for its sums, and says when the tile
 // has been added. It does not stick to this order: the place may be that of the sums of the tile
-// before. One thread calls it.
+// before. A tile without queries waits for the place, too: a head may have no others, and where they
+// have all been counted, its sums are taken from that place. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
                                                 BwdSharedStorage<Traits>& smem) {
@@ -83,11 +84,13 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
   do {
     work = next.read();
     next.release(false);
-    bool is_let_in = work == nullptr || !work->has_queries();
+    bool is_let_in = work == nullptr;
     const auto let_in = [&] {
-      k_ring.wait_empty();
-      k_ring.arrive_full();
-      k_ring.advance();
+      if (work->has_queries()) {
+        k_ring.wait_empty();
+        k_ring.arrive_full();
+        k_ring.advance();
+      }
       is_let_in = true;
     };
     if (!is_let_in && has_place<Traits>(params, *work)) let_in();
@@ -133,8 +136,11 @@ class DqConverter {
       const int number = head_ / group;
       const int place = number % params_.dq_pool.places * group + head_ % group;
       sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
-      if constexpr (Traits::
-                        kStretches) {  // so far a stretch has been a head, and no heads share keys
+      if constexpr (Traits::kStretches) {
+        // A stretch that no tile adds to has not been waited for.
+        const int before = number - params_.dq_pool.places;
+        if (before >= 0) await(dq_shares_written(params_, before), of_stretch);
+        // So far a stretch has been counted as a head; no heads share keys then.
         const int of_head = params_.dq_pool.stretches;
         first_row_ += head_ % of_head * kBwdStretchRows;
         head_ /= of_head;

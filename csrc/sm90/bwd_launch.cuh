@@ -37,7 +37,7 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
     maps.dq = make_dq_map(params, Traits::BandSlab::kCols, Traits::kBandRows);
   }
   // Tiles of one length need no counter, unless they wait for each other.
-  const bool counts = Traits::kOrders || Traits::kPools || Traits::kMasked;
+  const bool counts = Traits::kOrders || Traits::kPools;
   if (sequences_are_alike(params) && !counts) params.tile_counter = nullptr;
   cuda::launch_overlapping<bwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), true,
                                                stream, params, scheduler, maps, num_tiles);

@@ -19,10 +19,11 @@ enum class DqShare { kRows, kCols };
 
 // The instances of the loop; the code of each would cost the plain loop. Without score terms there
 // are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), and kStretched, where heads
-// come stretch by stretch in it; kOrdered, where these sums come in the same order every time (bwd_dq_order.cuh);
-// kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and kMasked, with a mask
-// whose hidden tiles are passed over. kScores serves all score terms, each decided by a branch that
-// all threads take alike. Some terms have forms for when there are no others. kAdditive is for
+// come stretch by stretch in it; kOrdered, where these sums come in the same order every time
+// (bwd_dq_order.cuh); kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and
+// kMasked, with a mask whose hidden tiles are passed over, always with a pool: with few tiles to
+// compute, zeros and conversions would be a large share of the time. kScores serves all score
+// terms, each decided by a branch that all threads take alike. Some terms have forms for when there are no others. kAdditive is for
 // those that are added to S and leave the rest as it is: ALiBi, a bias that TMA can read or that
 // broadcasts the queries, or ALiBi and such a bias. kSoftcap and kDropout are for one term each.
 enum class BwdForm {
@@ -53,8 +54,7 @@ struct BwdTraits {
   static constexpr bool kStretches = kForm == BwdForm::kStretched;
   static constexpr bool kPools = kForm == BwdForm::kPooled || kStretches || kMasked;
   static constexpr bool kOrders = kForm == BwdForm::kOrdered;
-  static constexpr bool kPlainScores =
-      kForm == BwdForm::kPlain || kPools || kOrders || kSplits || kMasked;
+  static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders || kSplits;
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
@@ -87,7 +87,7 @@ struct BwdTraits {
   // there is no room for it.
   static constexpr bool kFoldsDelta = kFoldsRows || (kMayFold && kTile.block_m == 64 && kCaps);
   // The ones that multiply these columns lie in registers, where there are any left.
-  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kMasked || kWeighted);
+  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kWeighted);
   template <bool kFolds>
   using RowsOf =
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
@@ -124,7 +124,9 @@ struct BwdTraits {
   // A band of the pool of dQ's sums has 16 KiB, or 8 KiB where a mask takes shared memory.
   static constexpr int kBandRows = (kMasked && kHeadDim == 64 ? 2048 : 4096) / kHeadDim;
   static constexpr int kBandStages = 2;
-  static constexpr int kBands = 4;                    // a warp takes on so many at a time
+  static constexpr int kBands = 4;  // a warp takes on so many at a time
+  static_assert(!kStretches || kBwdStretchRows % (kBands * kBandRows) == 0);
+  static_assert(!kStretches || kBwdStretchRows % kBlockM == 0);
   using BandSlab = SmemTile<Element, kBandRows, 64>;  // rounded sums, at the start of the band
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
   static constexpr int kTermStages = kDrops ? kStages : kHeadDim <= 64 ? 1 : 2;
@@ -181,25 +183,27 @@ class FoundQueries {
   FoundQueries() = default;
   // states: those of the mask's tiles, as BlockMask::states() gives them.
   __device__ __forceinline__ FoundQueries(const QueryBlock& block, uint32_t states, bool is_last)
-      : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 11 | states << 3 | is_last) {}
+      : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 9 | states << 1 | is_last) {}
 
   __device__ __forceinline__ QueryBlock block() const {
-    return {.head = head_, .m = static_cast<int>(bits_ >> 11)};
+    return {.head = static_cast<int>(head_ & ~(kLabels | kSecond)),
+            .m = static_cast<int>(bits_ >> 9)};
   }
   __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
-  __device__ __forceinline__ uint32_t states() const { return bits_ >> 3 & 0xff; }
+  __device__ __forceinline__ uint32_t states() const { return bits_ >> 1 & 0xff; }
 
   // What the rows of its mixed tiles are like: whether their intervals are of labels, not of
   // positions, and whether some row has a second one.
   __device__ __forceinline__ void set_form(bool has_labels, bool has_second) {
-    bits_ |= has_labels << 1 | has_second << 2;
+    head_ |= (has_labels ? kLabels : 0) | (has_second ? kSecond : 0);
   }
-  __device__ __forceinline__ bool has_labels() const { return (bits_ & 2) != 0; }
-  __device__ __forceinline__ bool has_second() const { return (bits_ & 4) != 0; }
+  __device__ __forceinline__ bool has_labels() const { return (head_ & kLabels) != 0; }
+  __device__ __forceinline__ bool has_second() const { return (head_ & kSecond) != 0; }
 
  private:
-  int head_;
-  uint32_t bits_;
+  static constexpr uint32_t kLabels = 1u << 31, kSecond = 1u << 30;  // beside the head
+
+  uint32_t head_, bits_;
 };
 
 // What the mask's rows say of a block's keys. Each has two parts: intervals, as beginning and

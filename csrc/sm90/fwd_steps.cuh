@@ -215,8 +215,8 @@ __device__ __forceinline__ float linear_slope(const Policy& score, const ScorePl
   const int to_diagonal = score.to_diagonal(place);
   const bool before = to_diagonal >= kBlockN - 1, behind = to_diagonal <= -63;
   const float slope = score.alibi();
-  if ((!before && !behind) || fabsf(slope) > Term::kLargestSlope) return 0.f;
-  return before ? slope : -slope;
+  const bool serves = (before || behind) && fabsf(slope) <= Term::kLargestSlope;
+  return serves ? before ? slope : -slope : 0.f;
 }
 
 // Adds a bias, each pair of which lies in the register where its P will. It is bounded as there.

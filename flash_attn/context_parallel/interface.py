@@ -249,7 +249,7 @@ def _attend(
             causal=call.causal,
             window_size=call.window,
             alibi=slopes is not None,
-            score_terms=call.softcap != 0 or call.dropout_p > 0,
+            rounds_parts=_rounds_parts(call, q, v),
         )
     _check_scheme(scheme, ranks)
     device = q.device.type
@@ -267,6 +267,17 @@ def _attend(
         else:
             out, lse = over_keys(tensors)
     return out, lse if with_lse else None
+
+
+def _rounds_parts(call: _WholeCall, q: Tensor, v: Tensor) -> bool:
+    """Whether parts of dk and dv come rounded: who returns them in fp32 is Hopper's kernel up to a
+    head dim of 128, without options that have kernels of their own. On a CPU all are fp32."""
+    if q.device.type != "cuda":
+        return False
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return True
+    has_options = call.softcap != 0 or call.dropout_p > 0 or call.deterministic
+    return has_options or max(q.size(-1), v.size(-1)) > 128
 
 
 def _shared_state(like: Tensor, ranks: Ranks) -> Tensor:

@@ -22,8 +22,6 @@ LINK_BYTES = {True: 370e9, False: 45e9}
 LAUNCH_SECONDS = 150e-6
 # Behind the computation of a step that takes so long, a ring within a host hides what it moves.
 HIDING_SECONDS = 2e-3
-# Up to here kernels return dk and dv in fp32 where the op is asked for them.
-WIDE_GRADIENTS_HEAD_DIM = 128
 
 
 @explained(of_torch=True)
@@ -37,7 +35,7 @@ def choose_scheme(
     causal: bool = False,
     window_size: Window = (-1, -1),
     alibi: bool = False,
-    score_terms: bool = False,
+    rounds_parts: bool = False,
 ) -> str:
     """The scheme that the calls take by default, from the shape and the links.
 
@@ -50,8 +48,7 @@ def choose_scheme(
        calls of one GPU for some of the heads, and moves 1 / ranks of q, k, v and out for it, a
        group of heads while another is computed. But the ring needs less memory, and hides what it
        moves where computing with a block of keys takes 2 ms or more (at 600 T/s; on two ranks, 32
-       causal heads of 128 from 24k tokens on). There it is "ring", if head_dim is at most 128 and
-       score_terms is False, so that kernels return parts of dk and dv in fp32.
+       causal heads of 128 from 24k tokens on). There it is "ring", unless rounds_parts.
     5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
        a step (150 µs; 370 GB/s in a host or 45 GB/s between hosts). Shorter steps are better taken
        at once: "all-gather".
@@ -62,13 +59,15 @@ def choose_scheme(
     is not set, all ranks count as one host.
 
     Arguments: seqlen_q: queries of the whole sequence. alibi: the call has alibi_slopes.
-    score_terms: it has softcap or dropout. Others: as in flash_attn_func.
+    rounds_parts: the kernels round parts of dk and dv before they are added up, as all but Hopper's
+    do on a GPU, and those with softcap, dropout, deterministic or a head_dim above 128. Others: as
+    in flash_attn_func.
 
     Returns: "ring", "all-gather" or "ulysses".
     """
     ranks = ranks_of(group)
     seqlen_q, heads_q = as_int(seqlen_q, "seqlen_q"), as_int(heads_q, "heads_q")
-    causal, alibi, score_terms = bool(causal), bool(alibi), bool(score_terms)
+    causal, alibi, rounds_parts = bool(causal), bool(alibi), bool(rounds_parts)
     heads_kv, head_dim = as_int(heads_kv, "heads_kv"), as_int(head_dim, "head_dim")
     left, right = window_sides(window_size)
     two_dimensions = ranks.inner is not None
@@ -80,8 +79,7 @@ def choose_scheme(
     rows = seqlen_q / ranks.outer_size
     computing = 4 * rows**2 * heads_q * head_dim * (0.5 if causal else 1.0) / OPERATIONS
     if one_host and not two_dimensions and heads_kv % ranks.size == 0:
-        keeps_fp32 = head_dim <= WIDE_GRADIENTS_HEAD_DIM and not score_terms
-        return "ring" if computing >= HIDING_SECONDS and keeps_fp32 else "ulysses"
+        return "ring" if computing >= HIDING_SECONDS and not rounds_parts else "ulysses"
     moving = 4 * rows * heads_kv * head_dim / LINK_BYTES[one_host]
     return "ring" if max(computing, moving) >= LAUNCH_SECONDS else "all-gather"
 
