@@ -225,21 +225,26 @@ def run_rows(q, k, v, rows: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("scale", [0.35, 3.5])
 @pytest.mark.parametrize("value", [-3e38, -1e9, -6e7, 1e9, math.inf])
+@pytest.mark.parametrize("is_whole", [False, True])
 @each_dtype("fp32", "bf16", "fp16")
 def test_many_keys_of_which_few_are_left(
-    target: Target, dtype: str, value: float, scale: float
+    target: Target, dtype: str, is_whole: bool, value: float, scale: float
 ) -> None:
     """Whole tiles of such keys, before and behind those that count: nothing of them is left,
     whatever their sum was, and the error is that of a call without them. With one above all others,
-    that is all that is left."""
+    that is all that is left. A whole bias broadcasts nothing, and TMA can read it."""
     torch.manual_seed(0)
     shapes = (1, 150, HEADS, 64), (1, 700, HEADS, 64), (1, 700, HEADS, 64)
     q, k, v = (torch.randn(*x).to(target.device, DTYPES[dtype]).requires_grad_() for x in shapes)
     left = slice(300, 301) if value > 0 else slice(290, 333)
     of_bias = torch.bfloat16 if dtype == "bf16" else torch.float32
     rest = 0.0 if value > 0 else value
-    bias = torch.full((1, 700), rest, device=target.device, dtype=of_bias)
-    bias[:, left] = value if value > 0 else 0.0
+    shape = (1, 700)
+    if is_whole:
+        shape, of_bias = (1, HEADS, 150, 704), DTYPES[dtype]  # rows of a multiple of 16 bytes
+    bias = torch.full(shape, rest, device=target.device, dtype=torch.float64)
+    bias[..., left] = value if value > 0 else 0.0
+    bias = bias.to(of_bias)[..., :700]  # beyond fp16's range it is infinite
     with use(target):
         found = run([q, k, v], attn_bias=bias, softmax_scale=scale)
         part = [x.detach()[:, left].requires_grad_() for x in (k, v)]

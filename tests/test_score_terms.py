@@ -224,6 +224,18 @@ def test_slopes_near_the_cap(case: Case, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
+@each_case(
+    [
+        case.with_(dtype=dtype, d=d, alibi="head", seqlen_k=130)
+        for case in beyond_the_cap(3.0)[::4]
+        for dtype, d in (("bf16", 64), ("bf16", 128))
+    ],
+    [SM90],
+)
+def test_slopes_near_the_cap_beside_other_terms(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
 @each_case(large_caps())
 @pytest.mark.parametrize("score", [20.0, 1e4])
 def test_a_key_far_from_the_cap(score: float, case: Case, target: Target, seed: int) -> None:

@@ -41,7 +41,7 @@ def choose_scheme(
 
     The first that applies:
 
-    1. A group of two dimensions: rules 2 and 5 for the outer one.
+    1. A group of two dimensions: rules 2, 3 and 5 for the outer one, but never "ulysses".
     2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
     3. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
     4. All ranks in one host, and heads_kv a multiple of their number: "ulysses". Each rank runs the

@@ -1,0 +1,133 @@
+"""Sums of dq that take turns in the places of a pool (csrc/sm90/bwd_dq_pool.cuh)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import (
+    DIFFERENTIABLE,
+    SM90,
+    Case,
+    Problem,
+    Target,
+    check,
+    compare,
+    each_case,
+    expect,
+    op_arguments,
+)
+from poison import dirty_allocator
+
+# csrc/sm90/bwd_config.h: where so many queries at most see a tile, the sums of dq are a pool, by
+# head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
+POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
+POOLED_OF_GROUP = 1024
+STRETCH = 1024
+SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
+
+
+def pool_class(case: Case) -> int:
+    return 64 if case.d <= 64 else 128
+
+
+def is_pooled(case: Case) -> bool:
+    most, _ = POOLS[pool_class(case)]
+    if case.heads_q > case.heads_kv:
+        return case.seqlen_q <= min(most, POOLED_OF_GROUP)
+    return queries_of_tile(case) <= most
+
+
+def queries_of_tile(case: Case) -> int:
+    left, right = case.window
+    return case.seqlen_q if min(left, right) < 0 else min(case.seqlen_q, left + right + 128)
+
+
+def with_more_heads_than_places(case: Case, sms: int = SMS) -> Case:
+    """Two and a half times as many kv heads as the pool has places for."""
+    most, rounds = POOLS[pool_class(case)]
+    heads = rounds * sms / -(-case.keys // 128)
+    places, stretches = heads + 2, 1
+    if case.seqlen_q > most and is_pooled(case):
+        places = rounds * sms * 128 / STRETCH
+        places += (heads + 1) * (queries_of_tile(case) // STRETCH + 3)
+        stretches = -(-case.seqlen_q // STRETCH)
+    return case.with_(batch=-(-5 * int(places) // (2 * case.heads_kv * stretches)))
+
+
+POOL_CASES = [
+    with_more_heads_than_places(
+        Case(dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, heads_q=h_q, heads_kv=h_kv, d=d, **mask)
+    )
+    for dtype, n_q, n_k, h_q, h_kv, d, mask in [
+        ("fp16", 1101, None, 2, 2, 64, {}),
+        ("bf16", 1537, None, 2, 2, 56, {"causal": True}),
+        ("fp16", 1200, 3001, 2, 2, 64, {"causal": True}),
+        ("fp16", 2047, None, 2, 2, 64, {"window": (700, 90)}),
+        ("bf16", 2048, None, 2, 2, 64, {}),
+        ("fp16", 2049, None, 2, 2, 64, {"causal": True}),
+        ("bf16", 1101, None, 2, 2, 128, {"causal": True}),
+        ("fp16", 2049, None, 2, 2, 128, {}),
+        ("bf16", 2500, 1301, 2, 2, 128, {"causal": True}),
+        ("fp16", 3001, None, 2, 2, 120, {"causal": True}),
+        ("bf16", 4095, 4000, 1, 1, 128, {"causal": True, "top_left": True}),
+        ("fp16", 4096, None, 1, 1, 128, {"causal": True}),
+        ("bf16", 4096, None, 1, 1, 128, {}),
+        ("bf16", 4097, None, 1, 1, 128, {"causal": True}),
+        ("bf16", 1023, None, 6, 2, 64, {}),
+        ("fp16", 1024, None, 4, 2, 64, {"causal": True}),
+        ("bf16", 1025, None, 4, 2, 64, {"causal": True}),
+        ("bf16", 1024, None, 4, 2, 128, {"causal": True}),
+        ("fp16", 1025, None, 6, 2, 128, {}),
+        ("bf16", 2100, None, 2, 2, 64, {"window": (500, 0)}),
+        ("fp16", 4001, 4201, 2, 2, 64, {"window": (0, 1900)}),
+        ("fp16", 5000, 4000, 1, 1, 64, {"window": (2000, 0)}),
+        ("bf16", 4200, None, 2, 2, 128, {"window": (1024, 0)}),
+        ("fp16", 5121, None, 1, 1, 128, {"window": (3000, 900)}),
+        ("bf16", 4500, 5300, 1, 1, 128, {"window": (30, 60), "top_left": True}),
+        ("bf16", 5000, None, 1, 1, 128, {"window": (4000, 0)}),
+        ("fp16", 2100, None, 4, 2, 64, {"window": (500, 0)}),
+    ]
+]
+
+
+@each_case(POOL_CASES, [SM90], marks=[pytest.mark.real_gpu, pytest.mark.slow])
+def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int) -> None:
+    """Sums of dq take turns in the places of a pool. One sequence has a reference; the others are
+    the same, and so is what they give, but for the order in which dq is summed."""
+    problem = Problem(case.with_(batch=1), seed, target.device)
+    expected = expect(problem, device=target.device)
+    alike = {name: x.repeat(case.batch, 1, 1, 1) for name, x in problem.float_tensors().items()}
+    leaves = [x.requires_grad_() for x in alike.values()]
+    dout = problem.dout.repeat(case.batch, 1, 1, 1)
+    arguments = op_arguments(problem) | alike | {"backend": target.backend}
+    with dirty_allocator(target.device):
+        out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        gradients = torch.autograd.grad(out, leaves, dout)
+        workspace = torch.cuda.max_memory_allocated() - before
+    workspace -= sum(x.numel() * x.element_size() for x in gradients)
+    all_sums = 4 * case.batch * case.heads_q * case.seqlen_q * pool_class(case)
+    assert (workspace < 0.6 * all_sums) if is_pooled(case) else (workspace > all_sums)
+
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {DIFFERENTIABLE[n]: g for n, g in zip(alike, gradients, strict=True)}
+    for name in ("out", "lse", "dk", "dv"):
+        assert torch.equal(results[name], results[name][:1].expand_as(results[name])), name
+    compare(problem, {name: x[:1] for name, x in results.items()}, expected)
+    for dq in results["dq"].split(1):
+        compare(problem, {"lse": results["lse"][:1], "dq": dq}, expected)
+
+
+@each_case(
+    [
+        Case(dtype=dtype, batch=64, heads_q=10, heads_kv=10, seqlen_q=70, seqlen_k=150, d=d, **mask)
+        for dtype, d in (("bf16", 64), ("fp16", 128))
+        for mask in (dict(seqused_k=(150, 0) * 32), dict(seqused_q=(70, 0, 0, 0) * 16))
+    ],
+    [SM90],
+    marks=[pytest.mark.real_gpu],
+)
+def test_heads_without_sums_in_a_pool(case: Case, target: Target, seed: int) -> None:
+    """A head that nobody adds to leaves alone whose place it has."""
+    check(case, target, seed)
