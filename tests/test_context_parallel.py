@@ -11,7 +11,7 @@ from context_cases import Case, Whole
 from ranks import INNER_OF_TWO, OUTER_OF_TWO, TWO_DIMENSIONS, Pool, place
 
 from flash_attn import context_parallel
-from flash_attn.context_parallel import attention, calls, exchange, heads, interface, ulysses
+from flash_attn.context_parallel import attention, calls, exchange, heads, ulysses
 
 
 def check_exact(case: Case, device: str) -> None:
@@ -351,58 +351,3 @@ def test_refusals(pool: Pool) -> None:
     """Every rank refuses by itself, before it waits for the others."""
     pool.need(4)
     pool.run(check_refusals, pool.device)
-
-
-def check_asked(device: str) -> None:
-    """The calls ask for a scheme with what decides it."""
-    asked = []
-
-    def choose(_group, **shape: object) -> str:
-        asked.append(shape)
-        return "all-gather"
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface, "choose_scheme", choose)
-        patch.setattr(interface, "_rounds_parts", lambda call, q, v: call.softcap > 0)
-        for softcap in (0.0, 3.0):
-            q, k = (torch.randn(1, 8, heads, 16, device=device) for heads in (4, 2))
-            context_parallel.flash_attn_func(q, k, k, causal=True, softcap=softcap)
-    wholes = [shape["seqlen_q"] for shape in asked]
-    assert wholes == [8 * dist.get_world_size()] * 2
-    assert [shape["rounds_parts"] for shape in asked] == [False, True]
-    assert all(shape["heads_kv"] == 2 and shape["causal"] for shape in asked)
-    if device == "cpu":
-        assert interface._rounds_parts(None, q, k) is False
-
-
-def test_calls_ask_for_a_scheme(pool: Pool) -> None:
-    pool.run(check_asked, pool.device)
-
-
-def check_choice() -> None:
-    shape = dict(seqlen_q=1 << 17, heads_q=32, heads_kv=8, causal=True)
-
-    def chosen(group=None, **changes) -> str:
-        return context_parallel.choose_scheme(group, **(shape | changes))
-
-    assert chosen() == "ring"
-    assert chosen(rounds_parts=True) == "ulysses"
-    assert chosen(seqlen_q=1 << 14) == "ulysses"
-    assert chosen(heads_kv=2) == "ring"
-    assert chosen(heads_kv=2, seqlen_q=512) == "all-gather"
-    assert chosen(window_size=(1024, 0)) == "ring"
-    assert chosen(heads_kv=2, alibi=True) == "ulysses"
-    assert chosen(heads_q=2, heads_kv=2, alibi=True) == "all-gather"
-    _, mesh = place(TWO_DIMENSIONS, "cpu")
-    assert chosen(mesh) == "ring"
-    assert chosen(mesh, alibi=True) == "all-gather"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts
-        assert chosen() == "ring"
-        assert chosen(seqlen_q=1 << 14) == "ring"
-        assert chosen(seqlen_q=1 << 11) == "all-gather"
-
-
-def test_choose_scheme(pool: Pool) -> None:
-    pool.need(4)
-    pool.run(check_choice)

@@ -239,6 +239,9 @@ def _attend(
     shards = [ranks.shards(cu[-1], layout) for cu in (call.cu_seqlens_q, call.cu_seqlens_k)]
     q, k, v, slopes, sink = tensors
     _check(call, ranks, shards, tensors)
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     if scheme is None:
         scheme = choose_scheme(
             ranks,
@@ -252,9 +255,6 @@ def _attend(
             rounds_parts=_rounds_parts(call, q, v),
         )
     _check_scheme(scheme, ranks)
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     rng_state = _shared_state(q, ranks) if call.dropout_p > 0 else None
     tensors = (q, k, v, slopes, sink, rng_state)
     over_keys = partial(_over_keys, call, ranks.outer, scheme, layout)
@@ -271,10 +271,12 @@ def _attend(
 
 def _rounds_parts(call: _WholeCall, q: Tensor, v: Tensor) -> bool:
     """Whether parts of dk and dv come rounded: who returns them in fp32 is Hopper's kernel up to a
-    head dim of 128, without options that have kernels of their own. On a CPU all are fp32."""
-    if q.device.type != "cuda":
+    head dim of 128, without options that have kernels of their own. On a CPU all are fp32, and
+    inputs of 32 bits or more have parts as wide as they are."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
+    on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
+    if not on_hopper or forced_backend() not in (None, "sm90"):
         return True
     has_options = call.softcap != 0 or call.dropout_p > 0 or call.deterministic
     return has_options or max(q.size(-1), v.size(-1)) > 128

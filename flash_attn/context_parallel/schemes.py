@@ -20,8 +20,9 @@ Window = Sequence[int | None] | Tensor
 OPERATIONS = 600e12
 LINK_BYTES = {True: 370e9, False: 45e9}
 LAUNCH_SECONDS = 150e-6
-# Behind the computation of a step that takes so long, a ring within a host hides what it moves.
-HIDING_SECONDS = 2e-3
+# A ring hides what it moves behind steps that compute for so long: on two ranks, where nothing else
+# is lost. On more each step is also added to sums in fp32, which then is 3 % of its time.
+HIDING_SECONDS, MERGING_SECONDS = 2e-3, 8e-3
 
 
 @explained(of_torch=True)
@@ -44,14 +45,17 @@ def choose_scheme(
     1. A group of two dimensions: rules 2, 3 and 5 for the outer one, but never "ulysses".
     2. A window that limits what a query sees: "ring", as only neighbours then exchange anything.
     3. ALiBi: "ulysses" if every rank gets a query head, else "all-gather".
-    4. All ranks in one host, and heads_kv a multiple of their number: "ulysses". Each rank runs the
-       calls of one GPU for some of the heads, and moves 1 / ranks of q, k, v and out for it, a
-       group of heads while another is computed. But the ring needs less memory, and hides what it
-       moves where computing with a block of keys takes 2 ms or more (at 600 T/s; on two ranks, 32
-       causal heads of 128 from 24k tokens on). There it is "ring", unless rounds_parts.
-    5. "ring" where computing with a block of keys, or bringing it, takes longer than to launch such
-       a step (150 µs; 370 GB/s in a host or 45 GB/s between hosts). Shorter steps are better taken
-       at once: "all-gather".
+    4. All ranks get equally many query heads, and a key head lies on one rank or on as many as any
+       other: "ulysses". Each rank runs the calls of one GPU for some of the heads, and moves
+       1 / ranks of q and out for it, a group of heads while another is computed. But the ring
+       needs less memory, and loses little where computing with a block of keys takes long: longer
+       than bringing it, and 2 ms on two ranks or 8 ms on more, which add to sums in fp32. There it
+       is "ring", unless rounds_parts. A rank is taken to compute 600 T/s. It receives 370 GB/s in
+       a host, or 45 GB/s between hosts. For 32 causal heads of 128 the two limits are 12k and 24k
+       tokens on each rank.
+    5. "ring" where computing with a block of keys takes longer than to launch such a step (150 µs),
+       or bringing it twice and its gradients back in fp32 does. Shorter steps are better taken at
+       once: "all-gather".
 
     benchmarks/scaling.py predicts what each scheme costs.
 
@@ -76,12 +80,20 @@ def choose_scheme(
     if alibi:
         return "ulysses" if not two_dimensions and heads_q >= ranks.size else "all-gather"
     one_host = _in_one_host(ranks.outer)
-    rows = seqlen_q / ranks.outer_size
-    computing = 4 * rows**2 * heads_q * head_dim * (0.5 if causal else 1.0) / OPERATIONS
-    if one_host and not two_dimensions and heads_kv % ranks.size == 0:
-        return "ring" if computing >= HIDING_SECONDS and not rounds_parts else "ulysses"
-    moving = 4 * rows * heads_kv * head_dim / LINK_BYTES[one_host]
-    return "ring" if max(computing, moving) >= LAUNCH_SECONDS else "all-gather"
+    rows, inner = seqlen_q / ranks.outer_size, ranks.inner_size
+    operations = 4 * rows**2 * heads_q / inner * head_dim * (0.5 if causal else 1.0)
+    computing = operations / OPERATIONS
+    moving = 4 * rows * max(heads_kv / inner, 1) * head_dim / LINK_BYTES[one_host]
+    if not two_dimensions and _deals_evenly(heads_q, heads_kv, ranks.size):
+        long = max(moving, HIDING_SECONDS if ranks.size == 2 else MERGING_SECONDS)
+        return "ring" if computing >= long and not rounds_parts else "ulysses"
+    # Keys and values come in the forward and in the backward, and gradients are twice as wide.
+    return "ring" if max(computing, 4 * moving) >= LAUNCH_SECONDS else "all-gather"
+
+
+def _deals_evenly(heads_q: int, heads_kv: int, ranks: int) -> bool:
+    """Whether all ranks get as many query heads, and each key head is on as many ranks."""
+    return heads_q % ranks == 0 and (heads_kv % ranks == 0 or ranks % heads_kv == 0)
 
 
 def _in_one_host(group: dist.ProcessGroup) -> bool:
