@@ -235,6 +235,78 @@ def test_heads_travel_while_others_are_computed(scheme: str, pool: Pool) -> None
     pool.run(check_order_of_exchanges, scheme, pool.device)
 
 
+def check_order_of_ring(ranks: int, expected: dict[str, str], device: str) -> None:
+    device, group = place(ranks, device)
+    if group is None:
+        return
+    case = Case(ranks=ranks, heads_kv=2, layout="contiguous", causal=False)
+    whole = Whole.draw(case, device)
+    done: list[str] = []
+    prepared: dict[int, str] = {}  # what each transfer brings
+
+    def prepare(*arguments, **options):
+        transfer = exchange.exchange(*arguments, **options)
+        prepared[id(transfer)] = "keys" if len(transfer.received) == 1 else "grads"
+        return transfer
+
+    def start(*transfers) -> bool:
+        under_way = exchange.start(*transfers)
+        if under_way:
+            done.append("+".join(prepared[id(transfer)] for transfer in transfers if transfer))
+        return under_way
+
+    def wait(transfer):
+        done.append(prepared[id(transfer)].upper())
+        return wait_for(transfer)
+
+    def note(name: str) -> None:
+        original = getattr(calls, name)
+
+        def noted(*arguments, **options):
+            done.append(name)
+            return original(*arguments, **options)
+
+        patch.setattr(calls, name, noted)
+
+    wait_for = exchange.Transfer.wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "ROWS_OF_A_GROUP", 1)
+        patch.setattr(attention, "exchange", prepare)
+        patch.setattr(attention, "start", start)
+        patch.setattr(exchange.Transfer, "wait", wait)
+        note("fwd")
+        note("bwd")
+        whole.on_ranks(group)
+    found = " ".join(done)
+    border = found.rindex("fwd") + len("fwd")
+    assert found[:border] == expected["forward"]
+    assert found[border:].strip() == expected["backward"]
+
+
+# What is started, "keys" of a step or "grads" of the one before, what is computed, and in capitals
+# what is waited for; of two groups of heads.
+ORDER_OF_RING = {
+    2: {
+        "forward": "keys fwd KEYS fwd keys fwd KEYS fwd",
+        "backward": "keys bwd KEYS bwd grads+keys bwd GRADS KEYS bwd grads GRADS",
+    },
+    4: {
+        "forward": " ".join(["keys fwd KEYS"] * 3 + ["fwd"] + ["keys fwd KEYS"] * 3 + ["fwd"]),
+        "backward": "keys bwd KEYS keys bwd KEYS grads+keys bwd KEYS GRADS grads bwd GRADS"
+        " grads+keys bwd GRADS KEYS keys bwd KEYS grads+keys bwd KEYS GRADS grads bwd GRADS"
+        " grads GRADS",
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_keys_travel_while_a_step_is_computed(ranks: int, pool: Pool) -> None:
+    """A ring's transfers are started before the step that they travel behind, and waited for after
+    it; the gradients of a group's last step travel behind the next group's first one."""
+    pool.need(ranks)
+    pool.run(check_order_of_ring, ranks, ORDER_OF_RING[ranks], pool.device)
+
+
 def check_kept(device: str) -> None:
     device, group = place(2, device)
     if group is None:
