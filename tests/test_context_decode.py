@@ -71,6 +71,59 @@ def test_decode_fp32(pool: Pool) -> None:
     pool.run(check_decode, 2, dict(sink=True), torch.float32, False, pool.device)
 
 
+# How much larger the error may be than that of one process. Its result is rounded to 16 bits, and
+# so is each rank's part before it is merged: twice as much rounding, and a little for chance.
+ERROR_OF_ROUNDED_PARTS = 1.5
+
+
+def check_error(ranks: int, cache: torch.dtype, device: str) -> None:
+    """Of out in bf16 and its LSE against float64 over the same numbers."""
+    device, group = place(ranks, device)
+    if group is None:
+        return
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+
+    q = normal(4, 1, 32, 64).bfloat16()
+    caches, scales = [normal(4, 512, 4, 64) for _ in range(2)], {}
+    exact = [x.bfloat16().double() for x in caches]
+    held = [x.bfloat16() for x in caches]
+    if cache == torch.int8:
+        scale = torch.tensor([0.02, 0.025, 0.03, 0.035], device=device)  # of each key head
+        held = [(x / scale[:, None]).round().clamp(-127, 127).to(cache) for x in caches]
+        exact = [x * scale[:, None].double() for x in held]
+        scales = dict(k_descale=scale, v_descale=scale)
+    seqlens = torch.tensor([512, 300, 0, 450], dtype=torch.int32, device=device)
+    wanted = flash_attn.flash_decode_func(q.double(), *exact, seqlens, return_softmax_lse=True)
+    options = dict(return_softmax_lse=True, **scales)
+    one = flash_attn.flash_decode_func(q, *held, seqlens, **options)
+
+    rows = 512 // size
+    mine = slice(rank * rows, (rank + 1) * rows)
+    lengths = (seqlens - rank * rows).clamp(0, rows)
+    parts = [x[:, mine].contiguous() for x in held]
+    found = context_parallel.flash_decode_func(q, *parts, lengths, group=group, **options)
+    empty = seqlens == 0
+    assert torch.equal(found[0][empty], torch.zeros_like(found[0][empty]))
+    assert (found[1][empty] == -torch.inf).all()
+    for name, x, alone, right in zip(("out", "lse"), found, one, wanted, strict=True):
+        errors = [(y.double() - right)[~empty].norm().item() for y in (x, alone)]
+        # The LSE is merged in fp32.
+        merging = 2**-24 * right[~empty].norm().item() if name == "lse" else 0
+        limit = ERROR_OF_ROUNDED_PARTS * errors[1] + merging
+        assert errors[0] <= limit, f"{name}: {errors[0]:.3g}, one: {errors[1]:.3g}"
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_error_is_that_of_one_process(ranks: int, cache: torch.dtype, pool: Pool) -> None:
+    pool.need(ranks)
+    pool.run(check_error, ranks, cache, pool.device)
+
+
 def check_any_order(device: str) -> None:
     """One token sees all keys, wherever they lie; and the ranks of a mesh count alike."""
     device, group = everyone(device)

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_cases import Case, Whole
-from ranks import Pool, place
+from ranks import TWO_DIMENSIONS, Pool, place
 
 import flash_attn
 from flash_attn import context_parallel
+from flash_attn.context_parallel import calls, interface, ulysses
 
 # How much larger the error of a scheme may be than that of one process. On a GPU the kernels round
 # each partial result to 16 bits: twice as much rounding as of one process, whose only error it
@@ -17,14 +18,29 @@ from flash_attn import context_parallel
 ERROR_OF_RANKS, ERROR_OF_ROUNDED_PARTS = 1.1, 1.5
 
 
-def check_error(case: Case, device: str) -> None:
+def limits(case: Case, q: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+    """Of each result whose parts are rounded where those of one process are not."""
+    if case.dtype != torch.bfloat16 or not q.is_cuda or case.scheme == "ulysses":
+        return {}
+    # ALiBi of keys on one side is a bias, which has kernels of its own.
+    rounds = bool(case.alibi) or interface._rounds_parts(case, q, v)
+    names = ("out", "lse", "dq", "dsink", *(("dk", "dv") if rounds else ()))
+    return dict.fromkeys(names, ERROR_OF_ROUNDED_PARTS)
+
+
+def check_error(case: Case, device: str, like_one: tuple[str, ...] = ()) -> None:
+    """like_one: results whose limit is that of unrounded parts, although theirs are rounded."""
     device, group = place(case.ranks, device)
     if group is None:
         return
     whole = Whole.draw(case, device)
+    larger = limits(case, whole.leaves["q"], whole.leaves["v"])
+    compare_errors(whole, group, {n: x for n, x in larger.items() if n not in like_one})
+
+
+def compare_errors(whole: Whole, group, larger: dict[str, float]) -> None:
+    """Of the ranks with those of one process, against float64. larger: the limits of some."""
     exact, one = whole.on_one_process(torch.float64), whole.on_one_process()
-    rounded = case.dtype == torch.bfloat16 and device != "cpu" and case.scheme != "ulysses"
-    limit = ERROR_OF_ROUNDED_PARTS if rounded else ERROR_OF_RANKS
     for name, actual, wanted in whole.pairs(whole.on_ranks(group), exact, group):
         local = one[name] if name == "dsink" else whole.part(one[name], group, name)
         # The LSE of rows without keys is -inf.
@@ -36,6 +52,7 @@ def check_error(case: Case, device: str) -> None:
         ranks, process, size = squares.sqrt().tolist()
         # The LSE is fp32 whatever the inputs are, and merged in fp32.
         merging = 2**-24 * size if name == "lse" else 0
+        limit = larger.get(name, ERROR_OF_RANKS)
         assert ranks <= limit * process + merging, f"{name}: {ranks:.3g}, one: {process:.3g}"
 
 
@@ -55,6 +72,37 @@ def test_error_is_that_of_one_process(
     pool.run(check_error, case, pool.device)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "all-gather"])
+def test_error_at_4k_tokens(scheme: str, pool: Pool) -> None:
+    """What the kernels round beside results is more there, and a part's rounding adds little: 1.06
+    and 1.07 of one GPU's error were seen for out and dq."""
+    if pool.device == "cpu":
+        pytest.skip("rounds no parts, and takes long")
+    case = LONG.with_(scheme=scheme, ranks=2, dtype=torch.bfloat16, heads_q=8, d=128, d_v=128)
+    case = case.with_(seqlen_q=4096, seqlen_k=4096)
+    pool.run(check_error, case, pool.device, ("out", "lse", "dq"))
+
+
+def check_error_of_rounded_parts(case: Case, device: str) -> None:
+    device, group = place(case.ranks, device)
+    if group is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_widened", lambda x: x)
+        whole = Whole.draw(case, device)
+        names = ("out", "dq", "dk", "dv")
+        compare_errors(whole, group, dict.fromkeys(names, ERROR_OF_ROUNDED_PARTS))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scheme", ["ring", "all-gather"])
+def test_error_where_parts_are_rounded(scheme: str, ranks: int, pool: Pool) -> None:
+    """As the kernels of a GPU do; a CPU is kept from computing them in fp32."""
+    pool.need(ranks)
+    case = LONG.with_(scheme=scheme, ranks=ranks, dtype=torch.bfloat16)
+    pool.run(check_error_of_rounded_parts, case, pool.device)
+
+
 LONG_PACKED = ((0, 31, 31, 170, 400), (0, 31, 31, 170, 400))
 
 
@@ -71,6 +119,7 @@ LONG_PACKED = ((0, 31, 31, 170, 400), (0, 31, 31, 170, 400))
         LONG.with_(documents=LONG_PACKED),
         LONG.with_(documents=LONG_PACKED, window_size=(60, 0), d=64, d_v=64),
         LONG.with_(alibi="heads"),
+        LONG.with_(dropout_p=0.2),
     ],
     ids=str,
 )
@@ -108,18 +157,51 @@ def check_repeats(case: Case, device: str) -> None:
     device, group = place(case.ranks, device)
     if group is None:
         return
-    whole = Whole.draw(case, device)
-    first, second = whole.on_ranks(group), whole.on_ranks(group)
-    for name, x in first.items():
-        assert torch.equal(x, second[name]), name
+    whole, asked = Whole.draw(case, device), []
+
+    def note(module, name: str) -> None:
+        original = getattr(module, name)
+
+        def noted(*arguments, deterministic=False, **options):
+            asked.append((name, deterministic))
+            return original(*arguments, deterministic=deterministic, **options)
+
+        patch.setattr(module, name, noted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (calls, ulysses):
+            note(module, "fwd_arguments")
+            note(module, "bwd")
+        first = whole.on_ranks(group)
+    assert set(asked) == {("fwd_arguments", True), ("bwd", True)}
+    for _ in range(3):
+        again = whole.on_ranks(group)
+        for name, x in first.items():
+            assert torch.equal(x, again[name]), name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+DETERMINISTIC = Case(dtype=torch.bfloat16, deterministic=True, sink=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DETERMINISTIC,
+        DETERMINISTIC.with_(documents=LONG_PACKED, seqlen_q=400, seqlen_k=400),
+        DETERMINISTIC.with_(seqlen_q=2048, seqlen_k=2048, d=64, d_v=64),  # of many blocks
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [2, 4, TWO_DIMENSIONS], ids=["2", "4", "2x2"])
 @pytest.mark.parametrize("scheme", ["ring", "all-gather", "ulysses"])
-def test_deterministic(scheme: str, ranks: int, pool: Pool) -> None:
+def test_deterministic(scheme: str, ranks: int, case: Case, pool: Pool) -> None:
+    """Every call of the op is told, and repeats its bits."""
+    if pool.device == "cpu" and case.d == 64:
+        pytest.skip("takes long")
+    if ranks == TWO_DIMENSIONS and scheme == "ulysses":
+        scheme = None
     pool.need(ranks)
-    case = Case(scheme=scheme, ranks=ranks, dtype=torch.bfloat16, deterministic=True, sink=True)
-    pool.run(check_repeats, case, pool.device)
+    pool.run(check_repeats, case.with_(scheme=scheme, ranks=ranks), pool.device)
 
 
 def peak_memory(attend, inputs: list[torch.Tensor], dout: torch.Tensor, before: int) -> int:
