@@ -1,9 +1,10 @@
 """One of two ranks of a call of context_parallel whose other one does not come in time.
 
-    python lonely_rank.py BACKEND SCHEME slow|dead RANK FILE_OF_BOTH
+    python lonely_rank.py BACKEND SCHEME slow|dead|backward RANK FILE_OF_BOTH
 
-Rank 1 dies, or comes later than the group's time-out. "call T" is printed when a rank makes its
-call, T as time.monotonic() has it, which processes share; "result X" if it ever gets one.
+Rank 1 comes later than the group's time-out, dies, or dies between the forward and the backward.
+"call T" is printed when a rank makes its call or comes to its backward, T as time.monotonic() has
+it, which processes share; "result X" if it ever gets one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import resource
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,19 +50,24 @@ def main(backend: str, scheme: str, fate: str, rank: str, store: str) -> None:
     )
     group = dist.new_group([0, 1], timeout=timedelta(seconds=TIME_OUT))
 
-    def attend(call: int) -> float:
-        v = ones * (call * (int(rank) + 1))
+    def attend(call: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the output, and v."""
+        v = (ones * (call * (int(rank) + 1))).requires_grad_()
         out = context_parallel.flash_attn_func(ones, ones, v, group=group, scheme=scheme)
-        return out.float().sum().item()
+        return out.float().sum(), v
 
-    attend(1)  # the ranks are connected, so that what fails is the call itself
+    # The ranks are connected, so that what fails is the call itself, or its backward.
+    out, v = attend(1)
+    backward = partial(torch.autograd.grad, out, v, retain_graph=True)
+    backward()[0].sum().item()
     dist.barrier()
     if rank == "1":
-        if fate == "dead":
+        if fate != "slow":
             os._exit(0)
         time.sleep(LATE)
     print("call", time.monotonic(), flush=True)
-    print("result", attend(2), flush=True)
+    result = backward()[0].sum() if fate == "backward" else attend(2)[0]
+    print("result", result.item(), flush=True)
     os._exit(0)  # torch's way to the end may wait for the other rank
 
 

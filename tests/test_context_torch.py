@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lonely_rank
@@ -19,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Pool, everyone, place
+from context_cases import SEED, seed_ranks
+from ranks import TWO_DIMENSIONS, Pool, everyone, group_of, place
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.utils.checkpoint import checkpoint
@@ -45,57 +47,108 @@ def grads_of(out: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tenso
     return torch.autograd.grad(out.square().sum(), leaves)
 
 
-def check_compiled(scheme: str | None, dropout_p: float, device: str) -> None:
-    device, group = place(2, device)
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A call that is compiled."""
+
+    scheme: str | None = "ring"
+    dropout_p: float = 0.0
+    ranks: int = 2
+    documents: tuple[int, ...] | None = None
+
+
+def check_compiled(case: Compiled, device: str) -> None:
+    device, group = place(case.ranks, device)
     if group is None:
         return
-    whole = inputs(device)
-    torch.manual_seed(3)
-    out = flash_attn.flash_attn_func(*whole, dropout_p=dropout_p, causal=True)
+    whole, dim = inputs(device), 1
+    options = dict(causal=True, dropout_p=case.dropout_p)
+    one, ours = flash_attn.flash_attn_func, context_parallel.flash_attn_func
+    if case.documents is not None:
+        whole, dim = [x.detach()[0].requires_grad_() for x in whole], 0
+        cu = torch.tensor(case.documents, dtype=torch.int32, device=device)
+        one = partial(flash_attn.flash_attn_varlen_func, **lengths_of(cu))
+        ours = partial(
+            context_parallel.flash_attn_varlen_func,
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), case.documents),
+        )
+    torch.manual_seed(SEED)
+    out = one(*whole, **options)
     grads = grads_of(out, whole)
-    parts = [context_parallel.split(x, group).detach().requires_grad_() for x in whole]
+    parts = [context_parallel.split(x, group, dim).detach().requires_grad_() for x in whole]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(q, k, v):
-        options = dict(causal=True, group=group, scheme=scheme, dropout_p=dropout_p)
-        return context_parallel.flash_attn_func(2 * q, k, v, softmax_scale=8**-0.5 / 2, **options)
+        shared = dict(group=group, scheme=case.scheme, softmax_scale=8**-0.5 / 2)
+        return ours(2 * q, k, v, **shared, **options)
 
     torch.compiler.reset()  # cases before count towards its limit of compilations
-    torch.manual_seed(3 + dist.get_rank(group))
+    seed_ranks(group)
     actual = attend(*parts)
-    torch.testing.assert_close(actual, context_parallel.split(out, group))
-    torch.manual_seed(3 + dist.get_rank(group))
+    torch.testing.assert_close(actual, context_parallel.split(out, group, dim))
+    seed_ranks(group)
     with torch.inference_mode():
         torch.testing.assert_close(attend(*(x.clone() for x in parts)), actual)
     for grad, wanted in zip(grads_of(actual, parts), grads, strict=True):
-        torch.testing.assert_close(grad, context_parallel.split(wanted, group))
+        torch.testing.assert_close(grad, context_parallel.split(wanted, group, dim))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("scheme", [*SCHEMES, None])
-def test_compile(scheme: str | None, dropout_p: float, pool: Pool) -> None:
+def lengths_of(cu: torch.Tensor) -> dict:
+    longest = int(cu.diff().max())
+    return dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Compiled(scheme, p) for scheme in (*SCHEMES, None) for p in (0.0, 0.3)),
+        Compiled(documents=(0, 5, 5, 32), dropout_p=0.3),
+        Compiled(None, 0.3, ranks=TWO_DIMENSIONS),
+    ],
+    ids=str,
+)
+def test_compile(case: Compiled, pool: Pool) -> None:
     """One graph without a break, forward and backward."""
-    pool.run(check_compiled, scheme, dropout_p, pool.device)
+    pool.need(case.ranks)
+    pool.run(check_compiled, case, pool.device)
 
 
-def check_checkpointed(scheme: str, device: str) -> None:
+def check_checkpointed(scheme: str, reentrant: bool, device: str) -> None:
     device, group = everyone(device)
-    parts = [context_parallel.split(x, group).detach().requires_grad_() for x in inputs(device)]
+    whole = inputs(device)
+    parts = [context_parallel.split(x, group).detach().requires_grad_() for x in whole]
 
     def attend(q, k, v):
         options = dict(causal=True, group=group, scheme=scheme, dropout_p=0.2)
-        torch.manual_seed(5)
         return context_parallel.flash_attn_func(q.sin(), k, v, **options)
 
-    expected = grads_of(attend(*parts), parts)
-    again = grads_of(checkpoint(attend, *parts, use_reentrant=False), parts)
-    for grad, wanted in zip(again, expected, strict=True):
-        assert torch.equal(grad, wanted)
+    def grads(**options) -> list[torch.Tensor]:
+        seed_ranks(group)
+        out = checkpoint(attend, *parts, use_reentrant=reentrant, **options)
+        torch.rand(3, device=device)  # the generator goes on before the backward
+        torch.autograd.backward(out.square().sum())
+        found = [x.grad for x in parts]
+        for x in parts:
+            x.grad = None
+        return found
+
+    torch.manual_seed(SEED)
+    q, k, v = whole
+    out = flash_attn.flash_attn_func(q.sin(), k, v, dropout_p=0.2, causal=True)
+    expected = [context_parallel.split(x, group) for x in grads_of(out, whole)]
+    for grad, wanted in zip(grads(), expected, strict=True):
+        torch.testing.assert_close(grad, wanted)
+    # Of another mask than the forward had.
+    lost = zip(grads(preserve_rng_state=False), expected, strict=True)
+    assert not any(torch.allclose(grad, wanted) for grad, wanted in lost)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_activation_checkpointing(scheme: str, pool: Pool) -> None:
-    pool.run(check_checkpointed, scheme, pool.device)
+def test_activation_checkpointing(scheme: str, reentrant: bool, pool: Pool) -> None:
+    """The forward that runs again draws the mask of the first one, from a generator of each rank's
+    own."""
+    pool.run(check_checkpointed, scheme, reentrant, pool.device)
 
 
 def check_autocast(scheme: str, device: str) -> None:
@@ -227,20 +280,30 @@ def test_slow_rank(scheme: str, pool: Pool) -> None:
 
 
 def check_dead_rank() -> None:
-    parts = [context_parallel.split(x) for x in inputs("cpu")]
-    out = context_parallel.flash_attn_func(*parts, scheme="ring")
-    if dist.get_rank() == 1:
+    """Of four ranks the last one has a group with each of the others, and a scheme with each."""
+    rank, last = dist.get_rank(), len(SCHEMES)
+    groups = [group_of(other, last) for other in range(last)]
+    waiting = []
+    for group, scheme in zip(groups, SCHEMES, strict=True):
+        if group is not None:
+            parts = [context_parallel.split(x, group) for x in inputs("cpu")]
+            out = context_parallel.flash_attn_func(*parts, group=group, scheme=scheme)
+            waiting.append((out, parts))
+    if rank == last:
         os._exit(0)
+    ((out, parts),) = waiting
     with pytest.raises(RuntimeError, match="(?i)timed out|connection closed|reset by peer"):
         grads_of(out, parts)
 
 
 def test_dead_rank() -> None:
-    """A rank that is gone before the backward: an error in its neighbour's, no wrong gradient."""
-    pool = Pool(2, "cpu", seconds=60)
+    """A rank that is gone before the backward: an error in its neighbour's, no wrong gradient, with
+    each scheme."""
+    pool = Pool(len(SCHEMES) + 1, "cpu", seconds=60)
     try:
-        outcomes = pool.outcomes(check_dead_rank)
-        assert outcomes == [(True, None), (False, "the process has ended")]
+        *others, last = pool.outcomes(check_dead_rank)
+        assert others == [(True, None)] * len(SCHEMES)
+        assert last == (False, "the process has ended")
     finally:
         pool.close()
 
@@ -303,11 +366,12 @@ def wait_for_all(ranks: list[Lonely], seconds: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_lonely_rank_on_nccl(tmp_path: Path) -> None:
-    """The group's time-out, of 4 s, ends a rank whose neighbour is slow or dead, as NCCL's watchdog
-    is set to do; and the slow one, too, whose neighbour has ended. All cases at a time."""
-    cases = list(itertools.product(SCHEMES, ("slow", "dead")))
+    """The group's time-out, of 4 s, ends a rank whose neighbour is slow or dead, or dies before the
+    backward, as NCCL's watchdog is set to do; and the slow one, too, whose neighbour has ended. All
+    cases at a time."""
+    cases = list(itertools.product(SCHEMES, ("slow", "dead", "backward")))
     ranks = list(lonely_ranks("nccl", cases, tmp_path))
     wait_for_all(ranks, 240)
     for rank in ranks:
-        if not rank.name.endswith("dead-1"):
+        if not rank.name.endswith(("dead-1", "backward-1")):
             rank.check(slow=rank.name.endswith("1"))
