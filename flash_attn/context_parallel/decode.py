@@ -67,6 +67,9 @@ def flash_decode_func(
         softmax_lse (with return_softmax_lse): (batch, heads_q, seqlen_q), over the keys of all
             ranks; fp32 (fp64 for fp64 inputs).
 
+    Rounding: each rank's part of out has the dtype of q before it is merged: one more rounding than
+    one process does.
+
     Raises:
         RuntimeError: seqlens or first_key are missing where they are needed; as
             flash_attn.flash_decode_func; or the group's own error and time-out.
