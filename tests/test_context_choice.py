@@ -110,21 +110,27 @@ def test_the_default_is_nearly_the_fastest_predicted(monkeypatch: pytest.MonkeyP
 
 
 def check_asked(device: str) -> None:
-    asked = []
+    asked, dtypes = [], []
 
     def choose(_group, **shape: object) -> str:
         asked.append(shape)
         return "all-gather"
 
+    def rounds(call, q: torch.Tensor, v: torch.Tensor) -> bool:
+        dtypes.append(q.dtype)
+        return call.softcap > 0
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "choose_scheme", choose)
-        patch.setattr(interface, "_rounds_parts", lambda call, q, v: call.softcap > 0)
+        patch.setattr(interface, "_rounds_parts", rounds)
         for softcap in (0.0, 3.0):
             q, k = (torch.randn(1, 8, heads, 16, device=device) for heads in (4, 2))
-            flash_attn_func(q, k, k, causal=True, softcap=softcap)
+            with torch.autocast(device, torch.bfloat16, enabled=softcap > 0):
+                flash_attn_func(q, k, k, causal=True, softcap=softcap)
     wholes = [shape["seqlen_q"] for shape in asked]
     assert wholes == [8 * dist.get_world_size()] * 2
     assert [shape["rounds_parts"] for shape in asked] == [False, True]
+    assert dtypes == [torch.float32, torch.bfloat16]
     assert all(shape["heads_kv"] == 2 and shape["causal"] for shape in asked)
 
 
