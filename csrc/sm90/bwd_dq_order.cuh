@@ -99,36 +99,40 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
   });
 }
 
-// Waits for turns and passes them on, for one tile and one share of dQ's columns. A whole warp
-// calls it, of which one thread looks for either in turn.
-template <int kBlockM, int kBlockN, int kStages>
-__device__ __forceinline__ void take_turns(const BwdParams& params, bool last_first,
-                                           const BwdWork& work, int share,
-                                           RingBarriers<kStages>& turns,
-                                           RingBarriers<kStages>& added) {
+// Waits for turns and passes them on, for one share of dQ's columns. A whole warp calls it, of which
+// one thread looks for either in turn.
+template <int kBlockM, int kBlockN, int kStages, typename Queue>
+__device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool last_first, int share,
+                                                Queue& works, RingBarriers<kStages>& turns,
+                                                RingBarriers<kStages>& added) {
   const bool waits =
       ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
   if (!ptx::elect_one()) return;
-  const auto turn_at = [&](const QueryBlocks& block) {
-    return DqTurn::make<kBlockM, kBlockN>(params, last_first, work, block, share);
-  };
+  WorkReader queue(works);
   Ring<kStages> turn_ring(turns), added_ring(added);
-  QueryBlocks awaited(work), passed(work);
-  int open = 0;  // blocks whose turn has come and was not passed on yet
 #pragma unroll 1
-  while (passed.more()) {
-    if (open < kStages && awaited.more() && (!waits || turn_at(awaited).has_come())) {
-      turn_ring.arrive_full();
-      turn_ring.advance();
-      awaited.advance();
-      ++open;
+  while (const BwdWork* const work = queue.read()) {
+    const auto turn_at = [&](const QueryBlocks& block) {
+      return DqTurn::make<kBlockM, kBlockN>(params, last_first, *work, block, share);
+    };
+    QueryBlocks awaited(*work), passed(*work);
+    int open = 0;  // blocks whose turn has come and was not passed on yet
+#pragma unroll 1
+    while (passed.more()) {
+      if (open < kStages && awaited.more() && (!waits || turn_at(awaited).has_come())) {
+        turn_ring.arrive_full();
+        turn_ring.advance();
+        awaited.advance();
+        ++open;
+      }
+      if (open > 0 && added_ring.is_full()) {
+        turn_at(passed).pass_on();
+        added_ring.advance();
+        passed.advance();
+        --open;
+      }
     }
-    if (open > 0 && added_ring.is_full()) {
-      turn_at(passed).pass_on();
-      added_ring.advance();
-      passed.advance();
-      --open;
-    }
+    queue.release(true);
   }
 }
 
