@@ -344,7 +344,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
       if constexpr (Traits::kOrders) {
         take_turns_loop<Traits::kBlockM, Traits::kPairN>(params, scheduler.last_blocks_first, rank,
                                                          smem.queue, smem.turn_ring,
-                                                         smem.added_ring);
+                                                         smem.added_ring, [](const BwdWork&) {});
       }
     }
     __syncwarp();
