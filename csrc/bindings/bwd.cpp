@@ -90,7 +90,7 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   if (!plan.skips_tiles) params.splits = sm90::bwd_splits(params, device);
   const bool dq_apart = !plan.skips_tiles && sm90::computes_dq_apart(params, device);
   const bool has_turns = params.deterministic && !dq_apart;
-  at::Tensor dq_accum, progress;
+  at::Tensor dq_accum, progress, turns;
   if (!dq_apart) {
     DqPool& pool = params.dq_pool;
     pool = sm90::bwd_dq_pool(params, device, plan.skips_tiles);
@@ -122,8 +122,8 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
     params.splits.arrived = split_arrivals.data_ptr<int32_t>();
   }
   if (has_turns) {
-    progress = at::empty({params.heads_q, cuda::bwd_dq_turns(params)}, numbers);
-    params.dq_turns = progress.data_ptr<int32_t>();
+    turns = at::empty({cuda::bwd_dq_turns(params)}, numbers);
+    params.dq_turns = turns.data_ptr<int32_t>();
   }
   sm90::run_bwd(params, device, stream_of(q));
   if (has_bias_kernel(plan, params)) {

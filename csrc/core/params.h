@@ -236,8 +236,9 @@ struct BwdParams : AttnParams {
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
   DqPool dq_pool;
-  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), zeroed by the launch. At the
-  // first row of each block of queries it says how many blocks of keys have been added to its sums.
+  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), with a pool (batch · heads_q, …),
+  // zeroed by the launch. At the first row of each block of queries it says how many blocks of keys
+  // have been added to its sums.
   // If it is null, they are added in any order.
   int32_t* dq_turns = nullptr;
   BwdSplits splits;

@@ -101,9 +101,7 @@ int64_t bwd_dq_accum_rows(const AttnParams& params) {
   return dq_accum_first_row(params, params.total_q, params.batch) + kDqAccumRows + kDqAccumPadding;
 }
 
-int64_t bwd_dq_turns(const BwdParams& params) {
-  return params.dq_accum_rows / kDqAccumRows * kDqShares;
-}
+int64_t bwd_dq_turns(const BwdParams& params) { return dq_turn_numbers(params); }
 
 int64_t bwd_dq_pool_progress(const BwdParams& params) { return dq_pool_numbers(params); }
 

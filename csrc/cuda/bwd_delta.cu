@@ -82,7 +82,7 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
     for (int64_t i = thread; i < numbers; i += threads) params.splits.arrived[i] = 0;
   }
   if (params.dq_turns == nullptr) return;
-  const int64_t turns = rows / kDqAccumRows * kDqShares;
+  const int64_t turns = dq_turn_numbers(params);
   for (int64_t i = thread; i < turns; i += threads) params.dq_turns[i] = 0;
 }
 

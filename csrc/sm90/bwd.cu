@@ -164,12 +164,12 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
   if (!masked) {
     const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
     const bool is_group = params.heads_q > params.heads_kv;
-    const int most =
-        is_group ? std::min(tile.pooled_queries, kBwdMostPooledOfGroup) : tile.pooled_queries;
+    int most = tile.pooled_queries;
+    if (is_group) most = std::min(most, kBwdMostPooledOfGroup);
+    if (params.deterministic) most = std::min(most, kBwdMostPooledInOrder);
     const bool has_stretches = params.seqlen_q > most;
-    if (!is_dense || tile.pool_rounds == 0 || params.deterministic ||
-        cuda::has_score_terms(params) || runs_split(params) || walk > most ||
-        (has_stretches && is_group)) {
+    if (!is_dense || tile.pool_rounds == 0 || cuda::has_score_terms(params) || runs_split(params) ||
+        walk > most || (has_stretches && (is_group || params.deterministic))) {
       return {};
     }
     if (has_stretches) pool.stretches = (params.seqlen_q - 1) / kBwdStretchRows + 1;

@@ -77,7 +77,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const typename Traits::Params&
     dK.fill(0.f);
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
-    if constexpr (Traits::kPools) self.say_summed();
+    if constexpr (Traits::kCountsTiles) self.say_summed();
     if constexpr (Traits::kSplits) {
       if (params.splits.count > 1) {
         join_splits(self, *work, dK, dV);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool loads_bias = Traits::kAdditive && bias.data != nullptr && bias.row_stride != 0;
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
-    smem.init_barriers(64 * Traits::kOrders + Traits::kPools + loads_bias + stores_dbias +
+    smem.init_barriers(kTurnReaders<Traits> + Traits::kCountsTiles + loads_bias + stores_dbias +
                        32 * Traits::kDrops);
   }
   smem.zero_absent_slabs(params);
@@ -138,17 +138,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       } else {
         schedule_and_load_row_values_loop<Traits>(params, scheduler, num_tiles, smem);
       }
+    } else if (Traits::kPools) {
+      if constexpr (Traits::kPools) {
+        if (this_warp() == 2) {
+          DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
+        } else if constexpr (Traits::kOrders) {
+          take_turns_in_pool_loop<Traits>(params, scheduler.last_blocks_first, smem);
+        } else if (ptx::elect_one()) {
+          pass_tiles_loop<Traits>(params, smem);
+        }
+      }
     } else if (Traits::kOrders) {
       if constexpr (Traits::kOrders) {
         const bool last_first = scheduler.last_blocks_first;
         if (this_warp() == 2) await_turns_loop<Traits>(params, last_first, smem);
         if (this_warp() == 3) pass_turns_loop<Traits>(params, last_first, smem);
-      }
-    } else if (Traits::kPools) {
-      if constexpr (Traits::kPools) {
-        if (this_warp() == 2)
-          DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
-        if (this_warp() == 3 && ptx::elect_one()) pass_tiles_loop<Traits>(params, smem);
       }
     } else if (loads_bias && this_warp() == 2) {
       if constexpr (Traits::kAdditive) {

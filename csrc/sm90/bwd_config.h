@@ -52,6 +52,9 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
 // Where several query heads share a kv head, sections of heads are better from fewer queries on.
 inline constexpr int kBwdMostPooledOfGroup = 1024;
+// In order, tiles of a head come one behind the other, and with a pool head after head: the longer
+// the heads are, the later their last tiles begin.
+inline constexpr int kBwdMostPooledInOrder = 2048;
 inline constexpr int kBwdPoolRows = 64;
 // With a short window a head may be longer: its queries come in stretches of so many, whose sums are
 // complete one after the other.

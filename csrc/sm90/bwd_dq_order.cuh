@@ -1,6 +1,6 @@
 // dQ's sums come in the same order every time: blocks of keys take turns at each block of queries.
 // One warp waits for the turns of its thread block, and one passes them on. Where only one warp is
-// free, it does both.
+// free, it does both: in pairs of thread blocks, and with a pool.
 #pragma once
 
 #include <cuda/atomic>
@@ -16,6 +16,10 @@ namespace flash_attn::sm90 {
 template <typename Traits>
 struct BwdSharedStorage;
 
+// How many threads read a thread block's works for the sake of turns.
+template <typename Traits>
+inline constexpr int kTurnReaders = !Traits::kOrders ? 0 : Traits::kPools ? 1 : 64;
+
 // The turn of one block of keys at one block of queries.
 struct DqTurn {
   ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> added;  // how many have been, so far
@@ -27,11 +31,10 @@ struct DqTurn {
                                                 const BwdWork& work, const QueryBlocks& block,
                                                 int share = 0) {
     const int first_row = block.m * kBlockM, own = work.first_key / kBlockN;
-    const int64_t row = block.head * params.dq_accum_rows + first_row +
-                        dq_accum_first_row(params, work.seqlen.q_begin, work.batch_idx);
+    const int64_t row = dq_turn_row(params, work.seqlen.q_begin, work.batch_idx, block.head);
     const BlockRange keys = BlockRange::of_keys<kBlockM, kBlockN>(work.window, first_row);
     return {::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(
-                params.dq_turns[row / kDqAccumRows * kDqShares + share]),
+                params.dq_turns[(row + first_row) / kDqAccumRows * kDqShares + share]),
             last_first ? keys.end - 1 - own : own - keys.begin};
   }
 
@@ -99,36 +102,42 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
   });
 }
 
-// Waits for turns and passes them on, for one tile and one share of dQ's columns. A whole warp
-// calls it, of which one thread looks for either in turn.
-template <int kBlockM, int kBlockN, int kStages>
-__device__ __forceinline__ void take_turns(const BwdParams& params, bool last_first,
-                                           const BwdWork& work, int share,
-                                           RingBarriers<kStages>& turns,
-                                           RingBarriers<kStages>& added) {
+// Waits for turns and passes them on, for one share of dQ's columns. Before a tile's first turn it
+// calls before(work). A whole warp calls it, of which one thread looks for either in turn.
+template <int kBlockM, int kBlockN, int kStages, typename Queue, typename Before>
+__device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool last_first, int share,
+                                                Queue& works, RingBarriers<kStages>& turns,
+                                                RingBarriers<kStages>& added,
+                                                const Before& before) {
   const bool waits =
       ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
   if (!ptx::elect_one()) return;
-  const auto turn_at = [&](const QueryBlocks& block) {
-    return DqTurn::make<kBlockM, kBlockN>(params, last_first, work, block, share);
-  };
+  WorkReader queue(works);
   Ring<kStages> turn_ring(turns), added_ring(added);
-  QueryBlocks awaited(work), passed(work);
-  int open = 0;  // blocks whose turn has come and was not passed on yet
 #pragma unroll 1
-  while (passed.more()) {
-    if (open < kStages && awaited.more() && (!waits || turn_at(awaited).has_come())) {
-      turn_ring.arrive_full();
-      turn_ring.advance();
-      awaited.advance();
-      ++open;
+  while (const BwdWork* const work = queue.read()) {
+    const auto turn_at = [&](const QueryBlocks& block) {
+      return DqTurn::make<kBlockM, kBlockN>(params, last_first, *work, block, share);
+    };
+    before(*work);
+    QueryBlocks awaited(*work), passed(*work);
+    int open = 0;  // blocks whose turn has come and was not passed on yet
+#pragma unroll 1
+    while (passed.more()) {
+      if (open < kStages && awaited.more() && (!waits || turn_at(awaited).has_come())) {
+        turn_ring.arrive_full();
+        turn_ring.advance();
+        awaited.advance();
+        ++open;
+      }
+      if (open > 0 && added_ring.is_full()) {
+        turn_at(passed).pass_on();
+        added_ring.advance();
+        passed.advance();
+        --open;
+      }
     }
-    if (open > 0 && added_ring.is_full()) {
-      turn_at(passed).pass_on();
-      added_ring.advance();
-      passed.advance();
-      --open;
-    }
+    queue.release(true);
   }
 }
 

@@ -1,6 +1,7 @@
 // dq_accum as a pool (DqPool): the sums of dQ stay in the L2 cache, and become rows of dq while the
 // kernel runs. One warp says which sums are complete. Another one converts them, band after band,
-// and leaves zeros.
+// and leaves zeros. Where sums come in order, their turns say when they are complete
+// (bwd_dq_order.cuh).
 //
 // Nobody waits for a thread block that does not run: tiles and shares are taken in order, those
 // that run finish what they took, and the warp that converts holds up no other role.
@@ -9,6 +10,7 @@
 #include <cuda/atomic>
 
 #include "../cuda/attn/dq_accum.cuh"
+#include "bwd_dq_order.cuh"
 #include "bwd_traits.cuh"
 
 namespace flash_attn::sm90 {
@@ -111,6 +113,17 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
   } while (work != nullptr);
 }
 
+// Where the sums of a pool come in order: a tile's first turn is when there is a place for its sums.
+template <typename Traits>
+__device__ __forceinline__ void take_turns_in_pool_loop(const BwdParams& params, bool last_first,
+                                                        BwdSharedStorage<Traits>& smem) {
+  take_turns_loop<Traits::kBlockM, Traits::kBlockN>(
+      params, last_first, /*share=*/0, smem.queue, smem.turn_ring, smem.added_ring,
+      [&](const BwdWork& work) {
+        while (!has_place<Traits>(params, work)) __nanosleep(100);
+      });
+}
+
 // The warp that makes rows of dq from the sums that are complete, share after share. A band comes
 // by TMA, is rounded where it lies, and leaves by TMA, while the next one comes.
 template <typename Traits>
@@ -136,17 +149,23 @@ class DqConverter {
       const int number = head_ / group;
       const int place = number % params_.dq_pool.places * group + head_ % group;
       sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
-      if constexpr (Traits::kStretches) {
-        // A stretch that no tile adds to has not been waited for.
+      if constexpr (Traits::kStretches || Traits::kOrders) {
+        // A place that no tile adds to has not been waited for.
         const int before = number - params_.dq_pool.places;
-        if (before >= 0) await(dq_shares_written(params_, before), of_stretch);
+        if (before >= 0) await(dq_shares_written(params_, before), group * of_stretch);
+      }
+      if constexpr (Traits::kStretches) {
         // So far a stretch has been counted as a head; no heads share keys then.
         const int of_head = params_.dq_pool.stretches;
         first_row_ += head_ % of_head * kBwdStretchRows;
         head_ /= of_head;
         blocks = blocks_of_stretch();
       }
-      await(dq_blocks_added(params_, number), blocks);
+      if constexpr (Traits::kOrders) {
+        await_turns();
+      } else {
+        await(dq_blocks_added(params_, number), blocks);
+      }
       if (!Traits::kStretches || exists(0)) start(0);
 #pragma unroll 1
       for (int band = 0; band < Traits::kBands && exists(band); ++band, ++visit_) {
@@ -176,6 +195,22 @@ class DqConverter {
         AttentionWindow(params_, seqlen.len_q, seqlen.len_k),
         first_row_ / kBwdStretchRows * kBwdStretchRows);
     return range.end - range.begin;
+  }
+
+  // Waits until all turns at the share's blocks of queries have been passed on.
+  __device__ __forceinline__ void await_turns() const {
+    constexpr int kBlocks = Traits::kBands * kRows / Traits::kBlockM;
+    static_assert(kBlocks > 0 && kBlocks <= 32);
+    const int batch_idx = head_ / params_.heads_q;
+    const SeqlenInfo seqlen(params_, batch_idx);
+    const AttentionWindow window(params_, seqlen.len_q, seqlen.len_k);
+    const int first_row = first_row_ + lane() % kBlocks * Traits::kBlockM;
+    if (first_row >= seqlen.len_q) return __syncwarp();
+    const int64_t row = dq_turn_row(params_, 0, batch_idx, head_ % params_.heads_q) + first_row;
+    const BlockRange keys = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
+    const DeviceCounter added(params_.dq_turns[row / kDqAccumRows * kDqShares]);
+    while (added.load(::cuda::memory_order_acquire) != keys.end - keys.begin) __nanosleep(100);
+    __syncwarp();
   }
 
   __device__ __forceinline__ int take() const {

@@ -50,6 +50,10 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
       return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kStretched>>(params, device,
                                                                                  stream);
     }
+    if (params.dq_pool.places > 0 && params.dq_turns != nullptr) {
+      return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooledInOrder>>(params, device,
+                                                                                     stream);
+    }
     if (params.dq_pool.places > 0) {
       return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device,
                                                                               stream);

@@ -7,9 +7,11 @@
 // It works as bwd.cuh, with other roles. dK and dV of 64 keys fill the registers of two warpgroups,
 // and 64 keys alone would send twice as many reductions of dQ to the L2 cache as it can take. So
 // two thread blocks of 64 keys each, a cluster, walk over the queries together and exchange dS:
-// each computes half of dQ's columns, for the keys of both.
+// each computes half of dQ's columns, for the keys of both. A cluster takes tile after tile of 128
+// keys. What the next one needs first of Q, dO, LSE and delta comes while dK and dV of this one go
+// out, and K and V where these have left.
 //
-//   warpgroup 0, producer   warp 0: K, Q     warp 1: V, dO     warp 2: LSE and delta
+//   warpgroup 0, producer   warp 0: K, Q     warp 1: V, dO     warp 2: tiles, LSE and delta
 //                           warp 3: the order of dQ's sums
 //   warpgroup 1, dQ         dQ = dS K, a half of the columns over 128 keys; reductions
 //   warpgroup 2, S          Sᵀ = K Qᵀ; P = exp(S - LSE); mask           → P to shared memory
@@ -29,10 +31,10 @@
 //
 // Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │
 //                 │ slabs of Q and of dO │ P, in its place dS × 2 │ the peer's dS × 2 │
-//                 │ LSE, delta × 2 │ work, barriers │
+//                 │ LSE, delta × 2 │ work × 2, barriers │
 #pragma once
 
-#include <new>
+#include <algorithm>
 
 #include "../cuda/launch.h"
 #include "../cuda/ptx/griddepcontrol.cuh"
@@ -46,10 +48,9 @@ namespace flash_attn::sm90 {
 
 // The role S: computes P of each block of queries, and dV.
 template <typename Traits>
-__device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer<Traits>& self) {
+__device__ __forceinline__ void compute_probabilities_loop(BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
   auto& smem = self.smem;
-  const BwdWork& work = self.work;
   const float scale_log2 = Traits::RowValues::scale_log2(self.params.softmax_scale);
   Ring<Traits::kQStages> q_ring(smem.q_ring);
   Ring<Traits::kDoutStages> dout_ring(smem.dout_ring);
@@ -57,7 +58,6 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
   HeldSlabs<Traits::kHeldSlabsK> held_k;
   typename Traits::ScoresOperand P;  // of the block before, until its dV is done
   Accumulator<1, Traits::kHeadDimV> dV;
-  dV.fill(0.f);
 
   const auto start_dv = [&] {  // dV += Pᵀ dO
     start_key_gradient<Traits>(dV, P, smem.dout, dout_ring);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     pin(P);
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
   };
-  const auto step = [&](int m, auto is_first) {
+  const auto step = [&](const BwdWork& work, int m, auto is_first) {
     constexpr bool kEarly = !decltype(is_first)::value && !Traits::kTile.late_products;
     constexpr bool kLate = !decltype(is_first)::value && Traits::kTile.late_products;
     typename Traits::Scores S;
@@ -111,24 +111,31 @@ __device__ __forceinline__ void compute_probabilities_loop(const BwdPairConsumer
     row_ring.advance();
   };
 
-  int left = work.num_query_blocks();
-  if (left > 0) {
-    Ring<1>(smem.k_ring).wait_full();
-    held_k.read(smem.k, self.warp_row, self.lane);
-    int m = work.range.begin;
-    step(m, std::true_type{});
 #pragma unroll 1
-    while (--left > 0) {
-      if (++m == work.range.end) m = work.range.begin;  // of the next head
-      step(m, std::false_type{});
+  while (const BwdWork* const work = self.queue.read()) {
+    const Ring<1> k_ring = self.queue.in(smem.k_ring);
+    self.place_thread();
+    dV.fill(0.f);
+    k_ring.wait_full();
+    int left = work->num_query_blocks();
+    if (left > 0) {
+      held_k.read(smem.k, self.warp_row, self.lane);
+      int m = work->range.begin;
+      step(*work, m, std::true_type{});
+#pragma unroll 1
+      while (--left > 0) {
+        if (++m == work->range.end) m = work->range.begin;  // of the next head
+        step(*work, m, std::false_type{});
+      }
+      start_dv();
+      ptx::wgmma_wait<0>();
+      end_dv();
     }
-    start_dv();
-    ptx::wgmma_wait<0>();
-    end_dv();
+    scale_rows(dV, {1 / kExactScale, 1 / kExactScale});
+    store_key_gradient(self, *work, smem.v, self.queue.in(smem.v_ring), dV, self.params.dv,
+                       self.params.dv_strides, self.params.head_dim_v);
+    self.queue.release(true);
   }
-  scale_rows(dV, {1 / kExactScale, 1 / kExactScale});
-  store_key_gradient(self, smem.v, dV, self.params.dv, self.params.dv_strides,
-                     self.params.head_dim_v);
 }
 
 // Sends this warp's 16 rows of dS to the peer. One thread calls it.
@@ -149,17 +156,15 @@ __device__ __forceinline__ void send_to_peer(const BwdPairConsumer<Traits>& self
 
 // The role D: computes dS of each block of queries, for both blocks of the cluster, and dK.
 template <typename Traits>
-__device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsumer<Traits>& self) {
+__device__ __forceinline__ void compute_score_gradients_loop(BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
   auto& smem = self.smem;
-  const BwdWork& work = self.work;
   Ring<Traits::kQStages> q_ring(smem.q_ring);
   Ring<Traits::kDoutStages> dout_ring(smem.dout_ring);
   Ring<Traits::kStages> row_ring(smem.row_ring);
   HeldSlabs<Traits::kHeldSlabsV> held_v;
   typename Traits::ScoresOperand dS;  // of the block before, until its dK is done
   Accumulator<1, Traits::kHeadDim> dK;
-  dK.fill(0.f);
 
   const auto start_dk = [&] {  // dK += dSᵀ Q
     start_key_gradient<Traits>(dK, dS, smem.q, q_ring);
@@ -224,36 +229,42 @@ __device__ __forceinline__ void compute_score_gradients_loop(const BwdPairConsum
     row_ring.advance();
   };
 
-  const int num_blocks = self.work.num_query_blocks();
-  if (num_blocks > 0) {
-    Ring<1>(smem.v_ring).wait_full();
-    held_v.read(smem.v, self.warp_row, self.lane);
-    step(std::true_type{});
 #pragma unroll 1
-    for (int i = 1; i < num_blocks; ++i) step(std::false_type{});
-    start_dk();
-    ptx::wgmma_wait<0>();
-    end_dk();
+  while (const BwdWork* const work = self.queue.read()) {
+    const Ring<1> v_ring = self.queue.in(smem.v_ring);
+    self.place_thread();
+    dK.fill(0.f);
+    v_ring.wait_full();
+    const int num_blocks = work->num_query_blocks();
+    if (num_blocks > 0) {
+      held_v.read(smem.v, self.warp_row, self.lane);
+      step(std::true_type{});
+#pragma unroll 1
+      for (int i = 1; i < num_blocks; ++i) step(std::false_type{});
+      start_dk();
+      ptx::wgmma_wait<0>();
+      end_dk();
+    }
+    scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
+    store_key_gradient(self, *work, smem.k, self.queue.in(smem.k_ring), dK, self.params.dk,
+                       self.params.dk_strides, self.params.head_dim);
+    self.queue.release(true);
   }
-  scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
-  store_key_gradient(self, smem.k, dK, self.params.dk, self.params.dk_strides,
-                     self.params.head_dim);
 }
 
 // The role dQ: computes this thread block's share of the slabs, for the keys of both.
 template <typename Traits>
-__device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsumer<Traits>& self) {
+__device__ __forceinline__ void reduce_query_gradients_loop(BwdPairConsumer<Traits>& self) {
   using Element = typename Traits::Element;
   using Operand = WgmmaOperand<Layout::kKOuter, typename Traits::Slab>;
   constexpr int kOwnSlabs = Traits::kSlabs / 2;  // that are always this block's
+  using Reduction = DqReduction<Traits::kBlockM, Traits::kHeadDim>;
   auto& smem = self.smem;
-  const BwdWork& work = self.work;
   Ring<Traits::kStages> ds_ring(smem.ds_ring);
-  DqReduction<Traits::kBlockM, Traits::kHeadDim> reduction(self.params, work, QueryBlocks(work),
-                                                           self.warp_row, 0, self.lane);
+  Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
   const int first_slab = self.rank * (Traits::kSlabs - kOwnSlabs);
   const int first_peer_slab = self.rank * (Traits::kSlabs - Traits::kPeerSlabs);
-  const auto add_slab = [&](int slab, bool is_last) {
+  const auto add_slab = [&](const Reduction& reduction, int slab, bool is_last) {
     typename Traits::QueryGradient dQ;
     gemm_ss<Element, Traits::kBlockN, Into::kZero>(dQ, Operand(smem.scores[ds_ring.stage()]),
                                                    Operand(smem.k[slab]));
@@ -271,109 +282,69 @@ __device__ __forceinline__ void reduce_query_gradients_loop(const BwdPairConsume
     reduction.add(dQ, slab * Traits::kSlabCols);
   };
 
-  const int num_blocks = work.num_query_blocks();
-  if (num_blocks > 0) Ring<1>(smem.k_ring).wait_full();
-  Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
-  // The two thread blocks add the slab in the middle by turns. Where sums come in order, the
-  // queries decide whose turn it is, so that it is the same every time.
-  int visit = Traits::kOrders ? work.range.begin : 0;
 #pragma unroll 1
-  for (int i = 0; i < num_blocks; ++i) {
-    ds_ring.wait_full();
-    reduction.advance();
-    if constexpr (Traits::kOrders) turn_ring.wait_full();
-    if constexpr (Traits::kSlabs % 2 == 1) {
-      if (visit % 2 == self.rank) add_slab(kOwnSlabs, false);
-    }
+  while (const BwdWork* const work = self.queue.read()) {
+    self.place_thread();
+    const int num_blocks = work->num_query_blocks();
+    Reduction reduction(self.params, *work, QueryBlocks(*work), self.warp_row, 0, self.lane);
+    // The two thread blocks add the slab in the middle by turns. Where sums come in order, the
+    // queries decide whose turn it is, so that it is the same every time.
+    int visit = Traits::kOrders ? work->range.begin : 0;
+    self.queue.in(smem.k_ring).wait_full();
+#pragma unroll 1
+    for (int i = 0; i < num_blocks; ++i) {
+      ds_ring.wait_full();
+      reduction.advance();
+      if constexpr (Traits::kOrders) turn_ring.wait_full();
+      if constexpr (Traits::kSlabs % 2 == 1) {
+        if (visit % 2 == self.rank) add_slab(reduction, kOwnSlabs, false);
+      }
 #pragma unroll
-    for (int s = 0; s < kOwnSlabs; ++s) add_slab(first_slab + s, s == kOwnSlabs - 1);
-    if constexpr (Traits::kOrders) {
-      __syncwarp();
-      if (self.lane == 0) turn_ring.in(smem.added_ring).arrive_full();
-      turn_ring.advance();
+      for (int s = 0; s < kOwnSlabs; ++s) add_slab(reduction, first_slab + s, s == kOwnSlabs - 1);
+      if constexpr (Traits::kOrders) {
+        __syncwarp();
+        if (self.lane == 0) turn_ring.in(smem.added_ring).arrive_full();
+        turn_ring.advance();
+      }
+      ++visit;
+      // Of the next head.
+      if (Traits::kOrders && visit == work->range.end) visit = work->range.begin;
+      ds_ring.advance();
     }
-    ++visit;
-    if (Traits::kOrders && visit == work.range.end) visit = work.range.begin;  // of the next head
-    ds_ring.advance();
+    ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);
+    self.queue.release(true);
   }
-  ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);
-}
-
-// Takes the number of the cluster's tile where tiles wait for those before them. Those have to run,
-// so the first cluster that runs takes the first tile.
-template <typename Traits>
-__device__ __forceinline__ int take_tile(const BwdParams& params,
-                                         BwdPairSharedStorage<Traits>& smem, int rank) {
-  flash_attn::ptx::wait_for_prerequisites();  // for zero in the counter
-  if (rank == 0 && threadIdx.x == 0) smem.taken_tile = atomicAdd(params.tile_counter, 1);
-  ptx::cluster_sync();
-  return ptx::load_from_block(
-      ptx::address_in_block(flash_attn::ptx::smem_address(&smem.taken_tile), 0));
 }
 
 template <typename Traits>
 __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     bwd_pair_kernel(const __grid_constant__ BwdParams params,
                     const __grid_constant__ typename Traits::Scheduler scheduler,
-                    const __grid_constant__ BwdTensorMaps maps) {
+                    const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<BwdPairSharedStorage<Traits>*>(dynamic_smem);
   const int rank = Traits::kHasDq ? ptx::cluster_rank() : 0;
-  int number = blockIdx.x / Traits::kBlocks;
-  if constexpr (Traits::kOrders) number = take_tile(params, smem, rank);
-  const TileCoordinates tile = scheduler.tile(number);
-  const SeqlenInfo seqlen(params, tile.batch_idx);
-  if (tile.block * Traits::kPairN >= seqlen.segment_k) {  // for both blocks
-    // Without this the grid could end before the one that zeroes dq_accum.
-    flash_attn::ptx::wait_for_prerequisites();
-    if constexpr (Traits::kOrders) ptx::cluster_sync();  // the peer may still read the number
-    return;
-  }
-  const BwdPairKeys<Traits> keys(params, tile.block * Traits::kPairN, seqlen.len_k, rank);
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    new (smem.work_storage)
-        BwdWork(BwdWork::make<Traits::kBlockM, Traits::kPairN>(params, tile, seqlen));
-    smem.work().first_key = keys.first_key;  // of the thread block; the rest is the pair's
-  }
-  smem.zero_absent_slabs(keys);
+  if (threadIdx.x == 0) smem.init_barriers();
+  smem.zero_absent_slabs(params, rank);
   ptx::cluster_sync();                        // the peer's barriers are ready
-  flash_attn::ptx::wait_for_prerequisites();  // for delta, and zeros in dq_accum
+  flash_attn::ptx::wait_for_prerequisites();  // for delta, and zeros in dq_accum and the counter
   // The kernel of dQ waits for delta by this one.
   if constexpr (!Traits::kHasDq) flash_attn::ptx::launch_dependents();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
-    const BwdWork& work = smem.work();
-    if (Traits::kOrders && warp == 3) {
-      if constexpr (Traits::kOrders) {
-        take_turns<Traits::kBlockM, Traits::kPairN>(params, scheduler.last_blocks_first, work, rank,
-                                                    smem.turn_ring, smem.added_ring);
-      }
+    if (warp == 0) {
+      load_k_and_queries_loop(params, maps, smem, rank);
+    } else if (warp == 1) {
+      load_v_and_gradients_loop(params, maps, smem, rank);
     } else if (warp == 2) {
-      Ring<Traits::kStages> ring(smem.row_ring);
-      load_row_values<Traits::kBlockM>(
-          params, work, smem.row_values, ring,
-          {.p = kExactScale,
-           .delta = Traits::kFoldsRows ? 1 : 1 / kExactScale,
-           .scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)},
-          [](const QueryBlocks& /*block*/, bool /*new_head*/, const auto& /*ring*/) {});
-    } else if (warp < 2 && work.has_queries() && ptx::elect_one()) {
-      if (warp == 0) {
-        const Ring<1> ring(smem.k_ring);
-        ring.expect_bytes(slab_bytes(smem.k, keys.k_cols) +
-                          slab_bytes(smem.peer_k, keys.peer_k_cols));
-        load_slabs(smem.k, maps.k, work, keys.first_key, 0, keys.k_cols, ring.full());
-        load_slabs(smem.peer_k, maps.k, work, keys.peer_first_key, keys.first_peer_col,
-                   keys.peer_k_cols, ring.full());
-        load_query_slabs_loop<Traits::kSlabs>(smem.q, maps.q, work, params.head_dim, smem.q_ring);
-      } else {
-        const Ring<1> ring(smem.v_ring);
-        ring.expect_bytes(slab_bytes(smem.v, keys.v_cols));
-        load_slabs(smem.v, maps.v, work, keys.first_key, 0, keys.v_cols, ring.full());
-        load_query_slabs_loop<Traits::kSlabsV>(smem.dout, maps.dout, work, params.head_dim_v,
-                                               smem.dout_ring);
+      schedule_and_load_row_values_loop(params, scheduler, num_tiles, smem, rank);
+    } else if (Traits::kOrders) {
+      if constexpr (Traits::kOrders) {
+        take_turns_loop<Traits::kBlockM, Traits::kPairN>(params, scheduler.last_blocks_first, rank,
+                                                         smem.queue, smem.turn_ring,
+                                                         smem.added_ring, [](const BwdWork&) {});
       }
     }
     __syncwarp();
@@ -395,7 +366,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
       }
     }
   }
-  ptx::cluster_sync();  // the peer may still write dS here
+  ptx::cluster_sync();  // the peer may still write here
 }
 
 template <typename Traits>
@@ -403,14 +374,16 @@ void launch_bwd_pair_kernel(const BwdParams& params, const cuda::DeviceInfo& dev
                             Stream stream) {
   using Storage = BwdPairSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
-      params, Traits::kHeadDim, device.num_sms / Traits::kBlocks);
-  if (scheduler.num_tiles() == 0) return;
+  const int clusters = device.num_sms / Traits::kBlocks;
+  const auto scheduler =
+      make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim, clusters);
+  const int num_tiles = scheduler.num_tiles();
+  if (num_tiles == 0) return;
   const BwdTensorMaps maps =
       make_bwd_tensor_maps(params, Traits::kBlockM, Traits::kBlockN, Traits::kSlabCols);
-  cuda::launch_overlapping<bwd_pair_kernel<Traits>>(Traits::kBlocks * scheduler.num_tiles(),
+  cuda::launch_overlapping<bwd_pair_kernel<Traits>>(Traits::kBlocks * std::min(num_tiles, clusters),
                                                     Traits::kThreads, sizeof(Storage), true, stream,
-                                                    params, scheduler, maps);
+                                                    params, scheduler, maps, num_tiles);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>

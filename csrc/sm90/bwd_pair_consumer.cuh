@@ -19,18 +19,24 @@ template <typename Traits>
 struct BwdPairConsumer {
   const BwdParams& params;
   BwdPairSharedStorage<Traits>& smem;
-  const BwdWork& work;
-  const int rank;            // of the thread block in its cluster: its keys start at rank · kBlockN
-  const int lane, warp_row;  // warp_row: the first of the warp's 16 rows, keys or queries
+  WorkReader<BwdWork, Traits::kStages> queue;
+  const int rank;      // of the thread block in its cluster: its keys start at rank · kBlockN
+  int lane, warp_row;  // warp_row: the first of the warp's 16 rows, keys or queries
 
   __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
                                              BwdPairSharedStorage<Traits>& smem, int rank)
       : params(params),
         smem(smem),
-        work(smem.work()),
-        rank(rank),
-        lane(threadIdx.x % 32),
-        warp_row(threadIdx.x / 32 % 4 * 16) {}
+        queue(smem.queue),
+        rank(rank) {}
+
+  // Says anew which thread this is, with each tile: what follows from it for the end of a tile is
+  // not computed before all tiles then, where it would take registers.
+  __device__ __forceinline__ void place_thread() {
+    const auto thread = static_cast<int>(flash_attn::ptx::opaque(threadIdx.x));
+    lane = thread % 32;
+    warp_row = thread / 32 % 4 * 16;
+  }
 
   // The lane, as a value that the compiler does not know. What follows from it alone is not
   // computed before the loop, where it would take registers.
@@ -39,17 +45,20 @@ struct BwdPairConsumer {
   }
 };
 
-// Stores the gradient of this warp's keys, dK or dV, through the slabs that held K or V.
+// Stores the gradient of this warp's keys, dK or dV, through the slabs that held K or V, and says
+// that the next tile's may come there. Slabs that no load writes keep their zeros.
 template <typename Traits, int kSlabs, int kCols>
 __device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>& self,
+                                                   const BwdWork& work,
                                                    typename Traits::Slab (&slabs)[kSlabs],
+                                                   const Ring<1>& slabs_ring,
                                                    const Accumulator<1, kCols>& gradient,
                                                    void* tensor, const Strides& strides,
                                                    int num_cols) {
-  const BwdWork& work = self.work;
   ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);  // nobody reads the slabs any more
 #pragma unroll
   for (int s = 0; s < kSlabs; ++s) {
+    if (s * Traits::kSlabCols >= num_cols) break;
     store_rounded(slabs[s], gradient, s * Traits::kSlabCols, self.warp_row, self.lane);
   }
   __syncwarp();
@@ -59,6 +68,9 @@ __device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>
         static_cast<typename Traits::Element*>(tensor) + s * Traits::kSlabCols, strides,
         num_cols - s * Traits::kSlabCols, slabs[s], self.warp_row, self.lane);
   }
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncwarp();
+  if (self.lane == 0) slabs_ring.arrive_empty();
 }
 
 // The first slabs of K or V of this warp's 16 keys are operands in registers for as long as the

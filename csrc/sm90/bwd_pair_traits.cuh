@@ -10,6 +10,7 @@
 #include "bwd_work.cuh"
 #include "ptx/cluster.cuh"
 #include "tile/ring.cuh"
+#include "tile/work_queue.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -72,25 +73,50 @@ struct BwdPairTraits {
   using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
 };
 
-// Which keys a thread block of a cluster loads, and how many columns of them. A block that has none
-// of the sequence's keys loads nothing, as a box beyond the sequence must not be asked for.
+// Which keys a thread block of a cluster loads for a tile, and how many columns of them. A block that
+// has none of the sequence's keys loads nothing, as a box beyond the sequence must not be asked for,
+// and so does one whose keys no query sees.
 template <typename Traits>
 struct BwdPairKeys {
   int first_key, peer_first_key;
-  int first_peer_col;  // of the peer's keys
   int k_cols, v_cols, peer_k_cols;
 
-  __device__ __forceinline__ BwdPairKeys(const BwdParams& params, int pair_first_key, int len_k,
-                                         int rank)
-      : first_key(pair_first_key + rank * Traits::kBlockN),
-        peer_first_key(pair_first_key + (rank ^ 1) * Traits::kBlockN),
-        first_peer_col(rank * (Traits::kSlabs - Traits::kPeerSlabs) * Traits::kSlabCols),
-        k_cols(first_key < len_k ? params.head_dim : 0),
-        v_cols(first_key < len_k ? params.head_dim_v : 0),
-        peer_k_cols(Traits::kHasDq && peer_first_key < len_k
-                        ? max(params.head_dim - first_peer_col, 0)
-                        : 0) {}
+  // The first of the peer's columns that thread block `rank` may need.
+  __device__ __forceinline__ static int first_peer_col(int rank) {
+    return rank * (Traits::kSlabs - Traits::kPeerSlabs) * Traits::kSlabCols;
+  }
+  // How many columns it needs of the peer's keys.
+  __device__ __forceinline__ static int peer_cols(const BwdParams& params, int rank) {
+    return Traits::kHasDq ? max(params.head_dim - first_peer_col(rank), 0) : 0;
+  }
+
+  __device__ __forceinline__ BwdPairKeys(const BwdParams& params, const BwdWork& work, int rank)
+      : first_key(work.first_key),
+        peer_first_key(first_key + (1 - 2 * rank) * Traits::kBlockN),
+        k_cols(loads(work, first_key) ? params.head_dim : 0),
+        v_cols(loads(work, first_key) ? params.head_dim_v : 0),
+        peer_k_cols(loads(work, peer_first_key) ? peer_cols(params, rank) : 0) {}
+
+ private:
+  __device__ __forceinline__ static bool loads(const BwdWork& work, int key) {
+    return work.has_queries() && key < work.seqlen.len_k;
+  }
 };
+
+// The number of a tile, as the smallest copy to another thread block.
+struct alignas(16) TileNumber {
+  int number;
+};
+
+// Sets the slabs behind num_cols columns to 0. Thread `thread` of kThreads calls it.
+template <int kThreads, typename Slab, int kSlabs>
+__device__ __forceinline__ void zero_slabs(Slab (&slabs)[kSlabs], int num_cols, int thread) {
+  int col = 0;
+  for (Slab& slab : slabs) {
+    zero_absent_slabs(slab, num_cols - col, thread, kThreads);
+    col += Slab::kCols;
+  }
+}
 
 template <typename Traits>
 struct BwdPairSharedStorage {
@@ -114,26 +140,20 @@ struct BwdPairSharedStorage {
   // Where dQ is added in order, a full stage of turn_ring says that it is this block's turn, and
   // one of added_ring that its sums have been added.
   RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
-  int taken_tile;  // of the first block of the cluster
-  alignas(BwdWork) unsigned char work_storage[sizeof(BwdWork)];
+  // The numbers of tiles, as the first thread block of the cluster tells them to the second one.
+  RingBarriers<Traits::kStages> number_ring;
+  TileNumber numbers[Traits::kStages];
+  WorkQueue<BwdWork, Traits::kStages> queue;
 
   __device__ __forceinline__ auto& p(int stage) {
     return reinterpret_cast<typename Traits::ProbabilityTile&>(scores[stage]);
   }
-  __device__ __forceinline__ BwdWork& work() { return *reinterpret_cast<BwdWork*>(work_storage); }
 
   // Sets to 0 what no load ever writes. All threads call it, before a barrier among them.
-  __device__ __forceinline__ void zero_absent_slabs(const BwdPairKeys<Traits>& keys) {
-    const auto zero = [](auto& slabs, int num_cols) {
-      int col = 0;
-      for (Slab& slab : slabs) {
-        sm90::zero_absent_slabs(slab, num_cols - col, threadIdx.x, Traits::kThreads);
-        col += Traits::kSlabCols;
-      }
-    };
-    zero(k, keys.k_cols);
-    zero(v, keys.v_cols);
-    zero(peer_k, keys.peer_k_cols);
+  __device__ __forceinline__ void zero_absent_slabs(const BwdParams& params, int rank) {
+    zero_slabs<Traits::kThreads>(k, params.head_dim, threadIdx.x);
+    zero_slabs<Traits::kThreads>(v, params.head_dim_v, threadIdx.x);
+    zero_slabs<Traits::kThreads>(peer_k, BwdPairKeys<Traits>::peer_cols(params, rank), threadIdx.x);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
@@ -144,10 +164,13 @@ struct BwdPairSharedStorage {
     row_ring.init(32, 32 * 2 * kWarps);             // each thread writes or reads LSE or delta
     p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both read dS; or D alone reads P
     ds_ring.init(kWarps, 1);
-    k_ring.init(1, 1);
-    v_ring.init(1, 1);
+    k_ring.init(1, kWarps);  // D's, who comes last to K; S's to V
+    v_ring.init(1, kWarps);
     turn_ring.init(1, 1);
     added_ring.init(kWarps, 1);
+    number_ring.init(1, 1);
+    // The two warps that load, the one that waits for turns, and all threads of the consumers.
+    queue.init(2 + Traits::kOrders + Traits::kConsumerThreads);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

@@ -20,7 +20,7 @@ enum class DqShare { kRows, kCols };
 // The instances of the loop; the code of each would cost the plain loop. Without score terms there
 // are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), and kStretched, where heads
 // come stretch by stretch in it; kOrdered, where these sums come in the same order every time
-// (bwd_dq_order.cuh); kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and
+// (bwd_dq_order.cuh), and kPooledInOrder, where they do so in a pool; kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and
 // kMasked, with a mask whose hidden tiles are passed over, always with a pool: with few tiles to
 // compute, zeros and conversions would be a large share of the time. kScores serves all score
 // terms, each decided by a branch that all threads take alike. Some terms have forms for when there are no others. kAdditive is for
@@ -31,6 +31,7 @@ enum class BwdForm {
   kPooled,
   kStretched,
   kOrdered,
+  kPooledInOrder,
   kSplit,
   kScores,
   kAdditive,
@@ -52,8 +53,13 @@ struct BwdTraits {
   static constexpr DType kDType = kElementType;
   static constexpr bool kSplits = kForm == BwdForm::kSplit, kMasked = kForm == BwdForm::kMasked;
   static constexpr bool kStretches = kForm == BwdForm::kStretched;
-  static constexpr bool kPools = kForm == BwdForm::kPooled || kStretches || kMasked;
-  static constexpr bool kOrders = kForm == BwdForm::kOrdered;
+  static constexpr bool kPoolsInOrder = kForm == BwdForm::kPooledInOrder;
+  static constexpr bool kPools =
+      kForm == BwdForm::kPooled || kStretches || kPoolsInOrder || kMasked;
+  static constexpr bool kOrders = kForm == BwdForm::kOrdered || kPoolsInOrder;
+  // With a pool whose sums come in any order, tiles are let in and counted as a whole. In order,
+  // what lets in a block of queries and counts it is its turn.
+  static constexpr bool kCountsTiles = kPools && !kOrders;
   static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders || kSplits;
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
@@ -317,8 +323,8 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     // Whoever waits for all dS to be full knows which stage is empty. Only the copies that leave
     // for dbias have to say so.
     ds_ring.init(kConsumerWarps, 1);
-    // With a pool, somebody also has to say that there is a place in it.
-    k_ring.init(1 + Traits::kPools, kConsumerWarps);
+    // With a pool, somebody may also have to say that there is a place in it.
+    k_ring.init(1 + Traits::kCountsTiles, kConsumerWarps);
     v_ring.init(1, kConsumerWarps);
     turn_ring.init(1, 1);
     added_ring.init(kConsumerWarps, 1);

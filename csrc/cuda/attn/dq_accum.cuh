@@ -36,6 +36,21 @@ __host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams&
   return blocks * kDqAccumRows;
 }
 
+// Row that stands for the first one of a sequence's query head in BwdParams::dq_turns. A pool has
+// places for some heads, but turns of all.
+__device__ __forceinline__ int64_t dq_turn_row(const BwdParams& params, int64_t q_begin,
+                                               int batch_idx, int head) {
+  if (params.dq_pool.places > 0) {
+    return (int64_t{batch_idx} * params.heads_q + head) * params.dq_accum_rows;
+  }
+  return head * params.dq_accum_rows + dq_accum_first_row(params, q_begin, batch_idx);
+}
+// Numbers in BwdParams::dq_turns.
+__host__ __device__ __forceinline__ int64_t dq_turn_numbers(const BwdParams& params) {
+  const int64_t heads = int64_t{params.heads_q} * (params.dq_pool.places > 0 ? params.batch : 1);
+  return heads * params.dq_accum_rows / kDqAccumRows * kDqShares;
+}
+
 // Heads that dq_accum has room for.
 __host__ __device__ __forceinline__ int dq_accum_heads(const BwdParams& params) {
   return params.dq_pool.places > 0 ? params.dq_pool.places * (params.heads_q / params.heads_kv)

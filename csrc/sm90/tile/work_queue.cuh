@@ -83,8 +83,9 @@ class WorkReader {
     return stage.end ? nullptr : &stage.work();
   }
   // The stage that goes with what was read, in a ring that is visited in step with the queue.
-  __device__ __forceinline__ Ring<kStages> in(RingBarriers<kStages>& barriers) const {
-    return Ring<kStages>(barriers, visit_);
+  template <int kRingStages>
+  __device__ __forceinline__ Ring<kRingStages> in(RingBarriers<kRingStages>& barriers) const {
+    return Ring<kRingStages>(barriers, visit_);
   }
   // The reader is done with it. `arrives`: in the one thread that says so for this reader.
   __device__ __forceinline__ void release(bool arrives) {
