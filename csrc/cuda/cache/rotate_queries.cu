@@ -5,7 +5,6 @@
 #include "../dispatch.h"
 #include "../launch.h"
 #include "rotary.cuh"
-#include "rows.cuh"
 
 namespace flash_attn::cuda {
 
@@ -27,12 +26,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll 1
   for (int col = threadIdx.x % 32 * kChunk; col < params.head_dim; col += 32 * kChunk) {
     float x[kChunk];
-    load_chunk<Element>(x, source + col);
-    if (col < params.rotary_dim) {
-      const int64_t position =
-          first_new_position(params, static_cast<int>(batch)) + (params.rotate_by_row ? token : 0);
-      rotate_chunk(x, source, col, position, params);
-    }
+    load_query_chunk(x, source, col, params, static_cast<int>(batch), token);
     store_chunk<Element>(rotated + row * params.head_dim + col, x);
   }
 }

@@ -81,8 +81,9 @@ struct DecodeGrid {
   }
 };
 
-// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16).
-template <DType kCacheDType, int kHeadDim>
+// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16). Calls that are not
+// plain have 16 bits.
+template <DType kCacheDType, int kHeadDim, bool kPlain>
 void launch_decode(const DecodeParams& params, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -34,14 +34,7 @@ __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHea
 #pragma unroll
       for (int c = 0; c < kChunk; ++c) x[i][c] = 0.f;
       if (!exists || col >= params.head_dim) continue;
-      load_chunk<Source>(x[i], source + col);
-      if (params.rotary_cos != nullptr && col < params.rotary_dim) {
-        const int64_t position =
-            first_new_position(params, piece.batch_idx) + (params.rotate_by_row ? at.token : 0);
-        rotate_chunk(x[i], source, col, position, params);
-#pragma unroll
-        for (int c = 0; c < kChunk; ++c) x[i][c] = static_cast<float>(static_cast<Source>(x[i][c]));
-      }
+      load_query_chunk(x[i], source, col, params, piece.batch_idx, at.token);
     }
   };
   if constexpr (kIsWide<Element>) {
