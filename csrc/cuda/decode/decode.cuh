@@ -15,8 +15,10 @@
 // the arithmetic between.
 //
 // It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
-// not. Other forms and score terms belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16
-// between ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
+// not. Calls of 16 bits that are not plain (core/params.h) have instances of their own, which rotate Q
+// as they load it (decode_queries.cuh) and finish S before the mask (score_terms.cuh). Other forms
+// belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16 between ldmatrix and mma
+// (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
 // Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end.
 // Q, S, P and O are in registers.

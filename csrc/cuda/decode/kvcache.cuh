@@ -1,6 +1,6 @@
 // Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just appended
-// to; with every term of the score. decode.cuh is the faster one for plain calls, in 8 bits for short
-// ones.
+// to; with every term of the score. decode.cuh is the faster one where it serves: most caches of 16
+// bits, and plain calls on dense ones of 8.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → ALiBi → mask → online softmax → O = P V
 //

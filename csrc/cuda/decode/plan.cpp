@@ -184,8 +184,8 @@ int64_t sequence_rows(const CallShape& call) { return call.tokens * call.heads_q
 // Leading pages that sequences share are read once: prefix.cuh. Queries have been rotated before.
 bool reads_prefix_once(const CallShape& call) {
   return call.shares_prefix && call.paged && serves_16bit(call) && !has_terms(call) &&
-         !call.batch_invariant && call.head_dim <= kPrefixHeadDim && call.batch <= kPrefixMostSequences &&
-         sequence_rows(call) <= kPrefixRows;
+         !call.batch_invariant && call.head_dim <= kPrefixHeadDim &&
+         call.batch <= kPrefixMostSequences && sequence_rows(call) <= kPrefixRows;
 }
 
 // A shared prefix is cut into as many pieces as fill the device if all sequences share one.

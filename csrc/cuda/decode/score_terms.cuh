@@ -38,10 +38,9 @@ struct RowTerms {
     const ScoreParams& score = params.score;
     const float unit = score.softcap > 0.f ? 1.f / score.softcap : kLog2E;
     scale[half] = params.softmax_scale * unit * q_scale;
-    slope[half] = score.alibi_slopes == nullptr
-                      ? 0.f
-                      : kLog2E * bounded_slope(
-                                     score.alibi_slopes[batch_idx * score.alibi_batch_stride + head]);
+    const float* slopes = score.alibi_slopes;
+    if (slopes != nullptr) slopes += batch_idx * score.alibi_batch_stride;
+    slope[half] = slopes == nullptr ? 0.f : kLog2E * bounded_slope(slopes[head]);
     diagonal[half] = token + len_k - params.seqlen_q;
   }
 
