@@ -67,6 +67,14 @@ __device__ __noinline__ void rotate_chunk(float (&x)[kChunk], const Element* row
   }
 }
 
+template <typename Element>
+__device__ __forceinline__ const Element* query_row(const DecodeParams& params, int batch_idx,
+                                                    int token, int head) {
+  const Strides& strides = params.q_strides;
+  return static_cast<const Element*>(params.q) + batch_idx * strides.batch + token * strides.row +
+         head * strides.head;
+}
+
 // Eight columns of a query, of which `row` points to column 0, turned to its position in the cache if
 // the call rotates, and rounded as q is.
 template <typename Element>

@@ -64,20 +64,15 @@ struct DecodeGrid {
   int pieces;         // that have thread blocks of their own
 
   explicit DecodeGrid(const DecodeParams& params)
-      : row_tiles(tiles_of(params)),
+      : row_tiles(decode_row_tiles(params)),
         heads_kv(params.heads_kv),
         splits(std::max(params.splits.count, 1)),
         group(params.group),
-        num_row_tiles(tiles_of(params)),
+        num_row_tiles(decode_row_tiles(params)),
         pieces(static_cast<int>(decode_grid_pieces(params))) {}
 
   int64_t blocks(const DecodeParams& params) const {
     return int64_t{num_row_tiles} * params.heads_kv * pieces;
-  }
-
- private:
-  static int tiles_of(const DecodeParams& params) {
-    return (params.seqlen_q * params.group + kDecodeRows - 1) / kDecodeRows;
   }
 };
 

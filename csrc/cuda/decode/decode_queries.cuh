@@ -54,10 +54,8 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> rotate_queries(
     float x[kChunk] = {};
     if (row < piece.num_rows && col < params.head_dim) {
       const int token = piece.token(row);
-      const Strides& strides = params.q_strides;
-      const Element* source = static_cast<const Element*>(params.q) +
-                              piece.batch_idx * strides.batch + token * strides.row +
-                              piece.head(row, token) * strides.head;
+      const auto* source =
+          query_row<Element>(params, piece.batch_idx, token, piece.head(row, token));
       load_query_chunk(x, source, col, params, piece.batch_idx, token);
     }
 #pragma unroll

@@ -17,7 +17,7 @@ struct KvcacheRows {
   __device__ __forceinline__ KvcacheRows(const DecodeParams& params, const KvcachePiece& piece,
                                          const float (&q_scale)[kDecodeRows], int lane) {
     const int len_k = kvcache_len_k(params, piece.batch_idx);
-    const int last_row = kvcache_group_rows(params) - 1;
+    const int last_row = decode_group_rows(params) - 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = fragment_row(half, lane);
