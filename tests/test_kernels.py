@@ -160,7 +160,8 @@ def decode_kernel_cases() -> list[DecodeCase]:
 
 
 def cache_kernel_cases() -> list[CacheCase]:
-    """Caches of 8 bits and of fp32, pages, the append; shared pages; plain ones cut by length."""
+    """Caches of 8 bits and of fp32, pages, the append, terms; shared pages; plain ones cut by
+    length."""
     of_bf16 = (
         ("fp8", 0, "halves"),
         ("int8", 16, ""),
@@ -189,6 +190,18 @@ def cache_kernel_cases() -> list[CacheCase]:
         )
         for d in classes
         for cache, page_size, rotary in forms
+    ]
+    # The second instances of decode.cuh, and what kvcache.cuh keeps of 16 bits.
+    cases += [
+        CacheCase(d=d, dtype=dtype, capacity=130, leftpad=True, **form)
+        for d in (64, 128, 192, 256)
+        for dtype in ("fp16", "bf16")
+        for form in (
+            dict(softcap=8.0, num_splits=3),
+            dict(alibi=True, page_size=7, batch_invariant=True),
+            dict(d_v=40, softcap=8.0),
+            dict(new=2, rotary="interleaved", batch_invariant=True),
+        )
     ]
     # Where an SM takes two blocks: long calls, by what the table could hold.
     cases += [

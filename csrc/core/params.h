@@ -326,10 +326,10 @@ struct DecodeParams : CacheParams {
   int window_left = -1, window_right = -1;  // as in AttnParams, bottom-right
   bool rotate_by_row = false;  // query i rotates by its own position; else all by that of the first
 
-  Splits splits;  // of a plain call, never dealt out
+  Splits splits;  // dealt out: by cuda/decode/kvcache.cuh alone
 
-  // (batch) or null, of calls that are neither plain nor cut. A sequence whose entry is 0 is left
-  // to other kernels.
+  // (batch) or null, of calls of cuda/decode/kvcache.cuh that are not cut. A sequence whose entry is 0
+  // is left to other kernels.
   const int32_t* sequence_mask = nullptr;
 
   PartialResults partial;  // null where nothing is cut

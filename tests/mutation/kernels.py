@@ -49,6 +49,7 @@ INSTANCES = [
     "csrc/sm90/inst/bwd_split_d64.cu",
     "csrc/cuda/decode/inst/kvcache_d64.cu",
     "csrc/cuda/decode/inst/decode_d64.cu",
+    "csrc/cuda/decode/inst/decode_terms_d64.cu",
     "csrc/sm90/inst/fwd_d64.cu",
     "csrc/sm90/inst/bwd_bias_d64.cu",
     "csrc/sm80/inst/bwd_scores_d64.cu",

@@ -65,9 +65,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   const auto offset = [&](const Strides& strides, int col) {
     return at.page * strides.batch + at.row * strides.row + head * strides.head + col;
   };
-  const auto descale = [&](const float* descales, int64_t batch_stride, int64_t head_stride) {
-    return descales == nullptr ? 1.f : descales[batch * batch_stride + head * head_stride];
-  };
   float x[kChunk];
   const int first_col = threadIdx.x % 32 * kChunk,
             end_col = max(params.head_dim, params.head_dim_v);
@@ -79,15 +76,15 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (params.rotary_cos != nullptr && col < params.rotary_dim) {
         rotate_chunk(x, row, col, position, params);
       }
-      store_in_cache<Element>(
-          params.k_cache, offset(params.k_strides, col), params.cache_dtype, x,
-          descale(params.k_descale, params.k_descale_batch_stride, params.k_descale_head_stride));
+      store_in_cache<Element>(params.k_cache, offset(params.k_strides, col), params.cache_dtype, x,
+                              descale_of(params.k_descale, params.k_descale_batch_stride,
+                                         params.k_descale_head_stride, batch_idx, head));
     }
     if (col < params.head_dim_v) {
       load_chunk<Element>(x, source(params.v, params.v_new_strides) + col);
-      store_in_cache<Element>(
-          params.v_cache, offset(params.v_strides, col), params.cache_dtype, x,
-          descale(params.v_descale, params.v_descale_batch_stride, params.v_descale_head_stride));
+      store_in_cache<Element>(params.v_cache, offset(params.v_strides, col), params.cache_dtype, x,
+                              descale_of(params.v_descale, params.v_descale_batch_stride,
+                                         params.v_descale_head_stride, batch_idx, head));
     }
   }
 }

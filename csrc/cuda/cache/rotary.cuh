@@ -5,6 +5,7 @@
 #include "../../core/params.h"
 #include "../ptx/math.cuh"
 #include "../tile/element.cuh"
+#include "rows.cuh"
 
 namespace flash_attn::cuda {
 
@@ -64,6 +65,29 @@ __device__ __noinline__ void rotate_chunk(float (&x)[kChunk], const Element* row
       x[i] = first ? mine * cosine - other * sine : other * sine + mine * cosine;
     }
   }
+}
+
+template <typename Element>
+__device__ __forceinline__ const Element* query_row(const DecodeParams& params, int batch_idx,
+                                                    int token, int head) {
+  const Strides& strides = params.q_strides;
+  return static_cast<const Element*>(params.q) + batch_idx * strides.batch + token * strides.row +
+         head * strides.head;
+}
+
+// Eight columns of a query, of which `row` points to column 0, turned to its position in the cache if
+// the call rotates, and rounded as q is.
+template <typename Element>
+__device__ __forceinline__ void load_query_chunk(float (&x)[kChunk], const Element* row, int col,
+                                                 const DecodeParams& params, int batch_idx,
+                                                 int token) {
+  load_chunk<Element>(x, row + col);
+  if (params.rotary_cos == nullptr || col >= params.rotary_dim) return;
+  const int64_t position =
+      first_new_position(params, batch_idx) + (params.rotate_by_row ? token : 0);
+  rotate_chunk(x, row, col, position, params);
+#pragma unroll
+  for (float& number : x) number = static_cast<float>(static_cast<Element>(number));
 }
 
 }  // namespace flash_attn::cuda

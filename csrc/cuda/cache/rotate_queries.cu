@@ -5,7 +5,6 @@
 #include "../dispatch.h"
 #include "../launch.h"
 #include "rotary.cuh"
-#include "rows.cuh"
 
 namespace flash_attn::cuda {
 
@@ -22,17 +21,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int token = static_cast<int>(token_index % params.seqlen_q);
   const int64_t batch = token_index / params.seqlen_q;
   if (batch >= params.batch) return;
-  const Element* source = static_cast<const Element*>(params.q) + batch * params.q_strides.batch +
-                          token * params.q_strides.row + head * params.q_strides.head;
+  const int batch_idx = static_cast<int>(batch);
+  const auto* source = query_row<Element>(params, batch_idx, token, head);
 #pragma unroll 1
   for (int col = threadIdx.x % 32 * kChunk; col < params.head_dim; col += 32 * kChunk) {
     float x[kChunk];
-    load_chunk<Element>(x, source + col);
-    if (col < params.rotary_dim) {
-      const int64_t position =
-          first_new_position(params, static_cast<int>(batch)) + (params.rotate_by_row ? token : 0);
-      rotate_chunk(x, source, col, position, params);
-    }
+    load_query_chunk(x, source, col, params, batch_idx, token);
     store_chunk<Element>(rotated + row * params.head_dim + col, x);
   }
 }

@@ -12,6 +12,12 @@ __device__ __forceinline__ int64_t first_new_position(const CacheParams& params,
                                          : int64_t{params.cache_seqlens[batch_idx]};
 }
 
+// What the stored numbers of a kv head are multiplied with: 1 where there is no tensor of them.
+__device__ __forceinline__ float descale_of(const float* descale, int64_t batch_stride,
+                                            int64_t head_stride, int batch_idx, int kv_head) {
+  return descale == nullptr ? 1.f : descale[batch_idx * batch_stride + kv_head * head_stride];
+}
+
 // A row of one cache row (dense), or of one page; page -1: nowhere.
 struct CachePlace {
   int page, row;

@@ -64,25 +64,21 @@ struct DecodeGrid {
   int pieces;         // that have thread blocks of their own
 
   explicit DecodeGrid(const DecodeParams& params)
-      : row_tiles(tiles_of(params)),
+      : row_tiles(decode_row_tiles(params)),
         heads_kv(params.heads_kv),
         splits(std::max(params.splits.count, 1)),
         group(params.group),
-        num_row_tiles(tiles_of(params)),
+        num_row_tiles(decode_row_tiles(params)),
         pieces(static_cast<int>(decode_grid_pieces(params))) {}
 
   int64_t blocks(const DecodeParams& params) const {
     return int64_t{num_row_tiles} * params.heads_kv * pieces;
   }
-
- private:
-  static int tiles_of(const DecodeParams& params) {
-    return (params.seqlen_q * params.group + kDecodeRows - 1) / kDecodeRows;
-  }
 };
 
-// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16).
-template <DType kCacheDType, int kHeadDim>
+// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16). Calls that are not
+// plain have 16 bits.
+template <DType kCacheDType, int kHeadDim, bool kPlain>
 void launch_decode(const DecodeParams& params, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -18,12 +18,28 @@ void combine(const DecodeParams& params, const SharedPrefix& prefix, Stream stre
                                  /*in_any_batch=*/by_length, stream);
 }
 
+// As core/params.h has it, of a cache that decode.cuh serves.
+bool is_plain(const DecodeParams& params) {
+  return params.score.softcap == 0 && params.score.alibi_slopes == nullptr &&
+         params.rotary_cos == nullptr;
+}
+
+template <DType kDType>
+void launch_with_terms(const DecodeParams& params, Stream stream) {
+  constexpr bool kPlain = false;
+  if (params.head_dim <= 64) return launch_decode<kDType, 64, kPlain>(params, stream);
+  if (params.head_dim <= 128) return launch_decode<kDType, 128, kPlain>(params, stream);
+  if (params.head_dim <= 192) return launch_decode<kDType, 192, kPlain>(params, stream);
+  launch_decode<kDType, 256, kPlain>(params, stream);
+}
+
 }  // namespace
 
 void run_decode(const DecodeParams& params, Stream stream) {
+  constexpr bool kPlain = true;
   const auto run_8bit = [&]<DType kCacheDType> {
-    params.head_dim <= 64 ? launch_decode<kCacheDType, 64>(params, stream)
-                          : launch_decode<kCacheDType, kDecode8BitHeadDim>(params, stream);
+    params.head_dim <= 64 ? launch_decode<kCacheDType, 64, kPlain>(params, stream)
+                          : launch_decode<kCacheDType, kDecode8BitHeadDim, kPlain>(params, stream);
   };
   if (params.cache_dtype == DType::kFp8E4M3) {
     run_8bit.template operator()<DType::kFp8E4M3>();
@@ -31,8 +47,10 @@ void run_decode(const DecodeParams& params, Stream stream) {
     run_8bit.template operator()<DType::kInt8>();
   } else {
     with_dtype(params.dtype, [&]<DType kDType> {
-      with_head_dim_class(params.head_dim,
-                          [&]<int kHeadDim> { launch_decode<kDType, kHeadDim>(params, stream); });
+      if (!is_plain(params)) return launch_with_terms<kDType>(params, stream);
+      with_head_dim_class(params.head_dim, [&]<int kHeadDim> {
+        launch_decode<kDType, kHeadDim, kPlain>(params, stream);
+      });
     });
   }
   if (is_cut(params.splits)) run_decode_combine(params, stream);

@@ -15,8 +15,10 @@
 // the arithmetic between.
 //
 // It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
-// not. Other forms and score terms belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16
-// between ldmatrix and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
+// not. Calls of 16 bits that are not plain (core/params.h) have instances of their own, which rotate Q
+// as they load it (decode_queries.cuh) and finish S before the mask (score_terms.cuh). Other forms
+// belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16 between ldmatrix and mma
+// (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
 // Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end.
 // Q, S, P and O are in registers.
@@ -29,21 +31,24 @@
 #include "../attn/online_softmax.cuh"
 #include "../cache/absent_keys.cuh"
 #include "../cache/loader.cuh"
-#include "../cache/rotary.cuh"
 #include "../launch.h"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../tile/gemm.cuh"
 #include "config.h"
+#include "decode_queries.cuh"
 #include "output_row.cuh"
 #include "pieces.cuh"
+#include "score_terms.cuh"
 #include "widened_gemm.cuh"
 
 namespace flash_attn::cuda {
 
-template <DType kCacheDTypeOfTile, int kHeadDimOfTile, bool kPagedCache>
+// kPlainCall: core/params.h says what a plain call is.
+template <DType kCacheDTypeOfTile, int kHeadDimOfTile, bool kPagedCache, bool kPlainCall>
 struct DecodeTraits {
   static constexpr DType kCacheDType = kCacheDTypeOfTile;
+  static constexpr bool kPlain = kPlainCall;
   static constexpr bool k8Bit = is_8bit(kCacheDType);
   using Element = flash_attn::Element<k8Bit ? DType::kFp16 : kCacheDType>;  // of the products
   using Stored = std::conditional_t<k8Bit, uint8_t, Element>;
@@ -121,35 +126,6 @@ struct PagedLoader {
 template <typename Traits>
 using WarpLoader = std::conditional_t<Traits::kPaged, PagedLoader<Traits>, DenseLoader<Traits>>;
 
-// Returns the piece's rows of Q as a left operand, which takes the columns of each 16 in another order
-// beside a cache of 8 bits (widened_gemm.cuh). Rows and columns beyond are 0.
-template <typename Traits>
-__device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const DecodeParams& params,
-                                                                      const DecodePiece& piece,
-                                                                      int lane) {
-  using Element = typename Traits::Element;
-  OperandA<1, Traits::kHeadDim> Q;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(half, lane), token = piece.token(row);
-    const Strides& strides = params.q_strides;
-    const Element* source = static_cast<const Element*>(params.q) +
-                            piece.batch_idx * strides.batch + token * strides.row +
-                            piece.head(row, token) * strides.head +
-                            lane % 4 * (Traits::k8Bit ? 4 : 2);
-#pragma unroll
-    for (int col = 0; col < Traits::kHeadDim; col += 8) {
-      // Of 8 bits: the second of two neighbouring pairs of columns, instead of the pair 8 columns on.
-      // (Loaded as one number, the two would wait for each other on their way to their registers.)
-      const int offset = Traits::k8Bit ? col / 16 * 16 + col % 16 / 4 : col;
-      const bool valid = row < piece.num_rows && col < params.head_dim;
-      Q.data[0][col / 16][col % 16 / 8 * 2 + half] =
-          valid ? *reinterpret_cast<const uint32_t*>(source + offset) : 0;
-    }
-  }
-  return Q;
-}
-
 // S += Q Kᵀ for a tile.
 template <typename Traits>
 __device__ __forceinline__ void multiply_k(Accumulator<1, Traits::kKeys>& S,
@@ -174,6 +150,13 @@ __device__ __forceinline__ void multiply_v(typename Traits::Output& O,
     gemm_register<typename Traits::Element>(
         O, P, SmemOperandB<typename Traits::KvTile, Layout::kKOuter>(V, 0, lane));
   }
+}
+
+// Terms leave scores in units of log 2, which is a scale of ln 2.
+template <typename Traits>
+__device__ __forceinline__ OnlineSoftmax<2> start_softmax(const DecodeParams& params) {
+  if constexpr (Traits::kPlain) return OnlineSoftmax<2>(params.softmax_scale);
+  return OnlineSoftmax<2>(kLn2, least_max(params.score));
 }
 
 // Computes O = P V over this warp's tiles of the piece, and the state of their softmax. Returns what
@@ -209,10 +192,19 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     }
     ptx::cp_async_commit();
   };
+  constexpr int kLoadsBeforeQ = Traits::kPlain ? kStages : kStages - 1;
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) load(i);
+  for (int i = 0; i < kLoadsBeforeQ; ++i) load(i);
 
-  OperandA<1, Traits::kHeadDim> Q = load_queries<Traits>(params, piece, lane);
+  const auto queries = [&] {
+    if constexpr (!Traits::kPlain && Traits::kAppends) {
+      if (params.rotary_cos != nullptr) return rotate_queries<Traits>(smem.ring, params, piece);
+    }
+    return load_queries<Traits>(params, piece, lane);
+  };
+  OperandA<1, Traits::kHeadDim> Q = queries();
+#pragma unroll
+  for (int i = kLoadsBeforeQ; i < kStages; ++i) load(i);
   float row_scale[2], v_descale = 1.f;  // of 8 bits: what products are multiplied with
   if constexpr (Traits::k8Bit) {
     v_descale = descale_of(params.v_descale, params.v_descale_batch_stride,
@@ -223,12 +215,17 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     if (params.dtype == DType::kBf16) bf16_to_fp16(Q, row_scale);
   }
   int row_first[2], row_end[2];  // the keys of the piece that this thread's rows see
+  RowTerms terms;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const SequenceKeys seen =
-        piece.seen_by(params, min(fragment_row(half, lane), piece.num_rows - 1));
+    const int row = min(fragment_row(half, lane), piece.num_rows - 1);
+    const SequenceKeys seen = piece.seen_by(params, row);
     row_first[half] = seen.first;
     row_end[half] = min(seen.end, piece.end_key);
+    if constexpr (!Traits::kPlain) {
+      const int token = piece.token(row);
+      terms.set(half, params, piece.batch_idx, piece.len_k, token, piece.head(row, token), 1.f);
+    }
   }
 
 #pragma unroll 1
@@ -244,6 +241,9 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     if constexpr (Traits::k8Bit) scale_rows(S, row_scale);
 
     const int first_key = piece.first_key + (warp + j * kDecodeWarps) * kKeys;
+    if constexpr (!Traits::kPlain) {
+      terms.finish</*kWide=*/false>(S, params.score, first_key, lane);
+    }
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
     if (__any_sync(~0u, first_key < row_first[1] || first_key + kKeys > row_end[0])) {
       const int tile_first[2] = {row_first[0] - first_key, row_first[1] - first_key};
@@ -334,7 +334,7 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
   }
   typename Traits::Output O;
   O.fill(0.f);
-  OnlineSoftmax<2> softmax(params.softmax_scale);
+  auto softmax = start_softmax<Traits>(params);
   const float descale = attend<Traits>(O, softmax, smem, params, piece);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -400,11 +400,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   }
 }
 
-template <DType kCacheDType, int kHeadDim>
+template <DType kCacheDType, int kHeadDim, bool kPlain>
 void launch_decode(const DecodeParams& params, Stream stream) {
   const DecodeGrid grid(params);
   const auto run = [&]<bool kPaged, bool kByLength> {
-    using Traits = DecodeTraits<kCacheDType, kHeadDim, kPaged>;
+    using Traits = DecodeTraits<kCacheDType, kHeadDim, kPaged, kPlain>;
     constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
     static_assert(kSmemBytes <= 99 * 1024);
     launch_overlapping<decode_kernel<Traits, kByLength>>(

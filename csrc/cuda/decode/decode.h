@@ -1,4 +1,5 @@
-// Decode of what DecodeParams calls plain.
+// Decode of what DecodeParams calls plain, and against caches of 16 bits with softcap, slopes or a
+// rotation.
 #pragma once
 
 #include "../../core/params.h"

@@ -1,6 +1,6 @@
 // Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just appended
-// to; with every term of the score. decode.cuh is the faster one for plain calls, in 8 bits for short
-// ones.
+// to; with every term of the score. decode.cuh is the faster one where it serves: most caches of 16
+// bits, and plain calls on dense ones of 8.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → ALiBi → mask → online softmax → O = P V
 //
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(half, lane);
-    if (first_row + row >= kvcache_group_rows(params)) continue;
+    if (first_row + row >= decode_group_rows(params)) continue;
     const float sum = softmax.row_sum[half];
     const float lse = sum == 0.f ? -INFINITY : (softmax.row_max[half] + ptx::log2(sum)) * kLn2;
     float factor = sum == 0.f ? 0.f : descale / sum;
@@ -203,7 +203,7 @@ void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream 
   const auto run = [&]<int kBlocksPerSm> {
     constexpr auto kKernel = kvcache_kernel<Traits, kBlocksPerSm>;
     allow_smem<kKernel>(grid.smem_optin_bytes);  // whatever later calls ask for
-    launch_overlapping<kKernel>(dim3(kvcache_row_tiles(params), params.heads_kv, grid.parts),
+    launch_overlapping<kKernel>(dim3(decode_row_tiles(params), params.heads_kv, grid.parts),
                                 Traits::kAllThreads, smem_bytes(stages), /*overlap=*/true, stream,
                                 params, static_cast<unsigned>(stages));
   };

@@ -77,14 +77,6 @@ struct KvcacheParts {
         merged_by_cut(params.splits.count == 0 && grid.parts - 1 < params.batch) {}
 };
 
-// Rows of one kv head in one sequence, and the tiles that they fill.
-FLASH_ATTN_HOST_DEVICE inline int kvcache_group_rows(const DecodeParams& params) {
-  return params.seqlen_q * params.group;
-}
-FLASH_ATTN_HOST_DEVICE inline int kvcache_row_tiles(const DecodeParams& params) {
-  return (kvcache_group_rows(params) + kDecodeRows - 1) / kDecodeRows;
-}
-
 template <DType kCacheDType, int kHeadDim>
 void launch_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 

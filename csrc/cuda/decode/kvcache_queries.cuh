@@ -21,35 +21,26 @@ __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHea
   constexpr int kLanes = 32 * kKvcacheWarps / kDecodeRows, kChunks = kHeadDim / kChunk / kLanes;
   const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int first_row = blockIdx.x * kDecodeRows, kv_head = blockIdx.y;
-  const bool exists = first_row + row < kvcache_group_rows(params);
+  const bool exists = first_row + row < decode_group_rows(params);
   const KvcacheRow at(params, kv_head, first_row + row);
-  const int64_t offset = piece.batch_idx * params.q_strides.batch +
-                         at.token * params.q_strides.row + at.head * params.q_strides.head;
   float x[kChunks][kChunk];
-  const auto load = [&]<typename Source>(const Source* q) {
-    const Source* source = q + offset;
+  const auto load = [&]<typename Source> {
+    const auto* source = query_row<Source>(params, piece.batch_idx, at.token, at.head);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int col = (i * kLanes + lane) * kChunk;
 #pragma unroll
       for (int c = 0; c < kChunk; ++c) x[i][c] = 0.f;
       if (!exists || col >= params.head_dim) continue;
-      load_chunk<Source>(x[i], source + col);
-      if (params.rotary_cos != nullptr && col < params.rotary_dim) {
-        const int64_t position =
-            first_new_position(params, piece.batch_idx) + (params.rotate_by_row ? at.token : 0);
-        rotate_chunk(x[i], source, col, position, params);
-#pragma unroll
-        for (int c = 0; c < kChunk; ++c) x[i][c] = static_cast<float>(static_cast<Source>(x[i][c]));
-      }
+      load_query_chunk(x[i], source, col, params, piece.batch_idx, at.token);
     }
   };
   if constexpr (kIsWide<Element>) {
-    load(static_cast<const float*>(params.q));
+    load.template operator()<float>();
   } else if (params.dtype == DType::kFp16) {
-    load(static_cast<const __half*>(params.q));
+    load.template operator()<__half>();
   } else {
-    load(static_cast<const __nv_bfloat16*>(params.q));
+    load.template operator()<__nv_bfloat16>();
   }
 
   float scale = 1.f;

@@ -1,41 +1,23 @@
 // Turns Q Kᵀ into P, among the four warps of kvcache.cuh that share the rows.
 #pragma once
 
-#include <cfloat>
-
-#include "../attn/online_softmax.cuh"
 #include "../ptx/barrier.cuh"
 #include "../tile/store.cuh"
 #include "kvcache_schedule.cuh"
 #include "kvcache_traits.cuh"
+#include "score_terms.cuh"
 
 namespace flash_attn::cuda {
-
-// tanh(x) = 1 - 2 / (exp(2x) + 1); near 0, where that difference has lost its digits, x - x³/3 +
-// 2x⁵/15. The relative error is at most 5e-6, at 0.1, which is too much for fp32. The hardware's
-// tanh is good to 11 bits only.
-__device__ __forceinline__ float accurate_tanh(float x) {
-  const float square = x * x;
-  const float series = x * fmaf(square, fmaf(square, 2.f / 15, -1.f / 3), 1.f);
-  const float by_exp2 = 1.f - __fdividef(2.f, ptx::exp2(x * (2.f * kLog2E)) + 1.f);
-  return fabsf(x) < 0.1f ? series : by_exp2;
-}
 
 // What this thread knows of its rows, g and g + 8 of the tile.
 struct KvcacheRows {
   int first_key[2], end_key[2];  // seen by the row
-  float scale[2];                // of Q Kᵀ, in units of log 2; with softcap, of its argument
-  float slope[2];                // ALiBi's, in units of log 2
-  int diagonal[2];
+  RowTerms terms;
 
   __device__ __forceinline__ KvcacheRows(const DecodeParams& params, const KvcachePiece& piece,
                                          const float (&q_scale)[kDecodeRows], int lane) {
     const int len_k = kvcache_len_k(params, piece.batch_idx);
-    const int last_row = kvcache_group_rows(params) - 1;
-    const ScoreParams& score = params.score;
-    const float unit = score.softcap > 0.f ? 1.f / score.softcap : kLog2E;
-    const float* slopes = score.alibi_slopes;
-    if (slopes != nullptr) slopes += piece.batch_idx * score.alibi_batch_stride;
+    const int last_row = decode_group_rows(params) - 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = fragment_row(half, lane);
@@ -44,9 +26,7 @@ struct KvcacheRows {
       const SequenceKeys seen(params, piece.batch_idx, len_k, at.token, at.token);
       first_key[half] = seen.first;
       end_key[half] = seen.end;
-      diagonal[half] = at.token + len_k - params.seqlen_q;
-      scale[half] = params.softmax_scale * unit * q_scale[row];
-      slope[half] = slopes == nullptr ? 0.f : kLog2E * bounded_slope(slopes[at.head]);
+      terms.set(half, params, piece.batch_idx, len_k, at.token, at.head, q_scale[row]);
     }
   }
 };
@@ -57,31 +37,7 @@ template <typename Traits>
 __device__ __forceinline__ void finish_scores(typename Traits::Scores& S,
                                               const DecodeParams& params, const KvcacheRows& rows,
                                               uint32_t valid, int first_key, int lane) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < S.kRowElements; ++i) S.at(half, i) *= rows.scale[half];
-  }
-  if (params.score.softcap > 0.f) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) {
-        const float tanh = Traits::kWide ? tanhf(S.at(half, i)) : accurate_tanh(S.at(half, i));
-        S.at(half, i) = params.score.softcap * kLog2E * tanh;
-      }
-    }
-  }
-  if (params.score.alibi_slopes != nullptr) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; ++i) {
-        const int distance = abs(first_key + fragment_col(i, lane) - rows.diagonal[half]);
-        S.at(half, i) -= rows.slope[half] * static_cast<float>(distance);
-      }
-    }
-  }
+  rows.terms.finish<Traits::kWide>(S, params.score, first_key, lane);
   constexpr uint32_t kAll = ~0u >> (32 - S.kN);
   const bool inside = max(rows.first_key[0], rows.first_key[1]) <= first_key &&
                       min(rows.end_key[0], rows.end_key[1]) >= first_key + S.kN;
@@ -103,8 +59,7 @@ struct KvcacheSoftmax {
   float row_max[2], row_sum[2] = {0.f, 0.f};
 
   __device__ __forceinline__ explicit KvcacheSoftmax(const ScoreParams& score) {
-    const bool bounded = score.softcap > 0.f || score.alibi_slopes != nullptr;
-    row_max[0] = row_max[1] = bounded ? kLeastScoreLog2 : -FLT_MAX;  // attn/online_softmax.cuh
+    row_max[0] = row_max[1] = least_max(score);
   }
 
   // S becomes P. Returns whether O, by `correction`, and the sums have to follow a new maximum.

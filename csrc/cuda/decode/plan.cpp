@@ -161,32 +161,31 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
-// What DecodeParams calls plain, but for a rotation and 8 bits: the faster kernel serves it.
-bool has_plain_terms(const CallShape& call) {
-  return !call.softcap && !call.alibi && !(call.batch_invariant && call.num_splits > 0) &&
-         call.dtype != DType::kFp32 && call.head_dim == call.head_dim_v;
+bool has_terms(const CallShape& call) { return call.softcap || call.alibi; }
+
+// What decode.cuh serves, the faster kernel.
+bool serves_some_cache(const CallShape& call) {
+  return !(call.batch_invariant && call.num_splits > 0) && call.dtype != DType::kFp32 &&
+         call.head_dim == call.head_dim_v;
 }
-bool is_plain_rotated(const CallShape& call) {
-  return has_plain_terms(call) && call.cache_dtype == call.dtype &&
+bool serves_16bit(const CallShape& call) {
+  return serves_some_cache(call) && call.cache_dtype == call.dtype &&
          call.head_dim <= kKvcachePortableHeadDim &&
          ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
 }
 // Pages of 8 bits are read faster by kvcache.cuh.
-bool is_plain_8bit(const CallShape& call) {
-  return has_plain_terms(call) && is_8bit(call.cache_dtype) &&
-         call.head_dim <= kDecode8BitHeadDim && !call.paged;
-}
-bool is_plain(const CallShape& call) {
-  return !call.rotates && (is_plain_rotated(call) || is_plain_8bit(call));
+bool serves_8bit(const CallShape& call) {
+  return serves_some_cache(call) && is_8bit(call.cache_dtype) && !has_terms(call) &&
+         !call.rotates && call.head_dim <= kDecode8BitHeadDim && !call.paged;
 }
 
 int64_t sequence_rows(const CallShape& call) { return call.tokens * call.heads_q / call.heads_kv; }
 
 // Leading pages that sequences share are read once: prefix.cuh. Queries have been rotated before.
 bool reads_prefix_once(const CallShape& call) {
-  return call.shares_prefix && call.paged && is_plain_rotated(call) && !call.batch_invariant &&
-         call.head_dim <= kPrefixHeadDim && call.batch <= kPrefixMostSequences &&
-         sequence_rows(call) <= kPrefixRows;
+  return call.shares_prefix && call.paged && serves_16bit(call) && !has_terms(call) &&
+         !call.batch_invariant && call.head_dim <= kPrefixHeadDim &&
+         call.batch <= kPrefixMostSequences && sequence_rows(call) <= kPrefixRows;
 }
 
 // A shared prefix is cut into as many pieces as fill the device if all sequences share one.
@@ -215,7 +214,8 @@ bool is_empty(const CallShape& call) { return call.batch * call.tokens * call.he
 Plan plan_decode(const CallShape& call) {
   const auto batch = static_cast<int>(call.batch);
   const int64_t rows_of_sequence = call.heads_q * call.tokens;
-  Plan plan = {.kernel = is_plain(call) ? Kernel::kDecode : Kernel::kKvcache};
+  const bool decode = serves_16bit(call) || serves_8bit(call);
+  Plan plan = {.kernel = decode ? Kernel::kDecode : Kernel::kKvcache};
   if (is_empty(call)) return plan;
   if (reads_prefix_once(call)) {
     plan.kernel = Kernel::kDecode;

@@ -344,7 +344,8 @@ __device__ __forceinline__ void attend_prefix(PrefixStorage<Traits>& smem,
 
 // What decode.cuh reads beside the shared keys lies in pages, too, in tiles of the same kHeadDim.
 template <typename Traits>
-using OwnTraits = DecodeTraits<Traits::kDType, Traits::kHeadDim, /*kPagedCache=*/true>;
+using OwnTraits =
+    DecodeTraits<Traits::kDType, Traits::kHeadDim, /*kPagedCache=*/true, /*kPlainCall=*/true>;
 
 template <typename Traits>
 union PrefixBlockStorage {

@@ -25,7 +25,7 @@ struct PrefixGrid {
       : tiles(tiles_of(params, rows)),
         heads_kv(params.heads_kv),
         members(members_of(params, rows)),
-        sequence_rows(params.seqlen_q * params.group),
+        sequence_rows(decode_group_rows(params)),
         group(params.group),
         pieces(prefix.pieces),
         tile_members(members_of(params, rows)),
@@ -35,7 +35,7 @@ struct PrefixGrid {
 
  private:
   static int members_of(const DecodeParams& params, int rows) {
-    return rows / (params.seqlen_q * params.group);
+    return rows / decode_group_rows(params);
   }
   static int tiles_of(const DecodeParams& params, int rows) {
     const int members = members_of(params, rows);

@@ -19,12 +19,6 @@ __device__ __forceinline__ float fp16_scale(float largest) {
   return usual ? __uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 1.f;
 }
 
-// What the stored numbers of a kv head are multiplied with: 1 where there is no tensor of them.
-__device__ __forceinline__ float descale_of(const float* descale, int64_t batch_stride,
-                                            int64_t head_stride, int batch_idx, int kv_head) {
-  return descale == nullptr ? 1.f : descale[batch_idx * batch_stride + kv_head * head_stride];
-}
-
 // Widens four elements: the first two and the last two, or with kAlternate every second one.
 template <DType kCacheDType, bool kAlternate>
 __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {

@@ -1,0 +1,8 @@
+#include "../decode.cuh"
+
+namespace flash_attn::cuda {
+
+template void launch_decode<DType::kFp16, 192, /*kPlain=*/false>(const DecodeParams&, Stream);
+template void launch_decode<DType::kBf16, 192, /*kPlain=*/false>(const DecodeParams&, Stream);
+
+}  // namespace flash_attn::cuda
