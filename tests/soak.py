@@ -58,7 +58,7 @@ from cases import (
 from test_masks import MASKS, PACKED, check_mask, is_served
 from test_max_logits import CASES as LOGITS_CASES
 from test_max_logits import check_logits, serves
-from test_varlen import INDICES, SAFE_TARGETS, check_garbage
+from test_varlen import INDICES, check_garbage
 
 import flash_attn
 
@@ -173,8 +173,7 @@ def logits(draw: random.Random, device: str, seed: int) -> int:
 
 
 def garbage(draw: random.Random, device: str, seed: int) -> int:
-    target = target_of(draw, device, lambda target: target in SAFE_TARGETS)
-    check_garbage(draw.choice(INDICES), target, seed)
+    check_garbage(draw.choice(INDICES), target_of(draw, device, lambda target: True), seed)
     return 1
 
 

@@ -126,10 +126,9 @@ def test_dynamic_lengths_compile_once(target: Target, fresh_dynamo) -> None:
 def test_compile_follows_use_backend(target: Target, fresh_dynamo) -> None:
     compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
     x = leaves_of(target, 1, 9, 2, 32)[0].detach()
-    impossible = "sm80" if target.device == "cpu" else "cuda"
     with use(target):
         compiled(x, x, x)
-    with flash_attn.use_backend(impossible), pytest.raises(RuntimeError):
+    with flash_attn.use_backend("cuda"), pytest.raises(RuntimeError):
         compiled(x, x, x)
 
 

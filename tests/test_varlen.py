@@ -13,6 +13,7 @@ from cases import (
     ATEN_CUDA,
     ATTENTION_TARGETS,
     BITWISE_TARGETS,
+    OP_TARGETS,
     SM80,
     SM90,
     Case,
@@ -215,7 +216,6 @@ def test_max_seqlen_too_small_stays_inside(backward: bool, target: Target, seed:
 
 GARBAGE = [-(2**31), -1000, -1, 0, 1, 5, 63, 64, 150, 202, 203, 10**6, 2**31 - 1]
 INDICES = ["cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"]
-SAFE_TARGETS = ATTENTION_TARGETS
 
 
 def check_garbage(which: str, target: Target, seed: int) -> None:
@@ -235,7 +235,7 @@ def check_garbage(which: str, target: Target, seed: int) -> None:
         compare(problem, results, expect(problem))
 
 
-@each_target(*SAFE_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("which", INDICES)
 @pytest.mark.parametrize("draw", range(3))
 def test_garbage_in_the_index_tensors(draw: int, which: str, target: Target, seed: int) -> None:
