@@ -28,6 +28,7 @@ import ctypes
 import gc
 import json
 import random
+import re
 import resource
 import sys
 import threading
@@ -336,7 +337,10 @@ def soak(
             try:
                 with torch.cuda.stream(stream):  # of None: nothing
                     calls = kind(draw, device, number % 2**31)
-            except Exception:
+            except Exception as error:
+                # The backward of wide heads in fp32, on a GPU with little shared memory.
+                if re.search(r"needs a GPU with \d+ KB of shared memory", str(error)):
+                    continue
                 with lock:
                     words = traceback.format_exc(limit=-3)
                     report.failures.append(f"{kind.__name__}, number {number}: {words}")
