@@ -22,6 +22,7 @@ from flash_attn_3._ops import (  # noqa: F401
 from torch import Tensor
 
 import flash_attn
+from flash_attn._errors import expect, explained
 
 __all__ = [
     "flash_attn_combine",
@@ -35,6 +36,7 @@ __all__ = [
 Window = Sequence[int | None] | Tensor
 
 
+@explained()
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -75,6 +77,7 @@ def flash_attn_func(
     return (out, softmax_lse) if return_attn_probs else out
 
 
+@explained(dict.fromkeys("qkv", "qkv"))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -92,12 +95,17 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn_func of qkv (batch, seqlen, 3, heads, d), or (batch, seqlen, heads_q +
     2 * heads_kv, d) with num_heads_q."""
+    expect(qkv.dim() in (4, 5), "qkv", "4 or 5 dimensions", qkv.dim())
     if qkv.dim() == 5:
+        expect(qkv.size(2) == 3, "qkv", "size 3 in dimension 2 of 5", qkv.size(2))
         q, k, v = qkv.unbind(2)
     elif num_heads_q is None:
         raise RuntimeError("flash_attn: num_heads_q: expected an int for a 4-d qkv, got None")
     else:
-        heads_kv = (qkv.size(2) - num_heads_q) // 2
+        heads = qkv.size(2)
+        heads_kv, rest = divmod(heads - num_heads_q, 2)
+        fits = 0 < num_heads_q < heads and rest == 0
+        expect(fits, "num_heads_q", f"{heads} heads less those of k and v", num_heads_q)
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
     return flash_attn_func(
         q,
@@ -117,6 +125,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@explained()
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -166,6 +175,17 @@ def flash_attn_varlen_func(
     return (out, softmax_lse) if return_attn_probs else out
 
 
+@explained(
+    {
+        "block_table": "page_table",
+        "leftpad_k": "cache_leftpad",
+        "seqused_k": "cache_seqlens",
+        "cos": "rotary_cos",
+        "sin": "rotary_sin",
+        "cos, sin": "rotary_cos, rotary_sin",
+    },
+    of_torch=True,
+)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -246,6 +266,7 @@ def flash_attn_with_kvcache(
     return out, softmax_lse, softmax_lse.new_empty(0), softmax_lse.new_empty(0)
 
 
+@explained()
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,

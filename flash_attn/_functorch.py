@@ -1,10 +1,11 @@
-"""The gradient formula in Python, for torch.func's transforms.
+"""The gradient formula in Python, for torch.func's transforms; and what refuses forward-mode AD.
 
 They refuse autograd functions of C++. What runs inside is the same: the ops `fwd` and `bwd`.
 """
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn._library import C
 from flash_attn._log import argument_names
@@ -14,6 +15,27 @@ is_active = torch._C._are_functorch_transforms_active
 # Where the inputs that have a gradient stand among the arguments of `fwd`, in grad_mask's order.
 DIFFERENTIABLE = (0, 1, 2, 9, 11)  # q, k, v, attn_bias, learnable_sink
 ARGUMENTS_OF_BWD = 26  # as many of them `bwd` takes too: all but the last four
+
+
+def _refusal(name: str) -> NotImplementedError:
+    """In the words of bindings/autograd.cpp."""
+    return NotImplementedError(
+        f"flash_attn: {name}: forward-mode AD is not implemented, expected a tensor without a"
+        " tangent, got one with"
+    )
+
+
+def check_no_tangents(**inputs: Tensor | None) -> None:
+    """For functions whose inputs reach no op of bindings/autograd.cpp as they are: torch's custom
+    ops and collectives drop a tangent in silence.
+
+    A trace sees no tangents, so that none goes on inside a dual level: torch.compile then calls in
+    eager, or says so where it may not.
+    """
+    unseen = torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    for name, x in inputs.items():
+        if x is not None and (unseen or forward_ad.unpack_dual(x).tangent is not None):
+            raise _refusal(name)
 
 
 class _Attention(torch.autograd.Function):
@@ -55,10 +77,7 @@ class _Attention(torch.autograd.Function):
     def jvp(ctx, *tangents):
         named = zip(argument_names("fwd"), tangents, strict=True)
         name = next((name for name, tangent in named if tangent is not None), "q")
-        raise NotImplementedError(
-            f"flash_attn: {name}: forward-mode AD is not implemented, expected a tensor without a"
-            " tangent, got one with"
-        )
+        raise _refusal(name)
 
 
 def fwd(*arguments):

@@ -5,6 +5,7 @@
 import torch
 
 from flash_attn import _upstream
+from flash_attn._errors import explained, shown
 from flash_attn.kvcache import flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -21,6 +22,8 @@ def _check_generator(gen):
 def _into(given, value):
     if given is None:
         return value
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"flash_attn: out: expected torch.Tensor or None, got {shown(given)}")
     _upstream.check_result("out", given, "the result", value)
     return given.copy_(value)
 
@@ -214,6 +217,7 @@ def varlen_bwd(
     return [*gradients, softmax_d]
 
 
+@explained(_upstream._NAMES)
 def fwd_kvcache(
     q,
     k_cache,

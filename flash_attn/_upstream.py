@@ -113,8 +113,8 @@ def _flash_attn_varlen_forward(
 
 def check_result(name: str, given: Tensor, like_name: str, like: Tensor) -> None:
     """Raises unless `given`, which a caller has for a result, has the form of `like`."""
-    fits = given.shape == like.shape and given.dtype == like.dtype and given.device == like.device
-    if not fits or given.is_nested or given.layout != torch.strided:
+    fits = not given.is_nested and given.layout == torch.strided and given.shape == like.shape
+    if not fits or given.dtype != like.dtype or given.device != like.device:
         raise RuntimeError(
             f"flash_attn: {name}: expected {shown(like)} on {like.device} as {like_name} has, got"
             f" {shown(given)} on {given.device}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -298,6 +299,42 @@ def test_prove_reports_a_failed_stage(tmp_path):
 def test_prove_names_an_unknown_stage(tmp_path):
     done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "nonsense")
     assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mib, cores, named, processes",
+    [
+        ([81559], 32, "", 22),  # of one H100
+        ([81559], 16, "", 16),
+        ([24564, 81559], 32, "", 12),
+        ([24564, 81559], 32, "1", 6),
+        ([2048], 16, "", 1),
+        ([], 16, "", 1),
+    ],
+)
+def test_prove_fills_memory_and_cores(mib, cores, named, processes, tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("\n".join(["#!/bin/sh", *(f"echo {size}" for size in mib), "exit 0"]))
+    tool.chmod(0o755 if mib else 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert runpy.run_path(str(ROOT / "benchmarks" / "prove"))["count_processes"]() == processes
+
+
+def test_prove_has_a_deadline_for_each_stage(tmp_path):
+    """That of the stages with several sizes of shared memory is theirs together."""
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    assert set(prove["SECONDS"]) == set(prove["STAGES"])
+    for name in prove["STAGES"]:
+        assert prove["Stage"](name, tmp_path).left() <= prove["SECONDS"][name]
+    stage = prove["Stage"]("ptx-tests", tmp_path)
+    prove["of_the_copy"](stage)
+    assert stage.left() > 2 * prove["SECONDS"]["ptx-tests"]
+    stage = prove["Stage"]("tests", tmp_path)
+    stage.seconds = 1
+    assert not stage.step([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert ["stopped at 1 s of the stage" in words for words in stage.failures] == [True]
 
 
 def test_a_duel_runs_the_builds_it_names(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cases import (
     ATTENTION_TARGETS,
     DECODE_TARGETS,
     SM80,
+    SM90,
     SPLIT_TARGETS,
     Target,
     each_target,
@@ -124,11 +126,34 @@ def test_dynamic_lengths_compile_once(target: Target, fresh_dynamo) -> None:
 def test_compile_follows_use_backend(target: Target, fresh_dynamo) -> None:
     compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
     x = leaves_of(target, 1, 9, 2, 32)[0].detach()
-    impossible = "sm80" if target.device == "cpu" else "cuda"
     with use(target):
         compiled(x, x, x)
-    with flash_attn.use_backend(impossible), pytest.raises(RuntimeError):
+    with flash_attn.use_backend("cuda"), pytest.raises(RuntimeError):
         compiled(x, x, x)
+
+
+def in_threads(function: Callable, x: torch.Tensor, names: Sequence[str]) -> dict[str, list]:
+    """Results or error messages of five calls in a thread for each backend, which wait for one
+    another before each call."""
+    barrier = threading.Barrier(len(names), timeout=120)
+    got: dict[str, list] = {name: [] for name in names}
+
+    def call(name: str) -> None:
+        with flash_attn.use_backend(name):
+            for _ in range(5):
+                barrier.wait()
+                try:
+                    got[name].append(function(x, x, x))
+                except RuntimeError as error:
+                    got[name].append(str(error))
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(results) == 5 for results in got.values())
+    return got
 
 
 def test_two_threads_share_compiled_code(fresh_dynamo) -> None:
@@ -136,26 +161,24 @@ def test_two_threads_share_compiled_code(fresh_dynamo) -> None:
     compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
     x = torch.randn(1, 9, 2, 32)
     expected = flash_attn.flash_attn_func(x, x, x)
-    barrier = threading.Barrier(2, timeout=120)
-    wrong: list[str] = []
+    got = in_threads(compiled, x, ["aten", "sm80"])
+    assert all(torch.equal(out, expected) for out in got["aten"])
+    assert all("sm80 cannot serve this call" in words for words in got["sm80"])
 
-    def call(name: str) -> None:
+
+@each_target(SM80, SM90)
+def test_two_threads_share_compiled_code_of_kernels(target: Target, fresh_dynamo) -> None:
+    """Both backends serve the call, and their bits tell which of them did."""
+    names = ["aten", target.backend]
+    compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 70, 2, 64, device=target.device, dtype=torch.bfloat16)
+    expected = {}
+    for name in names:
         with flash_attn.use_backend(name):
-            for _ in range(5):
-                barrier.wait()
-                try:
-                    right = torch.equal(compiled(x, x, x), expected) and name == "aten"
-                except RuntimeError as error:
-                    right = name == "sm80" and "sm80 cannot serve this call" in str(error)
-                if not right:
-                    wrong.append(name)
-
-    threads = [threading.Thread(target=call, args=(name,)) for name in ("aten", "sm80")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+            expected[name] = flash_attn.flash_attn_func(x, x, x)
+    assert not torch.equal(*expected.values())
+    for name, results in in_threads(compiled, x, names).items():
+        assert all(torch.equal(out, expected[name]) for out in results), name
 
 
 def test_a_block_inside_compiled_code(fresh_dynamo) -> None:

@@ -243,5 +243,5 @@ def test_what_a_cache_refuses_with_lengths_or_chunks() -> None:
         call(k=cache)
     with pytest.raises(RuntimeError, match="flash_attn: rotary_cos: expected k and v to append"):
         call(rotary_cos=torch.ones(8, 4), rotary_sin=torch.ones(8, 4))
-    with pytest.raises(RuntimeError, match="flash_attn: v: expected 3 dimensions, got shape"):
+    with pytest.raises(RuntimeError, match="flash_attn: k: expected torch.float32 and 3 dim"):
         call(k=cache, v=cache, cache_seqlens=lens, cu_seqlens_k_new=cu)

@@ -209,6 +209,9 @@ def cache_kernel_cases() -> list[CacheCase]:
         for d in (64, 128)
         for cache in ("fp8", "int8")
     ]
+    # In one piece, and long enough for the ring of tiles to go round: two times and more.
+    long = dict(d=128, batch=1, capacity=2100, lengths="none", num_splits=1)
+    cases += [CacheCase(cache="int8", page_size=16, **long), CacheCase(dtype="fp32", **long)]
     # Shared pages: few rows for a thread block, and many.
     cases += [
         CacheCase(d=d, dtype=dtype, page_size=16, capacity=130, shared=True, **rows)

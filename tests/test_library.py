@@ -28,15 +28,34 @@ RUNTIME = re.compile(
 )
 
 
+def exported(library: Path) -> str:
+    command = ["nm", "--dynamic", "--demangle", "--defined-only", library]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name.split(".")[0])
 def test_no_cxx_runtime_of_its_own(library: Path) -> None:
     """Two in one process crash where the streams of one meet the locales of the other: in every
     error message that prints a number."""
-    command = ["nm", "--dynamic", "--demangle", "--defined-only", library]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listed = exported(library)
     assert "flash_attn" in listed or "PyInit__C" in listed
     assert RUNTIME.findall(listed) == []
+
+
+@pytest.mark.skipif(None in map(shutil.which, ("nm", "g++")), reason="no nm or no g++")
+@pytest.mark.parametrize("flags, has_one", [([], False), (["-static-libstdc++"], True)])
+def test_a_cxx_runtime_is_seen(flags: list[str], has_one: bool, tmp_path: Path) -> None:
+    """Of a library that brings one along, in the same list."""
+    source, library = tmp_path / "number.cpp", tmp_path / "libnumber.so"
+    source.write_text(
+        "#include <sstream>\n"
+        'extern "C" int number() { return (std::ostringstream() << 7).str().size(); }\n'
+    )
+    subprocess.run(["g++", "-shared", "-fPIC", *flags, source, "-o", library], check=True)
+    listed = exported(library)
+    assert "number" in listed
+    assert bool(RUNTIME.findall(listed)) == has_one
 
 
 SOURCES = PACKAGE.parent / "csrc"

@@ -168,9 +168,9 @@ def is_served(case: Case, target: Target) -> bool:
     return bool_bias.served_by(target.backend) and bool_bias.gradients_served_by(target.backend)
 
 
-def check_mask(case: Case, name: str, target: Target, **options: object) -> None:
+def check_mask(case: Case, name: str, target: Target, seed: int = 5, **options: object) -> None:
     """A call with the mask agrees with the float64 reference given its bool tensor."""
-    problem = Problem(case, 5, target.device)
+    problem = Problem(case, seed, target.device)
     mask = (MASKS | PACKED | MORE_MASKS)[name](problem)
     with use(target):
         results = attend(problem, mask, **options)

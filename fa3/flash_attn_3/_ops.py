@@ -3,6 +3,7 @@
 They take no part in autograd: their callers sit inside autograd.Functions of their own.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import _upstream, masks
-from flash_attn._call import check_append, window_sides
+from flash_attn._call import as_int, check_append, window_sides
+from flash_attn._errors import check_wide, expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
 
@@ -75,6 +77,7 @@ def chunks_of_sequences(
     return chunks(attention_chunk, q, k, (lens_q, lens_k, max_seqlen_q, max_seqlen_k))
 
 
+@explained(of_torch=True)
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -90,6 +93,17 @@ def flash_attn_combine(
 
     Returns: out (…, heads, d) and its lse (…, heads).
     """
+    right = out_dtype is None or isinstance(out_dtype, torch.dtype)
+    expect(right, "out_dtype", "torch.dtype", shown(out_dtype))
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
+        if x is not None:
+            expect(x.is_floating_point(), name, "a floating dtype", x.dtype)
+            expect(x.device == out_partial.device, name, "the device of out_partial", x.device)
+    rows, form = out_partial.shape[:-1], out_partial.shape[1:]
+    fits, form_of_lse = lse_partial.shape == rows, tuple(lse_partial.shape)
+    expect(fits, "lse_partial", f"shape {tuple(rows)} as out_partial has", form_of_lse)
+    if out is not None:
+        expect(out.shape == form, "out", f"shape {tuple(form)} of out_partial", tuple(out.shape))
     lse = lse_partial.logsumexp(0)
     # Where no piece has a key, lse is -inf, and -inf - -inf would be NaN.
     weight = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
@@ -142,15 +156,10 @@ def _varlen_with_cache(
 
 
 def _one_after_the_other(
-    x: Tensor, cu_seqlens: Tensor | None, name: str
+    x: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(batch, seqlen, …), or (total, …) with cu_seqlens, as (total, …). Returns it, its cu_seqlens,
     and of each token its sequence and its place in that."""
-    dims = 4 if cu_seqlens is None else 3
-    if x.dim() != dims:
-        raise RuntimeError(
-            f"flash_attn: {name}: expected {dims} dimensions, got shape {tuple(x.shape)}"
-        )
     if cu_seqlens is None:
         ends = torch.arange(x.size(0) + 1, dtype=torch.int32, device=x.device)
         cu_seqlens, x = ends * x.size(1), x.flatten(0, 1)
@@ -158,6 +167,29 @@ def _one_after_the_other(
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)
     sequence = sequence.clamp(max=cu_seqlens.numel() - 2)
     return x, cu_seqlens, sequence, token - cu_seqlens[sequence]
+
+
+def _check_form(name: str, x: object, dtype: torch.dtype, dims: int, device: torch.device) -> None:
+    is_tensor = isinstance(x, Tensor)
+    if x is None or (is_tensor and (x.dtype, x.dim(), x.device) == (dtype, dims, device)):
+        return
+    got = f"{shown(x)} on {x.device}" if is_tensor else shown(x)
+    expect(False, name, f"{dtype} and {dims} dimensions on {device} as q has", got)
+
+
+def _check_cached(q: Tensor, floats: Mapping, indices: Mapping) -> None:
+    """What the functions that _with_cache_as_varlen calls know by other names. indices: each with
+    its dimensions."""
+    shapes = {3: "(total, heads, d)", 4: "(batch, seqlen, heads, d)"}
+    dims_q, dims_new = (
+        4 if indices[name][0] is None else 3 for name in ("cu_seqlens_q", "cu_seqlens_k_new")
+    )
+    check_wide("q", q, (dims_q,), shapes[dims_q])
+    for name, x in floats.items():
+        dims = 4 if name.endswith("cache") else dims_new
+        _check_form(name, x, q.dtype, dims, q.device)
+    for name, (x, dims) in indices.items():
+        _check_form(name, x, torch.int32, dims, q.device)
 
 
 def _append(k_cache, v_cache, k, v, position, rows, page_table):
@@ -198,16 +230,31 @@ def _with_cache_as_varlen(
 ):
     """with_cache for what the kernels of a cache do not take: queries or new keys of different
     lengths, chunks. One thing after the other: rotate, append, attend."""
+    if not isinstance(lengths, Tensor | None):
+        lengths = as_int(lengths, "cache_seqlens")
+    _check_cached(
+        q,
+        dict(k_cache=k_cache, v_cache=v_cache, k=k, v=v),
+        dict(
+            cache_seqlens=(lengths if isinstance(lengths, Tensor) else None, 1),
+            cache_batch_idx=(rows, 1),
+            cache_leftpad=(leftpad, 1),
+            page_table=(page_table, 2),
+            cu_seqlens_q=(cu_seqlens_q, 1),
+            cu_seqlens_k_new=(cu_seqlens_k_new, 1),
+            rotary_seqlens=(rotary_seqlens, 1),
+        ),
+    )
     is_dense = cu_seqlens_q is None
     batch, seqlen = q.shape[:2] if is_dense else (cu_seqlens_q.numel() - 1, max_seqlen_q)
     capacity = _capacity(k_cache, page_table)
-    q, cu_seqlens_q, sequence_q, place_q = _one_after_the_other(q, cu_seqlens_q, "q")
+    q, cu_seqlens_q, sequence_q, place_q = _one_after_the_other(q, cu_seqlens_q)
     if not isinstance(lengths, Tensor):
         length = capacity if lengths is None else lengths
         lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if k is not None:
-        v, _, _, _ = _one_after_the_other(v, cu_seqlens_k_new, "v")
-        k, cu_seqlens_k_new, sequence, place = _one_after_the_other(k, cu_seqlens_k_new, "k")
+        v, _, _, _ = _one_after_the_other(v, cu_seqlens_k_new)
+        k, cu_seqlens_k_new, sequence, place = _one_after_the_other(k, cu_seqlens_k_new)
         if rotary_cos is not None:
             first = lengths if rotary_seqlens is None else rotary_seqlens
             is_by_position = options["causal"] or window_sides(options["window_size"]) != (-1, -1)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flash_attn._call import decode, decode_arguments, window_sides
 from flash_attn._errors import expect, explained, shown
+from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.merge import compute_dtype, merge_attention
 from flash_attn.context_parallel.shards import Group, ranks_of
 
@@ -73,9 +74,19 @@ def flash_decode_func(
     Raises:
         RuntimeError: seqlens or first_key are missing where they are needed; as
             flash_attn.flash_decode_func; or the group's own error and time-out.
+        NotImplementedError: an input has a tangent of forward-mode AD.
     """
     ranks = ranks_of(group)
     left, right = window_sides(window_size)
+    check_no_tangents(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        alibi_slopes=alibi_slopes,
+        learnable_sink=learnable_sink,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
     for name, x, dims in (
         ("q", q, 4),
         ("k_cache", k_cache, 4),

@@ -18,6 +18,7 @@ from flash_attn._call import (
     window_sides,
 )
 from flash_attn._errors import expect, explained, shown
+from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.attention import context_parallel_fwd
 from flash_attn.context_parallel.exchange import from_first_rank
 from flash_attn.context_parallel.heads import Share, head_shares, to_heads, to_rows
@@ -112,6 +113,7 @@ def flash_attn_func(
     Raises:
         RuntimeError: as flash_attn.flash_attn_func; rows that do not fit the layout; or the group's
             own error, where a rank is gone or does not come before the group's time-out.
+        NotImplementedError: an input has a tangent of forward-mode AD.
         ValueError: scheme, layout, group or causal_alignment.
     """
     _check_dimensions(q, k, v, 4)
@@ -389,6 +391,7 @@ def _check_scheme(scheme: str, ranks: Ranks) -> None:
 def _check(call: _WholeCall, ranks: Ranks, shards: list[Shards], tensors) -> None:
     """What every rank has to find wrong by itself, before it waits for the others."""
     q, k, v, slopes, sink = tensors
+    check_no_tangents(q=q, k=k, v=v, alibi_slopes=slopes, learnable_sink=sink)
     scale = call.softmax_scale
     expect(0 <= call.dropout_p < 1, "dropout_p", "a number in [0, 1)", call.dropout_p)
     expect(math.isfinite(scale) and scale > 0, "softmax_scale", "a finite number above 0", scale)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._errors import expect, explained
+from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.exchange import all_to_all
 from flash_attn.context_parallel.shards import (
     Group,
@@ -77,9 +78,11 @@ def join(
 
     Raises:
         RuntimeError: x has other rows than its rank should hold, or the group's own errors: a
-            time-out, a rank that is gone. ValueError: layout or group.
+            time-out, a rank that is gone. ValueError: layout or group. NotImplementedError: x has a
+        tangent of forward-mode AD.
     """
     check_layout(layout)
+    check_no_tangents(x=x)
     _check_dim(x, dim)
     ranks = ranks_of(group)
     shards = ranks.shards(global_length(length, x.size(dim), ranks), layout)
