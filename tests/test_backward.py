@@ -12,6 +12,7 @@ from cases import (
     ATTENTION_TARGETS,
     OP_TARGETS,
     SM80,
+    SM90,
     Case,
     Problem,
     Target,
@@ -135,6 +136,37 @@ DQ_IN_MEMORY = [
 
 @each_case(DQ_APART + DQ_IN_MEMORY)
 def test_where_wide_heads_have_dq(case: Case, target: Target, seed: int) -> None:
+    check(case, target, seed)
+
+
+# More tiles than Hopper's largest has clusters of two thread blocks, or thread blocks for tiles of 64
+# keys. In each sequence the last thread block of a pair has no keys, or few.
+MANY_TILES = [
+    Case(dtype=dtype, batch=batch, heads_q=h_q, heads_kv=h_kv, d=d, d_v=d_v, **lengths, **mask)
+    for dtype, batch, h_q, h_kv, d, d_v, lengths, mask in [
+        ("bf16", 4, 40, 40, 192, None, dict(seqlen_q=130, seqlen_k=190), {}),
+        ("fp16", 3, 48, 24, 192, 128, dict(seqlen_q=70, seqlen_k=190), {"causal": True}),
+        ("bf16", 2, 80, 80, 136, 72, dict(seqlen_q=20, seqlen_k=140), {"deterministic": True}),
+        ("fp16", 2, 40, 20, 256, None, dict(seqlen_q=600, seqlen_k=700), {"deterministic": True}),
+        ("bf16", 1, 40, 40, 256, 40, dict(seqlen_q=700, seqlen_k=660), {"window": (600, 300)}),
+        ("fp16", 4, 80, 40, 256, None, dict(seqlen_q=130, seqlen_k=200), {"causal": True}),
+        (
+            *("bf16", 5, 48, 24, 192, None),
+            dict(lengths_q=(130, 0, 65, 1, 200), lengths_k=(64, 60, 190, 0, 129)),
+            {"causal": True, "deterministic": True},
+        ),
+        (
+            *("fp16", 4, 48, 24, 256, None),
+            dict(lengths_q=(130, 7, 64, 190), lengths_k=(130, 1, 60, 128)),
+            {"seqused_q": (130, 0, 9, 190), "seqused_k": (1, 1, 0, 128)},
+        ),
+    ]
+]
+
+
+@each_case(MANY_TILES, [SM80, SM90], marks=[pytest.mark.real_gpu])
+def test_many_tiles_of_wide_heads(case: Case, target: Target, seed: int) -> None:
+    """What a tile leaves in shared memory does not reach the next one."""
     check(case, target, seed)
 
 

@@ -21,7 +21,7 @@ from poison import dirty_allocator
 # csrc/sm90/bwd_config.h: where so many queries at most see a tile, the sums of dq are a pool, by
 # head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
 POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
-POOLED_OF_GROUP = 1024
+POOLED_OF_GROUP, POOLED_IN_ORDER = 1024, 2048
 STRETCH = 1024
 SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
 
@@ -33,8 +33,11 @@ def pool_class(case: Case) -> int:
 def is_pooled(case: Case) -> bool:
     most, _ = POOLS[pool_class(case)]
     if case.heads_q > case.heads_kv:
-        return case.seqlen_q <= min(most, POOLED_OF_GROUP)
-    return queries_of_tile(case) <= most
+        most = min(most, POOLED_OF_GROUP)
+    if case.deterministic:
+        most = min(most, POOLED_IN_ORDER)
+    has_stretches = case.heads_q == case.heads_kv and not case.deterministic
+    return (queries_of_tile(case) if has_stretches else case.seqlen_q) <= most
 
 
 def queries_of_tile(case: Case) -> int:
@@ -86,6 +89,14 @@ POOL_CASES = [
         ("bf16", 4500, 5300, 1, 1, 128, {"window": (30, 60), "top_left": True}),
         ("bf16", 5000, None, 1, 1, 128, {"window": (4000, 0)}),
         ("fp16", 2100, None, 4, 2, 64, {"window": (500, 0)}),
+        ("bf16", 1101, None, 2, 2, 64, {"deterministic": True}),
+        ("fp16", 2048, None, 2, 2, 64, {"causal": True, "deterministic": True}),
+        ("bf16", 2049, None, 2, 2, 64, {"deterministic": True}),
+        ("fp16", 1023, None, 6, 2, 64, {"deterministic": True}),
+        ("bf16", 1200, 2001, 2, 2, 128, {"causal": True, "deterministic": True}),
+        ("fp16", 1537, 800, 2, 2, 120, {"window": (300, 40), "deterministic": True}),
+        ("bf16", 2048, None, 2, 2, 128, {"deterministic": True}),
+        ("fp16", 2100, None, 2, 2, 128, {"window": (500, 0), "deterministic": True}),
     ]
 ]
 
@@ -93,7 +104,8 @@ POOL_CASES = [
 @each_case(POOL_CASES, [SM90], marks=[pytest.mark.real_gpu, pytest.mark.slow])
 def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int) -> None:
     """Sums of dq take turns in the places of a pool. One sequence has a reference; the others are
-    the same, and so is what they give, but for the order in which dq is summed."""
+    the same, and so is what they give, but for the order in which dq is summed, unless that is the
+    same, too."""
     problem = Problem(case.with_(batch=1), seed, target.device)
     expected = expect(problem, device=target.device)
     alike = {name: x.repeat(case.batch, 1, 1, 1) for name, x in problem.float_tensors().items()}
@@ -112,7 +124,7 @@ def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int)
 
     results = {"out": out.detach(), "lse": lse.detach()}
     results |= {DIFFERENTIABLE[n]: g for n, g in zip(alike, gradients, strict=True)}
-    for name in ("out", "lse", "dk", "dv"):
+    for name in ("out", "lse", "dk", "dv", *(["dq"] if case.deterministic else [])):
         assert torch.equal(results[name], results[name][:1].expand_as(results[name])), name
     compare(problem, {name: x[:1] for name, x in results.items()}, expected)
     for dq in results["dq"].split(1):
@@ -124,6 +136,7 @@ def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int)
         Case(dtype=dtype, batch=64, heads_q=10, heads_kv=10, seqlen_q=70, seqlen_k=150, d=d, **mask)
         for dtype, d in (("bf16", 64), ("fp16", 128))
         for mask in (dict(seqused_k=(150, 0) * 32), dict(seqused_q=(70, 0, 0, 0) * 16))
+        for mask in (mask, mask | dict(deterministic=True))
     ],
     [SM90],
     marks=[pytest.mark.real_gpu],
