@@ -92,7 +92,7 @@ def kernel_cases() -> list[Case]:
         cases.append(Case(d=d, dtype="fp16", batch=6, bias="head", seqlen_q=72, seqlen_k=136))
     # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other.
     # And more heads than a pool has places for their sums of dq.
-    for d in (64, 128):
+    for d in (64, 128, 192, 256):
         forms = (dict(batch=4), dict(batch=2, causal=True), dict(batch=2, deterministic=True))
         for i, more in enumerate(forms):
             many = dict(heads_q=80, heads_kv=80, seqlen_q=70, seqlen_k=150)
