@@ -299,6 +299,7 @@ INVARIANT = [
         dict(page_size=64, cache="int8", seqlen_q=3),
         dict(rows=True, dtype="fp32", heads_q=16, heads_kv=1),
         dict(page_size=16, heads_q=40, heads_kv=1, seqlen_q=2, window=(2500, 0)),
+        dict(page_size=16, softcap=4.0, alibi=True, leftpad=True),
     )
 ]
 
