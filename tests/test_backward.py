@@ -139,8 +139,8 @@ def test_where_wide_heads_have_dq(case: Case, target: Target, seed: int) -> None
     check(case, target, seed)
 
 
-# More tiles than Hopper's largest has clusters of two thread blocks, or thread blocks for tiles of 64
-# keys. In each sequence the last thread block of a pair has no keys, or few.
+# More tiles than Hopper's largest has clusters of two thread blocks, or than it has thread blocks
+# for tiles of 64 keys. In each sequence the last thread block of a pair has no keys, or few.
 MANY_TILES = [
     Case(dtype=dtype, batch=batch, heads_q=h_q, heads_kv=h_kv, d=d, d_v=d_v, **lengths, **mask)
     for dtype, batch, h_q, h_kv, d, d_v, lengths, mask in [

@@ -221,7 +221,7 @@ def test_what_is_said_of_parts_is_true(device: str, backend: str | None, change:
     shape = (1, 64, 2, change.pop("d", 64))
     call = whole_call(**change)
     q, k, v, dout = (torch.randn(shape, device=device).bfloat16() for _ in range(4))
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, softmax_scale=0.2, return_attn_probs=True)
     dropout = Dropout(call.dropout_p, draw_rng_state(q), 2, 0) if call.dropout_p else None
     options = Options(0.2, call.softcap, None, call.deterministic, False, dropout)
     mask = Mask(dropout=dropout is not None)

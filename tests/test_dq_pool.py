@@ -21,7 +21,8 @@ from poison import dirty_allocator
 # csrc/sm90/bwd_config.h: where so many queries at most see a tile, the sums of dq are a pool, by
 # head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
 POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
-POOLED_OF_GROUP, POOLED_IN_ORDER = 1024, 2048
+POOLED_OF_GROUP = 1024
+POOLED_IN_ORDER = {64: 0, 128: 512}  # in the mean over all tiles
 STRETCH = 1024
 SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
 
@@ -35,7 +36,8 @@ def is_pooled(case: Case) -> bool:
     if case.heads_q > case.heads_kv:
         most = min(most, POOLED_OF_GROUP)
     if case.deterministic:
-        most = min(most, POOLED_IN_ORDER)
+        halves = 2 if case.causal or case.window[1] >= 0 else 1
+        most = min(most, halves * POOLED_IN_ORDER[pool_class(case)])
     has_stretches = case.heads_q == case.heads_kv and not case.deterministic
     return (queries_of_tile(case) if has_stretches else case.seqlen_q) <= most
 
@@ -89,13 +91,12 @@ POOL_CASES = [
         ("bf16", 4500, 5300, 1, 1, 128, {"window": (30, 60), "top_left": True}),
         ("bf16", 5000, None, 1, 1, 128, {"window": (4000, 0)}),
         ("fp16", 2100, None, 4, 2, 64, {"window": (500, 0)}),
-        ("bf16", 1101, None, 2, 2, 64, {"deterministic": True}),
-        ("fp16", 2048, None, 2, 2, 64, {"causal": True, "deterministic": True}),
-        ("bf16", 2049, None, 2, 2, 64, {"deterministic": True}),
-        ("fp16", 1023, None, 6, 2, 64, {"deterministic": True}),
-        ("bf16", 1200, 2001, 2, 2, 128, {"causal": True, "deterministic": True}),
-        ("fp16", 1537, 800, 2, 2, 120, {"window": (300, 40), "deterministic": True}),
-        ("bf16", 2048, None, 2, 2, 128, {"deterministic": True}),
+        ("bf16", 511, None, 2, 2, 64, {"deterministic": True}),
+        ("bf16", 1000, 2001, 2, 2, 128, {"causal": True, "deterministic": True}),
+        ("fp16", 513, None, 2, 2, 128, {"deterministic": True}),
+        ("bf16", 512, 1300, 6, 2, 128, {"deterministic": True}),
+        ("fp16", 1024, 800, 2, 2, 120, {"window": (300, 40), "deterministic": True}),
+        ("bf16", 1025, None, 2, 2, 128, {"causal": True, "deterministic": True}),
         ("fp16", 2100, None, 2, 2, 128, {"window": (500, 0), "deterministic": True}),
     ]
 ]

@@ -66,6 +66,7 @@ PLAIN_FORMS = {
     "kPooled",
     "kStretched",
     "kOrdered",
+    "kPooledInOrder",
     "kSplit",
     "kMaxLogits",
     "kMasked",

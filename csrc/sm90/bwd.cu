@@ -166,9 +166,12 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
     const bool is_group = params.heads_q > params.heads_kv;
     int most = tile.pooled_queries;
     if (is_group) most = std::min(most, kBwdMostPooledOfGroup);
-    if (params.deterministic) most = std::min(most, kBwdMostPooledInOrder);
+    if (params.deterministic) {
+      const int halves = params.window_right < 0 ? 1 : 2;  // of which a tile sees one in the mean
+      most = std::min(most, halves * tile.queries_pooled_in_order);
+    }
     const bool has_stretches = params.seqlen_q > most;
-    if (!is_dense || tile.pool_rounds == 0 || cuda::has_score_terms(params) || runs_split(params) ||
+    if (!is_dense || most == 0 || cuda::has_score_terms(params) || runs_split(params) ||
         walk > most || (has_stretches && (is_group || params.deterministic))) {
       return {};
     }

@@ -20,6 +20,9 @@ struct BwdTile {
   // whose thread blocks are late. More places would not stay in the L2 cache. 0: there is no pool.
   double pool_rounds = 0;
   int pooled_queries = 0;
+  // The same where the sums come in the same order every time, in the mean over all tiles. The
+  // longer the heads are, the longer their last tiles wait for their turns.
+  int queries_pooled_in_order = 0;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
@@ -42,8 +45,12 @@ template <>
 inline constexpr BwdTile kBwdTile<96> = {
     .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true};
 template <>
-inline constexpr BwdTile kBwdTile<128> = {
-    .block_m = 64, .stages = 2, .pool_rounds = 2.5, .pooled_queries = 4096, .folds_rows = true};
+inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
+                                          .stages = 2,
+                                          .pool_rounds = 2.5,
+                                          .pooled_queries = 4096,
+                                          .queries_pooled_in_order = 512,
+                                          .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
@@ -52,9 +59,6 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
 // Where several query heads share a kv head, sections of heads are better from fewer queries on.
 inline constexpr int kBwdMostPooledOfGroup = 1024;
-// In order, tiles of a head come one behind the other, and with a pool head after head: the longer
-// the heads are, the later their last tiles begin.
-inline constexpr int kBwdMostPooledInOrder = 2048;
 inline constexpr int kBwdPoolRows = 64;
 // With a short window a head may be longer: its queries come in stretches of so many, whose sums are
 // complete one after the other.

@@ -18,23 +18,27 @@ struct BwdSharedStorage;
 
 // How many threads read a thread block's works for the sake of turns.
 template <typename Traits>
-inline constexpr int kTurnReaders = !Traits::kOrders ? 0 : Traits::kPools ? 1 : 64;
+inline constexpr int kTurnReaders = !Traits::kOrders ? 0
+                                    : Traits::kPools ? 1
+                                                     : 64;
 
 // The turn of one block of keys at one block of queries.
 struct DqTurn {
   ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> added;  // how many have been, so far
   int turn;                                                        // how many come before this one
 
-  // share: which of dQ's columns are meant, where thread blocks share them.
-  template <int kBlockM, int kBlockN>
+  // kPools: dq_accum is a pool. share: which of dQ's columns are meant, where thread blocks share
+  // them.
+  template <int kBlockM, int kBlockN, bool kPools = false>
   __device__ __forceinline__ static DqTurn make(const BwdParams& params, bool last_first,
                                                 const BwdWork& work, const QueryBlocks& block,
                                                 int share = 0) {
     const int first_row = block.m * kBlockM, own = work.first_key / kBlockN;
-    const int64_t row = dq_turn_row(params, work.seqlen.q_begin, work.batch_idx, block.head);
+    const int64_t row =
+        first_row + dq_turn_row<kPools>(params, work.seqlen.q_begin, work.batch_idx, block.head);
     const BlockRange keys = BlockRange::of_keys<kBlockM, kBlockN>(work.window, first_row);
     return {::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(
-                params.dq_turns[(row + first_row) / kDqAccumRows * kDqShares + share]),
+                params.dq_turns[row / kDqAccumRows * kDqShares + share]),
             last_first ? keys.end - 1 - own : own - keys.begin};
   }
 
@@ -104,7 +108,7 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
 
 // Waits for turns and passes them on, for one share of dQ's columns. Before a tile's first turn it
 // calls before(work). A whole warp calls it, of which one thread looks for either in turn.
-template <int kBlockM, int kBlockN, int kStages, typename Queue, typename Before>
+template <int kBlockM, int kBlockN, bool kPools, int kStages, typename Queue, typename Before>
 __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool last_first, int share,
                                                 Queue& works, RingBarriers<kStages>& turns,
                                                 RingBarriers<kStages>& added,
@@ -117,7 +121,7 @@ __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool la
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
     const auto turn_at = [&](const QueryBlocks& block) {
-      return DqTurn::make<kBlockM, kBlockN>(params, last_first, *work, block, share);
+      return DqTurn::make<kBlockM, kBlockN, kPools>(params, last_first, *work, block, share);
     };
     before(*work);
     QueryBlocks awaited(*work), passed(*work);

@@ -117,7 +117,7 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
 template <typename Traits>
 __device__ __forceinline__ void take_turns_in_pool_loop(const BwdParams& params, bool last_first,
                                                         BwdSharedStorage<Traits>& smem) {
-  take_turns_loop<Traits::kBlockM, Traits::kBlockN>(
+  take_turns_loop<Traits::kBlockM, Traits::kBlockN, /*kPools=*/true>(
       params, last_first, /*share=*/0, smem.queue, smem.turn_ring, smem.added_ring,
       [&](const BwdWork& work) {
         while (!has_place<Traits>(params, work)) __nanosleep(100);
@@ -206,8 +206,10 @@ class DqConverter {
     const AttentionWindow window(params_, seqlen.len_q, seqlen.len_k);
     const int first_row = first_row_ + lane() % kBlocks * Traits::kBlockM;
     if (first_row >= seqlen.len_q) return __syncwarp();
-    const int64_t row = dq_turn_row(params_, 0, batch_idx, head_ % params_.heads_q) + first_row;
-    const BlockRange keys = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
+    const int64_t row =
+        first_row + dq_turn_row<true>(params_, 0, batch_idx, head_ % params_.heads_q);
+    const BlockRange keys =
+        BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
     const DeviceCounter added(params_.dq_turns[row / kDqAccumRows * kDqShares]);
     while (added.load(::cuda::memory_order_acquire) != keys.end - keys.begin) __nanosleep(100);
     __syncwarp();

@@ -50,9 +50,11 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
       return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kStretched>>(params, device,
                                                                                  stream);
     }
-    if (params.dq_pool.places > 0 && params.dq_turns != nullptr) {
-      return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooledInOrder>>(params, device,
-                                                                                     stream);
+    if constexpr (kBwdTile<kHeadDim>.queries_pooled_in_order > 0) {
+      if (params.dq_pool.places > 0 && params.dq_turns != nullptr) {
+        using Traits = BwdTraits<kDType, kHeadDim, BwdForm::kPooledInOrder>;
+        return launch_bwd_kernel<Traits>(params, device, stream);
+      }
     }
     if (params.dq_pool.places > 0) {
       return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device,

@@ -342,9 +342,9 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
       schedule_and_load_row_values_loop(params, scheduler, num_tiles, smem, rank);
     } else if (Traits::kOrders) {
       if constexpr (Traits::kOrders) {
-        take_turns_loop<Traits::kBlockM, Traits::kPairN>(params, scheduler.last_blocks_first, rank,
-                                                         smem.queue, smem.turn_ring,
-                                                         smem.added_ring, [](const BwdWork&) {});
+        take_turns_loop<Traits::kBlockM, Traits::kPairN, /*kPools=*/false>(
+            params, scheduler.last_blocks_first, rank, smem.queue, smem.turn_ring, smem.added_ring,
+            [](const BwdWork&) {});
       }
     }
     __syncwarp();

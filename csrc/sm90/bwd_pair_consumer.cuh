@@ -25,10 +25,7 @@ struct BwdPairConsumer {
 
   __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
                                              BwdPairSharedStorage<Traits>& smem, int rank)
-      : params(params),
-        smem(smem),
-        queue(smem.queue),
-        rank(rank) {}
+      : params(params), smem(smem), queue(smem.queue), rank(rank) {}
 
   // Says anew which thread this is, with each tile: what follows from it for the end of a tile is
   // not computed before all tiles then, where it would take registers.
@@ -48,13 +45,10 @@ struct BwdPairConsumer {
 // Stores the gradient of this warp's keys, dK or dV, through the slabs that held K or V, and says
 // that the next tile's may come there. Slabs that no load writes keep their zeros.
 template <typename Traits, int kSlabs, int kCols>
-__device__ __forceinline__ void store_key_gradient(const BwdPairConsumer<Traits>& self,
-                                                   const BwdWork& work,
-                                                   typename Traits::Slab (&slabs)[kSlabs],
-                                                   const Ring<1>& slabs_ring,
-                                                   const Accumulator<1, kCols>& gradient,
-                                                   void* tensor, const Strides& strides,
-                                                   int num_cols) {
+__device__ __forceinline__ void store_key_gradient(
+    const BwdPairConsumer<Traits>& self, const BwdWork& work,
+    typename Traits::Slab (&slabs)[kSlabs], const Ring<1>& slabs_ring,
+    const Accumulator<1, kCols>& gradient, void* tensor, const Strides& strides, int num_cols) {
   ptx::barrier_sync<Traits::kConsumerThreads>(kProductsDone);  // nobody reads the slabs any more
 #pragma unroll
   for (int s = 0; s < kSlabs; ++s) {

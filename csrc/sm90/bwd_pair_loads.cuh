@@ -188,7 +188,7 @@ __device__ __forceinline__ void schedule_and_load_row_values_loop(
   while (number < num_tiles) {
     const TileCoordinates tile = scheduler.tile(number);
     const SeqlenInfo seqlen(params, tile.batch_idx);
-    int next = -1;                                              // not taken yet
+    int next = -1;                                         // not taken yet
     if (tile.block * Traits::kPairN < seqlen.segment_k) {  // for both thread blocks
       BwdWork described = BwdWork::make<Traits::kBlockM, Traits::kPairN>(params, tile, seqlen);
       described.first_key += rank * Traits::kBlockN;  // of the thread block; the rest is the pair's

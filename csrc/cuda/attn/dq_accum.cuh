@@ -38,9 +38,10 @@ __host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams&
 
 // Row that stands for the first one of a sequence's query head in BwdParams::dq_turns. A pool has
 // places for some heads, but turns of all.
+template <bool kPools>
 __device__ __forceinline__ int64_t dq_turn_row(const BwdParams& params, int64_t q_begin,
                                                int batch_idx, int head) {
-  if (params.dq_pool.places > 0) {
+  if constexpr (kPools) {
     return (int64_t{batch_idx} * params.heads_q + head) * params.dq_accum_rows;
   }
   return head * params.dq_accum_rows + dq_accum_first_row(params, q_begin, batch_idx);
