@@ -63,8 +63,7 @@ __device__ __forceinline__ void store_key_gradient(
         num_cols - s * Traits::kSlabCols, slabs[s], self.warp_row, self.lane);
   }
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-  __syncwarp();
-  if (self.lane == 0) slabs_ring.arrive_empty();
+  slabs_ring.arrive_empty();
 }
 
 // The first slabs of K or V of this warp's 16 keys are operands in registers for as long as the

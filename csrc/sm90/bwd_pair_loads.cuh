@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_slabs_loop(typename Traits::Slab (&slabs)[k
       }
     }
     __syncwarp();
-    queue.release(speaks);
+    queue.release(true);
   }
 }
 
@@ -76,6 +76,16 @@ __device__ __forceinline__ void zero_unless_loaded(Slab (&slabs)[kSlabs], int nu
   if (num_cols == 0) zero_slabs<32>(slabs, 0, threadIdx.x % 32);
 }
 
+// A stage of K or V is full when all lanes say so, of which one also waits for the bytes.
+__device__ __forceinline__ void arrive_full(const Ring<1>& ring, bool speaks, uint32_t bytes) {
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  if (speaks) {
+    ring.expect_bytes(bytes);
+  } else {
+    ring.arrive_full();
+  }
+}
+
 // The warp for K and Q.
 template <typename Traits>
 __device__ __forceinline__ void load_k_and_queries_loop(const BwdParams& params,
@@ -83,23 +93,21 @@ __device__ __forceinline__ void load_k_and_queries_loop(const BwdParams& params,
                                                         BwdPairSharedStorage<Traits>& smem,
                                                         int rank) {
   Ring<1> ring(smem.k_ring);
-  load_slabs_loop<Traits::kSlabs>(
-      smem.q, smem.q_ring, maps.q, params.head_dim, smem, [&](const BwdWork& work, bool speaks) {
-        const BwdPairKeys<Traits> keys(params, work, rank);
-        ring.wait_empty();
-        zero_unless_loaded(smem.k, keys.k_cols);
-        if constexpr (Traits::kHasDq) zero_unless_loaded(smem.peer_k, keys.peer_k_cols);
-        ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-        __syncwarp();
-        if (speaks) {
-          ring.expect_bytes(slab_bytes(smem.k, keys.k_cols) +
-                            slab_bytes(smem.peer_k, keys.peer_k_cols));
-          load_slabs(smem.k, maps.k, work, keys.first_key, 0, keys.k_cols, ring.full());
-          load_slabs(smem.peer_k, maps.k, work, keys.peer_first_key, keys.first_peer_col(rank),
-                     keys.peer_k_cols, ring.full());
-        }
-        ring.advance();
-      });
+  const auto load_keys = [&](const BwdWork& work, bool speaks) {
+    const BwdPairKeys<Traits> keys(params, work, rank);
+    ring.wait_empty();
+    zero_unless_loaded(smem.k, keys.k_cols);
+    if constexpr (Traits::kHasDq) zero_unless_loaded(smem.peer_k, keys.peer_k_cols);
+    arrive_full(ring, speaks,
+                slab_bytes(smem.k, keys.k_cols) + slab_bytes(smem.peer_k, keys.peer_k_cols));
+    if (speaks) {
+      load_slabs(smem.k, maps.k, work, keys.first_key, 0, keys.k_cols, ring.full());
+      load_slabs(smem.peer_k, maps.k, work, keys.peer_first_key, keys.first_peer_col(rank),
+                 keys.peer_k_cols, ring.full());
+    }
+    ring.advance();
+  };
+  load_slabs_loop<Traits::kSlabs>(smem.q, smem.q_ring, maps.q, params.head_dim, smem, load_keys);
 }
 
 // The warp for V and dO.
@@ -109,20 +117,18 @@ __device__ __forceinline__ void load_v_and_gradients_loop(const BwdParams& param
                                                           BwdPairSharedStorage<Traits>& smem,
                                                           int rank) {
   Ring<1> ring(smem.v_ring);
+  const auto load_keys = [&](const BwdWork& work, bool speaks) {
+    const BwdPairKeys<Traits> keys(params, work, rank);
+    ring.wait_empty();
+    zero_unless_loaded(smem.v, keys.v_cols);
+    arrive_full(ring, speaks, slab_bytes(smem.v, keys.v_cols));
+    if (speaks) {
+      load_slabs(smem.v, maps.v, work, keys.first_key, 0, keys.v_cols, ring.full());
+    }
+    ring.advance();
+  };
   load_slabs_loop<Traits::kSlabsV>(smem.dout, smem.dout_ring, maps.dout, params.head_dim_v, smem,
-                                   [&](const BwdWork& work, bool speaks) {
-                                     const BwdPairKeys<Traits> keys(params, work, rank);
-                                     ring.wait_empty();
-                                     zero_unless_loaded(smem.v, keys.v_cols);
-                                     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-                                     __syncwarp();
-                                     if (speaks) {
-                                       ring.expect_bytes(slab_bytes(smem.v, keys.v_cols));
-                                       load_slabs(smem.v, maps.v, work, keys.first_key, 0,
-                                                  keys.v_cols, ring.full());
-                                     }
-                                     ring.advance();
-                                   });
+                                   load_keys);
 }
 
 // Takes tiles for the thread blocks of a cluster, from a counter that all clusters share: the first

@@ -164,13 +164,15 @@ struct BwdPairSharedStorage {
     row_ring.init(32, 32 * 2 * kWarps);             // each thread writes or reads LSE or delta
     p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both read dS; or D alone reads P
     ds_ring.init(kWarps, 1);
-    k_ring.init(1, kWarps);  // D's, who comes last to K; S's to V
-    v_ring.init(1, kWarps);
+    // Each lane of a loading warp may write zeros, and each thread of D, who comes last to K, or of
+    // S, who does to V, reads what it stores.
+    k_ring.init(32, 32 * kWarps);
+    v_ring.init(32, 32 * kWarps);
     turn_ring.init(1, 1);
     added_ring.init(kWarps, 1);
     number_ring.init(1, 1);
-    // The two warps that load, the one that waits for turns, and all threads of the consumers.
-    queue.init(2 + Traits::kOrders + Traits::kConsumerThreads);
+    // The two warps that load, who waits for turns, and the consumers.
+    queue.init(2 * 32 + Traits::kOrders + Traits::kConsumerThreads);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };
