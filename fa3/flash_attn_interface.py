@@ -22,6 +22,7 @@ from flash_attn_3._ops import (  # noqa: F401
 from torch import Tensor
 
 import flash_attn
+from flash_attn._call import as_int
 from flash_attn._errors import expect, explained
 
 __all__ = [
@@ -102,7 +103,7 @@ def flash_attn_qkvpacked_func(
     elif num_heads_q is None:
         raise RuntimeError("flash_attn: num_heads_q: expected an int for a 4-d qkv, got None")
     else:
-        heads = qkv.size(2)
+        heads, num_heads_q = qkv.size(2), as_int(num_heads_q, "num_heads_q")
         heads_kv, rest = divmod(heads - num_heads_q, 2)
         fits = 0 < num_heads_q < heads and rest == 0
         expect(fits, "num_heads_q", f"{heads} heads less those of k and v", num_heads_q)

@@ -149,7 +149,9 @@ def check_types(parameters: Mapping[str, inspect.Parameter], given: Mapping) -> 
 
 
 def _renamed(error: Exception, names: Mapping[str, str]) -> Exception | None:
-    """The same error with this function's names; None where they are the same."""
+    """The same error with this function's names; None where they are the same, or it names none."""
+    if str(error).count(": ") < 2:
+        return None
     head, argument, rest = str(error).split(": ", 2)
     rest = re.sub(r"\bas (\w+) has\b", lambda m: f"as {names.get(m[1], m[1])} has", rest)
     words = f"{head}: {names.get(argument, argument)}: {rest}"

@@ -29,8 +29,8 @@ def check_no_tangents(**inputs: Tensor | None) -> None:
     """For functions whose inputs reach no op of bindings/autograd.cpp as they are: torch's custom
     ops and collectives drop a tangent in silence.
 
-    A trace sees no tangents, so that none goes on inside a dual level: torch.compile then calls in
-    eager, or says so where it may not.
+    A trace sees no tangents, so none goes on inside a dual level. torch.compile then calls in
+    eager; with fullgraph it refuses the call in words of its own.
     """
     unseen = torch.compiler.is_compiling() and forward_ad._current_level >= 0
     for name, x in inputs.items():

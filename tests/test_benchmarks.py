@@ -302,24 +302,35 @@ def test_prove_names_an_unknown_stage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mib, cores, named, processes",
+    "mib, cores, processes",
     [
-        ([81559], 32, "", 22),  # of one H100
-        ([81559], 16, "", 16),
-        ([24564, 81559], 32, "", 12),
-        ([24564, 81559], 32, "1", 6),
-        ([2048], 16, "", 1),
-        ([], 16, "", 1),
+        ([81559], 32, 22),  # of one H100
+        ([81559], 16, 16),
+        ([24564, 81559], 32, 12),
+        ([2048], 16, 1),
+        ([], 16, 1),
     ],
 )
-def test_prove_fills_memory_and_cores(mib, cores, named, processes, tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("\n".join(["#!/bin/sh", *(f"echo {size}" for size in mib), "exit 0"]))
-    tool.chmod(0o755 if mib else 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+def test_prove_fills_memory_and_cores(mib, cores, processes, tmp_path, monkeypatch):
+    """With fewer processes than the deadlines are for, these are later."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert runpy.run_path(str(ROOT / "benchmarks" / "prove"))["count_processes"]() == processes
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    prove["count_processes"].__globals__["mib_of_gpus"] = lambda: mib
+    assert prove["count_processes"]() == processes
+    stage = prove["Stage"]("tests", tmp_path)
+    monkeypatch.setattr(prove["Stage"], "side_by_side", lambda *_: None)
+    prove["pytest"](stage, tmp_path, [], {"whole": []})
+    assert stage.seconds == prove["SECONDS"]["tests"] * max(1, 16 / processes)
+
+
+def test_prove_asks_for_the_gpus_that_cuda_sees(monkeypatch):
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    there = range(torch.cuda.device_count())
+    sizes = tuple(torch.cuda.get_device_properties(i).total_memory >> 20 for i in there)
+    assert prove["mib_of_gpus"]() == sizes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    prove["mib_of_gpus"].cache_clear()
+    assert prove["mib_of_gpus"]() == ()
 
 
 def test_prove_has_a_deadline_for_each_stage(tmp_path):

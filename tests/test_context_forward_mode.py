@@ -114,6 +114,21 @@ def test_compiled_code_drops_no_tangent(form: str, device: str) -> None:
     assert torch.equal(call(x), expected)
 
 
+@each_device
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("decode")])
+def test_a_tangent_of_the_gradient_is_refused(form: str, device: str) -> None:
+    function, inputs, options = calls(device)[form]
+    name, x = next(iter(inputs.items()))
+    x = x.clone().requires_grad_()
+    out = function(**inputs | {name: x}, **options)
+    (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
+    assert gradient.norm() > 0
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match=REFUSAL.format("dout")):
+            torch.autograd.grad(out, x, dout)
+
+
 def tangents_of(function: Callable, inputs: list[torch.Tensor], seed: int) -> None:
     """That of forward mode is what reverse mode says of it."""
     generator = torch.Generator().manual_seed(seed)

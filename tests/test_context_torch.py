@@ -292,7 +292,9 @@ def check_dead_rank() -> None:
     if rank == last:
         os._exit(0)
     ((out, parts),) = waiting
-    with pytest.raises(RuntimeError, match="(?i)timed out|connection closed|reset by peer"):
+    with pytest.raises(
+        RuntimeError, match="(?i)timed out|connection closed|reset by peer|broken pipe"
+    ):
         grads_of(out, parts)
 
 
@@ -331,7 +333,7 @@ class Lonely:
             assert slow and float(result[1]) == lonely_rank.RIGHT, f"{self.name}: {text}"
             return
         assert self.process.returncode != 0, f"{self.name}: {text}"
-        reasons = "(?i)timed? ?out|remote process|connection (closed|reset)"
+        reasons = "(?i)timed? ?out|remote process|connection (closed|reset)|broken pipe"
         assert re.search(reasons, text), f"{self.name}: {text}"
 
 

@@ -3,7 +3,6 @@
 They take no part in autograd: their callers sit inside autograd.Functions of their own.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 import flash_attn
 from flash_attn import _upstream, masks
 from flash_attn._call import as_int, check_append, window_sides
-from flash_attn._errors import check_wide, expect, explained, shown
+from flash_attn._errors import expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
+from flash_attn_3._checks import check_cached
 
 
 def refuse(**given: object) -> None:
@@ -169,29 +169,6 @@ def _one_after_the_other(
     return x, cu_seqlens, sequence, token - cu_seqlens[sequence]
 
 
-def _check_form(name: str, x: object, dtype: torch.dtype, dims: int, device: torch.device) -> None:
-    is_tensor = isinstance(x, Tensor)
-    if x is None or (is_tensor and (x.dtype, x.dim(), x.device) == (dtype, dims, device)):
-        return
-    got = f"{shown(x)} on {x.device}" if is_tensor else shown(x)
-    expect(False, name, f"{dtype} and {dims} dimensions on {device} as q has", got)
-
-
-def _check_cached(q: Tensor, floats: Mapping, indices: Mapping) -> None:
-    """What the functions that _with_cache_as_varlen calls know by other names. indices: each with
-    its dimensions."""
-    shapes = {3: "(total, heads, d)", 4: "(batch, seqlen, heads, d)"}
-    dims_q, dims_new = (
-        4 if indices[name][0] is None else 3 for name in ("cu_seqlens_q", "cu_seqlens_k_new")
-    )
-    check_wide("q", q, (dims_q,), shapes[dims_q])
-    for name, x in floats.items():
-        dims = 4 if name.endswith("cache") else dims_new
-        _check_form(name, x, q.dtype, dims, q.device)
-    for name, (x, dims) in indices.items():
-        _check_form(name, x, torch.int32, dims, q.device)
-
-
 def _append(k_cache, v_cache, k, v, position, rows, page_table):
     """Writes tokens (total, heads, d) to these positions of these rows: each is a sequence of its
     own, whose step of decoding, against itself, nobody looks at."""
@@ -232,7 +209,7 @@ def _with_cache_as_varlen(
     lengths, chunks. One thing after the other: rotate, append, attend."""
     if not isinstance(lengths, Tensor | None):
         lengths = as_int(lengths, "cache_seqlens")
-    _check_cached(
+    check_cached(
         q,
         dict(k_cache=k_cache, v_cache=v_cache, k=k, v=v),
         dict(

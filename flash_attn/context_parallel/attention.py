@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.calls import (
     Options,
     Queries,
@@ -413,6 +414,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dout, dlse):
     out, softmax_lse, q, k, v, alibi_slopes, sink, rng_state = ctx.saved_tensors
+    check_no_tangents(dout=dout, dlse=dlse)
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dsink = context_parallel_bwd(
         dout, dlse, out, softmax_lse, q, k, v, alibi_slopes, sink, rng_state, *ctx.rest

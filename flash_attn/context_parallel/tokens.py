@@ -78,8 +78,8 @@ def join(
 
     Raises:
         RuntimeError: x has other rows than its rank should hold, or the group's own errors: a
-            time-out, a rank that is gone. ValueError: layout or group. NotImplementedError: x has a
-        tangent of forward-mode AD.
+            time-out, a rank that is gone. ValueError: layout or group. NotImplementedError: x, or
+            its gradient, has a tangent of forward-mode AD.
     """
     check_layout(layout)
     check_no_tangents(x=x)
@@ -91,7 +91,26 @@ def join(
     if ranks.inner is not None:
         rows = _gather(rows, shards.inner_ranges(ranks.outer_rank), ranks.inner)
     outer = tuple(shards.outer_ranges(rank) for rank in range(ranks.outer_size))
-    return _gather(rows, outer, ranks.outer).movedim(0, dim)
+    return _GradientWithoutTangent.apply(_gather(rows, outer, ranks.outer)).movedim(0, dim)
+
+
+class _GradientWithoutTangent(torch.autograd.Function):
+    """The same tensor, whose gradient the exchange would strip of its tangent."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> Tensor:
+        check_no_tangents(dout=dout)
+        return dout
 
 
 def _check_dim(x: Tensor, dim: int) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flash_attn._call import bwd, fwd, fwd_arguments
+from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.calls import forced_backend_again, on_device, sink_grad
 from flash_attn.context_parallel.dropout import Dropout
 from flash_attn.context_parallel.exchange import Transfer, start
@@ -333,6 +334,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dout, dlse, _):
     out, lse_of_heads, q, k, v, alibi_slopes, sink, rng_state = ctx.saved_tensors
+    check_no_tangents(dout=dout, dlse=dlse)
     dout = torch.zeros_like(out) if dout is None else dout
     with_lse = ctx.rest[8]
     dq, dk, dv, dsink = ulysses_bwd(
