@@ -1,4 +1,4 @@
-"""What FlashAttention-3's functions check before they call others, which have other names for it."""
+"""What FlashAttention-3's functions check before they call others, by the names they have here."""
 
 from collections.abc import Mapping
 
