@@ -22,7 +22,7 @@ from poison import dirty_allocator
 # head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
 POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
 POOLED_OF_GROUP = 1024
-POOLED_IN_ORDER = {64: 0, 128: 512}  # in the mean over all tiles
+POOLED_IN_ORDER, SEEN_IN_ORDER = {64: 0, 128: 1024}, 576
 STRETCH = 1024
 SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
 
@@ -36,10 +36,24 @@ def is_pooled(case: Case) -> bool:
     if case.heads_q > case.heads_kv:
         most = min(most, POOLED_OF_GROUP)
     if case.deterministic:
-        halves = 2 if case.causal or case.window[1] >= 0 else 1
-        most = min(most, halves * POOLED_IN_ORDER[pool_class(case)])
+        most = min(most, POOLED_IN_ORDER[pool_class(case)])
+        seen = seen_pairs(case)
+        if max(seen / case.seqlen_q, seen / case.keys) > SEEN_IN_ORDER:
+            return False
     has_stretches = case.heads_q == case.heads_kv and not case.deterministic
     return (queries_of_tile(case) if has_stretches else case.seqlen_q) <= most
+
+
+def seen_pairs(case: Case) -> int:
+    """How many (query, key) pairs one head has."""
+    (left, right), diagonal = case.window, 0 if case.top_left else case.keys - case.seqlen_q
+    right = 0 if case.causal else right
+    seen = 0
+    for query in range(diagonal, diagonal + case.seqlen_q):
+        begin = 0 if left < 0 else min(max(query - left, 0), case.keys)
+        end = case.keys if right < 0 else min(max(query + right + 1, 0), case.keys)
+        seen += end - begin
+    return seen
 
 
 def queries_of_tile(case: Case) -> int:
@@ -92,9 +106,12 @@ POOL_CASES = [
         ("bf16", 5000, None, 1, 1, 128, {"window": (4000, 0)}),
         ("fp16", 2100, None, 4, 2, 64, {"window": (500, 0)}),
         ("bf16", 511, None, 2, 2, 64, {"deterministic": True}),
-        ("bf16", 1000, 2001, 2, 2, 128, {"causal": True, "deterministic": True}),
+        ("bf16", 1000, 900, 2, 2, 128, {"causal": True, "deterministic": True}),
+        ("bf16", 1000, 1400, 2, 2, 128, {"causal": True, "deterministic": True}),
         ("fp16", 513, None, 2, 2, 128, {"deterministic": True}),
-        ("bf16", 512, 1300, 6, 2, 128, {"deterministic": True}),
+        ("bf16", 577, None, 2, 2, 128, {"deterministic": True}),
+        ("bf16", 500, 512, 6, 2, 128, {"deterministic": True}),
+        ("bf16", 512, 1300, 2, 2, 128, {"deterministic": True}),
         ("fp16", 1024, 800, 2, 2, 120, {"window": (300, 40), "deterministic": True}),
         ("bf16", 1025, None, 2, 2, 128, {"causal": True, "deterministic": True}),
         ("fp16", 2100, None, 2, 2, 128, {"window": (500, 0), "deterministic": True}),

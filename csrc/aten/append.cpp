@@ -56,9 +56,9 @@ Tensor stored(const Tensor& x, at::ScalarType dtype, const std::optional<Tensor>
   return scaled.nan_to_num(0.0).round_().clamp_(-128, 127).to(dtype);  // NaN has no int8: 0
 }
 
-// Writes x (batch, n, heads, d) to those of the places, (batch · n), that exist. Their number must not
-// depend on them, so what has no place repeats the write of the first that has one, or writes back
-// what is there if none has.
+// Writes x (batch, n, heads, d) to those of the places, (batch · n), that exist. Their number must
+// not depend on them, so what has no place repeats the write of the first that has one, or writes
+// back what is there if none has.
 void store(const Tensor& cache, const Tensor& x, const Cache::Places& places) {
   const Tensor bytes = as_bytes(cache), values = as_bytes(x).flatten(0, 1);
   const Tensor exists = places.exists.flatten();

@@ -24,7 +24,8 @@ OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Bloc
 // out (zeros) like q with v's head dim, lse (−inf): what no sequence covers stays as it is.
 std::tuple<at::Tensor, at::Tensor> make_outputs(const Args& args);
 
-// max_logits (heads_q) of a call, all -inf, or empty if not wanted; and what a block of rows adds to them.
+// max_logits (heads_q) of a call, all -inf, or empty if not wanted; and what a block of rows adds
+// to them.
 at::Tensor make_max_logits(const Args& args);
 void write_max_logits(const at::Tensor& max_logits, const Slice& slice, const OnlineSoftmax& state);
 

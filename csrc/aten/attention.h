@@ -37,9 +37,9 @@ struct Args {
 
 // out like q with v's head dim; lse (batch, heads_q, seqlen_q) or (heads_q, total_q), fp64 for fp64
 // inputs, else fp32; S_dmask (batch, heads_q, max_seqlen_q, max_seqlen_k) when return_probs, else
-// empty: the normalised probabilities, negated where dropout drops them; max_logits (heads_q), of lse's
-// dtype, when args.wants_max_logits, else empty: the largest softmax_scale · q·k that is seen, -inf if
-// none is.
+// empty: the normalised probabilities, negated where dropout drops them; max_logits (heads_q), of
+// lse's dtype, when args.wants_max_logits, else empty: the largest softmax_scale · q·k that is
+// seen, -inf if none is.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fwd(const Args& args, bool return_probs);
 
 struct Grads {
@@ -80,8 +80,8 @@ struct Appended {
   at::Tensor q;              // rotated
   at::Tensor cache_seqlens;  // the new tokens included
 };
-// Writes the new tokens, rotated, into the caches of `args` from its cache_seqlens on (none: so that
-// they are the last). What has no place there is dropped.
+// Writes the new tokens, rotated, into the caches of `args` from its cache_seqlens on (none: so
+// that they are the last). What has no place there is dropped.
 Appended append(const DecodeArgs& args, const NewTokens& tokens);
 
 }  // namespace flash_attn::aten

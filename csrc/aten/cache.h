@@ -1,6 +1,7 @@
-// Where the keys of each sequence lie in the caches of a decode call: position p of sequence b is slot
-// p % page_size of page table[b][p / page_size]. An unpaged cache has one page a row, as long as its
-// capacity. The index tensors may hold anything: what they name outside the cache does not exist.
+// Where the keys of each sequence lie in the caches of a decode call: position p of sequence b is
+// slot p % page_size of page table[b][p / page_size]. An unpaged cache has one page a row, as long
+// as its capacity. The index tensors may hold anything: what they name outside the cache does not
+// exist.
 #pragma once
 
 #include <ATen/core/Tensor.h>

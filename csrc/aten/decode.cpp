@@ -82,8 +82,8 @@ void bound_on_host(CacheSlice& part, const Cache& cache, int64_t length, int64_t
   }
 }
 
-// Sequences of lengths that only the device knows: every position is visited, what is none of theirs
-// is masked.
+// Sequences of lengths that only the device knows: every position is visited, what is none of
+// theirs is masked.
 void bound_on_device(CacheSlice& part, const Cache& cache, const Tensor& lengths,
                      const Tensor& leftpad) {
   const Block batches = part.slice.batches;

@@ -8,8 +8,8 @@
 //
 //   R = Philox2x32-7(counter (8a + u, X), key K)      C = Philox2x32-7(counter (8b + v, Y), key K)
 //
-// and for the eight elements of all r and s, with M the multiplier of Philox2x32 and h and l the high
-// and the low word of a product,
+// and for the eight elements of all r and s, with M the multiplier of Philox2x32 and h and l the
+// high and the low word of a product,
 //
 //   p = M · (R xor C)      q = M · (h(p) xor C)      w₀ = h(q) xor l(p) xor Z      w₁ = l(q)
 //   number(i, j) = 8 bits: the low seven of byte s of w_r, then the highest one of byte s xor 1
@@ -17,8 +17,8 @@
 //
 // The keep probability is 1 − T / 2^8: kept weights are scaled by the inverse of that.
 //
-// A call that is a part of a larger one (core/params.h, DropoutPlace) counts batch, head, query and key
-// as they lie there.
+// A call that is a part of a larger one (core/params.h, DropoutPlace) counts batch, head, query and
+// key as they lie there.
 #pragma once
 
 #include <ATen/core/Tensor.h>

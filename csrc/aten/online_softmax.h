@@ -12,8 +12,8 @@ namespace flash_attn::aten {
 struct OnlineSoftmax {
   at::Tensor o;        // (rows, d_v) or (matrices, rows, d_v), not normalised
   at::Tensor row_sum;  // l, (…, rows, 1)
-  // m, (…, rows, 1). Without keys a finite number, so that S − m is never −inf + inf: the lowest, or
-  // where scores are bounded the border, which hides what is below (core/score_range.h).
+  // m, (…, rows, 1). Without keys a finite number, so that S − m is never −inf + inf: the lowest,
+  // or where scores are bounded the border, which hides what is below (core/score_range.h).
   at::Tensor row_max;
   at::Tensor max_logits;  // ScoreTile's, of all keys; or undefined
 

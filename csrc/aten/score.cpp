@@ -106,7 +106,8 @@ std::vector<Tensor> ScoreTerms::bounds(Block rows, Block keys, at::TensorOptions
   const auto bound_where = [&](const Tensor& seen) {
     bounds.push_back(at::where(seen, kInf, -kInf).to(options));
   };
-  // Rows that only pad a batch must not see keys: one with a NaN would reach dK and dV through them.
+  // Rows that only pad a batch must not see keys: one with a NaN would reach dK and dV through
+  // them.
   if (query_exists.defined()) bound_where(query_exists.narrow(-2, rows.first, rows.size()));
   if (key_exists.defined()) bound_where(key_exists.narrow(-1, keys.first, keys.size()));
   if (bias.defined() && bias.scalar_type() == at::kBool) bound_where(bias_tile(bias, rows, keys));

@@ -25,7 +25,8 @@ struct ScoreTile {
   at::Tensor s;       // scores · log2 e, a tile (tile.h)
   at::Tensor masked;  // bool, shaped like s; undefined unless careful
   at::Tensor tanh;    // tanh(S / softcap), shaped like s; undefined without softcap
-  // (heads) the largest softmax_scale · q·k that is seen; undefined unless ScoreTerms::wants_max_logits
+  // (heads) the largest softmax_scale · q·k that is seen; undefined unless
+  // ScoreTerms::wants_max_logits
   at::Tensor max_logits;
   // Something is masked, and NaN or inf may be in what is multiplied with this tile.
   bool careful = false;

@@ -36,8 +36,8 @@ class Sequences {
   at::Tensor view(const at::Tensor& x, Block batches) const;
 
   // Where padded(): bool (batch), a sequence is longer than max_length(), which the host could not
-  // know; and bool (total), of the flattened tokens those that lie behind max_length() in theirs, or
-  // in one of `batches`, bool (batch).
+  // know; and bool (total), of the flattened tokens those that lie behind max_length() in theirs,
+  // or in one of `batches`, bool (batch).
   at::Tensor too_long() const { return needed_.gt(max_length_); }
   at::Tensor lost_tokens(const at::Tensor& batches) const;
 
@@ -56,7 +56,8 @@ class Sequences {
   int64_t batch_, total_, max_length_;
   at::TensorOptions device_;  // int64 on the tokens' device
   std::vector<Place> host_;   // start in x[b] (dense) or in x (varlen); empty if padded()
-  // int64 (batch), where padded(): start in the flattened tokens; length, cut to max_length_ and not.
+  // int64 (batch), where padded(): start in the flattened tokens; length, cut to max_length_ and
+  // not.
   at::Tensor starts_, lengths_, needed_;
 };
 

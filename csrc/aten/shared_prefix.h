@@ -7,9 +7,9 @@
 
 namespace flash_attn::aten {
 
-// The pages of each sequence in a row of its own, int32 (batch, columns): those that lie wholly in the
-// first lens[b] keys from the row of sequence source[b], the others from its own. rows: the row of
-// `table` that a sequence has; none: its own number. What names no row has no pages.
+// The pages of each sequence in a row of its own, int32 (batch, columns): those that lie wholly in
+// the first lens[b] keys from the row of sequence source[b], the others from its own. rows: the row
+// of `table` that a sequence has; none: its own number. What names no row has no pages.
 at::Tensor unshared_table(const at::Tensor& table, const std::optional<at::Tensor>& rows,
                           const at::Tensor& source, const at::Tensor& lens, int64_t page_size);
 

@@ -165,8 +165,8 @@ FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
 FLASH_ATTN_API DecodeResult call_kvcache(KvcacheArgs args);
 FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
 // The op fwd, of which out alone is wanted, of ordinary tensors with nothing to cast or transform;
-// none: the call is not of that kind. As torch's scaled_dot_product_attention, (batch, heads, rows, d)
-// with nothing to broadcast; and of (batch, rows, heads, d).
+// none: the call is not of that kind. As torch's scaled_dot_product_attention, (batch, heads, rows,
+// d) with nothing to broadcast; and of (batch, rows, heads, d).
 FLASH_ATTN_API OptTensor call_heads_first(at::Tensor query, at::Tensor key, at::Tensor value,
                                           OptTensor mask, double dropout_p,
                                           std::optional<double> scale, bool causal, bool gqa,

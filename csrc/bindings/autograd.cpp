@@ -72,8 +72,8 @@ bool are_ordinary(const AttnArgs& attn) {
          is_ordinary(attn.v) && (!attn.attn_bias || is_ordinary(*attn.attn_bias));
 }
 
-// The op fwd of tensors that are ordinary, of which out alone is wanted: the dispatcher has nothing to
-// do above autograd.
+// The op fwd of tensors that are ordinary, of which out alone is wanted: the dispatcher has nothing
+// to do above autograd.
 Tensor out_of(FwdArgs args, bool heads_first) {
   AttnArgs& attn = args.attn;
   const int rows = heads_first ? 2 : 1;
@@ -193,8 +193,9 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
   return results;
 }
 
-// The write counts as a new version of the caches: whoever saved one for a backward pass hears of it.
-// Tensors of inference mode have no version, and by torch's rule nobody writes to them outside of it.
+// The write counts as a new version of the caches: whoever saved one for a backward pass hears of
+// it. Tensors of inference mode have no version, and by torch's rule nobody writes to them outside
+// of it.
 DecodeResult kvcache_in_place(const KvcacheArgs& args) {
   const auto check_version = [](const char* name, const Tensor& cache) {
     TORCH_CHECK(!cache.is_inference() || c10::InferenceMode::is_enabled(), "flash_attn: ", name,
@@ -213,8 +214,8 @@ DecodeResult kvcache_in_place(const KvcacheArgs& args) {
   return result;
 }
 
-// Negated and conjugated views, whose sign changes on reading. Inputs are copied; torch's own fallback
-// would copy the caches, too, and lose what is written.
+// Negated and conjugated views, whose sign changes on reading. Inputs are copied; torch's own
+// fallback would copy the caches, too, and lose what is written.
 DecodeResult kvcache_resolved(const KvcacheArgs& outer) {
   const auto check_plain = [](const char* name, const Tensor& cache) {
     TORCH_CHECK(!cache.is_neg() && !cache.is_conj(), "flash_attn: ", name,

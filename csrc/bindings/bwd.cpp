@@ -31,8 +31,8 @@ bool has_bias_kernel(const Plan& plan, const BwdParams& params) {
          !sm90::stores_bias_gradient(params) && sm90::computes_bias_gradient(params);
 }
 
-// Where the kernels leave the gradient of the bias, or what is to be summed further, as zeros if they do
-// not write all of it; undefined if nothing is wanted. attn: readable().
+// Where the kernels leave the gradient of the bias, or what is to be summed further, as zeros if
+// they do not write all of it; undefined if nothing is wanted. attn: readable().
 at::Tensor start_bias_gradient(const Plan& plan, BwdParams& params, const AttnArgs& attn,
                                bool wanted) {
   if (!wanted || !attn.attn_bias || attn.attn_bias->scalar_type() == at::kBool) return {};
@@ -41,9 +41,9 @@ at::Tensor start_bias_gradient(const Plan& plan, BwdParams& params, const AttnAr
   const auto fp32 = bias.options().dtype(at::kFloat);
   BiasGradientParams& gradient = params.dbias;
   at::Tensor sums;
-  // A bias of a dense call's only key has dS for a gradient. The sum over a row's keys, which needs no dS,
-  // is the same number from delta alone, and less exact where a sink has most of the row: delta counts on an
-  // out that was rounded.
+  // A bias of a dense call's only key has dS for a gradient. The sum over a row's keys, which needs
+  // no dS, is the same number from delta alone, and less exact where a sink has most of the row:
+  // delta counts on an out that was rounded.
   const bool of_one_key =
       params.cu_seqlens_k == nullptr && params.seqlen_k == 1 && bias.size(2) == params.seqlen_q;
   if (bias.size(3) == 1 && !of_one_key) {
@@ -158,7 +158,8 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
   };
   at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k),
              dv = contiguous_like(attn.v);
-  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its own.
+  // Results of an op must not share memory, so each that is not wanted is an empty tensor of its
+  // own.
   const auto none = [&] { return at::empty({0}, attn.q.options()); };
   at::Tensor dsink =
       args.grad_mask[4] && attn.learnable_sink ? at::zeros_like(*attn.learnable_sink) : none();

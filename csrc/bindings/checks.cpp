@@ -272,8 +272,8 @@ void check(const BwdArgs& args) {
 
 namespace {
 
-// The longest of the segments that cu_seqlens cuts `total` rows into, of which `used` count and `pad`
-// are skipped.
+// The longest of the segments that cu_seqlens cuts `total` rows into, of which `used` count and
+// `pad` are skipped.
 int64_t longest(const Tensor& cu_seqlens, const OptTensor& used, const OptTensor& pad,
                 int64_t total) {
   const auto numbers = [](const OptTensor& x) { return x ? x->contiguous() : Tensor(); };

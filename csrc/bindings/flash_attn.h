@@ -53,7 +53,8 @@ struct DecodeOptions {
   int64_t num_splits = 0;                          // 0: chosen
   bool batch_invariant = false;
   std::optional<std::string_view> backend;
-  // int32 (batch): the first prefix_lens[b] keys of sequence b are those of sequence prefix_source[b]
+  // int32 (batch): the first prefix_lens[b] keys of sequence b are those of sequence
+  // prefix_source[b]
   std::optional<at::Tensor> prefix_source, prefix_lens;
 };
 

@@ -98,8 +98,8 @@ variable_list gradients_of(const PlainCall& call, const variable_list& tensors,
 }
 
 // The node of a forward in the graph: a Node of its own, as torch's own operations have.
-// torch::autograd::Function keeps values in a hash map and notes the form of every input, for which a
-// call takes longer than for its checks.
+// torch::autograd::Function keeps values in a hash map and notes the form of every input, for which
+// a call takes longer than for its checks.
 class AttentionBackward : public torch::autograd::Node {
  public:
   // `args`: the inputs as they came: a view made here would not hear of a write to what it views.
@@ -133,8 +133,8 @@ class AttentionBackward : public torch::autograd::Node {
     for (SavedVariable& saved : saved_) saved.reset_data();
   }
 
-  // For torch's compiled autograd, in whose trace the node is one opaque function: what of the node is
-  // a constant of the trace, and the trace.
+  // For torch's compiled autograd, in whose trace the node is one opaque function: what of the node
+  // is a constant of the trace, and the trace.
   void compiled_args(CompiledNodeArgs& args) const override {
     const auto collect = [&](const auto& value) {
       using Value = std::remove_cvref_t<decltype(value)>;

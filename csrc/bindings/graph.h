@@ -5,16 +5,16 @@
 
 namespace flash_attn {
 
-// What a graph gives: all results of the op; out alone; out alone of (batch, heads, rows, d), as q, k
-// and v are: turned in the function, they cost no nodes of the graph.
+// What a graph gives: all results of the op; out alone; out alone of (batch, heads, rows, d), as q,
+// k and v are: turned in the function, they cost no nodes of the graph.
 enum class Wanted { kAll, kOut, kOutHeadsFirst };
 
 // The op fwd below autograd, and its node. args: as the caller gave them.
 FwdResult fwd_in_graph(const FwdArgs& args, Wanted wanted);
 
-// The op fwd of ordinary tensors without a graph, of which out and LSE are wanted. Where nobody listens
-// to the dispatcher, no mode of torch's, no transform, tracer or profiler, it is the body itself: the
-// long list of arguments there and back takes as long as all checks.
+// The op fwd of ordinary tensors without a graph, of which out and LSE are wanted. Where nobody
+// listens to the dispatcher, no mode of torch's, no transform, tracer or profiler, it is the body
+// itself: the long list of arguments there and back takes as long as all checks.
 FwdResult fwd_of_ordinary(FwdArgs args);
 
 // (batch, heads, rows, d) and (batch, rows, heads, d), into one another.

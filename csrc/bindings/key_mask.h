@@ -1,7 +1,8 @@
-// A varlen call with a mask of the keys alone, bool and the same for all heads and queries, as pages that
-// do not exist make it. It is there for the few sequences that lack a page, or for none; which, only the
-// device knows. So it runs twice: first as without the mask, for the sequences of which it hides nothing, and
-// then on sm80's kernels with score terms, for the others. Each leaves the other's rows as they are.
+// A varlen call with a mask of the keys alone, bool and the same for all heads and queries, as
+// pages that do not exist make it. It is there for the few sequences that lack a page, or for none;
+// which, only the device knows. So it runs twice: first as without the mask, for the sequences of
+// which it hides nothing, and then on sm80's kernels with score terms, for the others. Each leaves
+// the other's rows as they are.
 #pragma once
 
 #include <optional>
@@ -11,7 +12,8 @@
 
 namespace flash_attn {
 
-// The sequences of a call of readable() arguments, dealt out: none, if the call is not of that kind.
+// The sequences of a call of readable() arguments, dealt out: none, if the call is not of that
+// kind.
 class DealtSequences {
  public:
   // `params` and `score` become those of the first run. like: a tensor of the call's device.

@@ -29,7 +29,8 @@ void check_mask_form(const char* name, const OptTensor& tensor, const std::vecto
               tensor->sym_sizes());
 }
 
-// bool (batch or 1, heads_q or 1, seqlen_q, seqlen_k) of intervals: the labels from `first` to `end`.
+// bool (batch or 1, heads_q or 1, seqlen_q, seqlen_k) of intervals: the labels from `first` to
+// `end`.
 Tensor inside(const Tensor& labels, const Tensor& rows, int64_t first) {
   return labels.ge(rows.narrow(-1, first, 1))
       .logical_and_(labels.lt(rows.narrow(-1, first + 1, 1)));

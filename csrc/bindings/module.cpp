@@ -8,9 +8,10 @@
 namespace flash_attn {
 namespace {
 
-// The names that use_backend asked for, the outermost first: a context variable, so that each thread
-// and each async context has its own. A property of C++, as torch.compile reads and sets those in
-// its traces, and guards on them in the thread that runs, while it cannot trace a context variable.
+// The names that use_backend asked for, the outermost first: a context variable, so that each
+// thread and each async context has its own. A property of C++, as torch.compile reads and sets
+// those in its traces, and guards on them in the thread that runs, while it cannot trace a context
+// variable.
 class ForcedBackends {
  public:
   pybind11::object get() const {

@@ -90,9 +90,9 @@ void check_places(const char* name, const at::Tensor& cache) {
               cache.strides());
 }
 
-// Whether a write to the one cache is a write to the other. Pages of a pool may be K's under one number
-// and V's under another, as transformers' continuous batching has them: who writes the block table
-// keeps them apart. A page's own K and V have to be.
+// Whether a write to the one cache is a write to the other. Pages of a pool may be K's under one
+// number and V's under another, as transformers' continuous batching has them: who writes the block
+// table keeps them apart. A page's own K and V have to be.
 bool share_writes(const DecodeArgs& args) {
   const at::Tensor &k = args.k_cache, &v = args.v_cache;
   const bool by_pages = args.block_table && k.numel() != 0 && v.numel() != 0 &&

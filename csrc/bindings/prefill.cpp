@@ -53,8 +53,8 @@ void launch_forward(const Plan& plan, FwdParams& params, const DecodeParams& cal
   if (plan.splits.count > 1) cuda::run_decode_combine(call, stream_of(lse));
 }
 
-// Pages copied side by side, for as many keys as count. Sequences that cannot be, as a page of theirs
-// does not exist or the copy has no room left, are decode's: which, only the device knows.
+// Pages copied side by side, for as many keys as count. Sequences that cannot be, as a page of
+// theirs does not exist or the copy has no room left, are decode's: which, only the device knows.
 void prefill_paged(const Plan& plan, FwdParams params, DecodeParams& call, const at::Tensor& q,
                    const DecodeResult& results) {
   constexpr int64_t kCopyBytes = int64_t{1} << 30;

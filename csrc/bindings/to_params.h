@@ -19,8 +19,8 @@ CallShape call_shape(const DecodeArgs& args);
 CallShape call_shape(
     const KvcacheArgs& args);  // appends: the append kernel can write to the caches
 
-// Whether the mask of a varlen call is dealt out with its sequences (bindings/key_mask.h): for the choice
-// of a backend, the call has none.
+// Whether the mask of a varlen call is dealt out with its sequences (bindings/key_mask.h): for the
+// choice of a backend, the call has none.
 bool deals_out_sequences(const AttnArgs& args);
 
 // How the call is served; one on a GPU that falls to aten warns once for each set of reasons.
@@ -58,8 +58,8 @@ DType dtype_of(const at::Tensor& tensor);
 // causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence
 // notices.
 int window_to_params(const c10::SymInt& window);
-// Where kernels leave the largest logits: (heads_q) of -inf, or empty if not wanted; q: (…, heads_q, d). And
-// the pointer that params take.
+// Where kernels leave the largest logits: (heads_q) of -inf, or empty if not wanted; q: (…,
+// heads_q, d). And the pointer that params take.
 at::Tensor start_max_logits(const at::Tensor& q, bool wanted);
 float* max_logits_pointer(const at::Tensor& max_logits);
 

@@ -9,8 +9,8 @@ namespace flash_attn {
 
 class Architectures {
  public:
-  // As CMake names them, with commas between: "80-real,90-real,80-virtual". Machine code (real) runs
-  // on its major version from its minor version on, with a letter (90a) on its own alone; PTX
+  // As CMake names them, with commas between: "80-real,90-real,80-virtual". Machine code (real)
+  // runs on its major version from its minor version on, with a letter (90a) on its own alone; PTX
   // (virtual) on all that is newer. Without either word: both. Empty: a build without CUDA.
   explicit Architectures(std::string_view list);
 

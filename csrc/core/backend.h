@@ -1,5 +1,5 @@
-// How a call is served, and why other backends do not serve it. The one place that decides. What a backend
-// can do, and what a call costs it, stands beside its kernels; here they are compared.
+// How a call is served, and why other backends do not serve it. The one place that decides. What a
+// backend can do, and what a call costs it, stands beside its kernels; here they are compared.
 #pragma once
 
 #include <optional>

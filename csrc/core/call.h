@@ -47,8 +47,8 @@ struct CallShape {
   }
 };
 
-// Why something cannot serve a call, in words; empty: it can. Every call asks all who could serve it, and
-// hardly any asks why: Reasons without words only know whether there are any.
+// Why something cannot serve a call, in words; empty: it can. Every call asks all who could serve
+// it, and hardly any asks why: Reasons without words only know whether there are any.
 class Reasons {
  public:
   explicit Reasons(bool in_words = true) : in_words_(in_words) {}

@@ -1,6 +1,6 @@
 // Errors that the host's part of a file of kernels throws. What puts words together, <string> and
-// <stdexcept>, stands in failure.cpp: it would cost each such file a second of the build, and most of
-// them have nothing else to say.
+// <stdexcept>, stands in failure.cpp: it would cost each such file a second of the build, and most
+// of them have nothing else to say.
 #pragma once
 
 #include <concepts>

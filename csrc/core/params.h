@@ -109,8 +109,8 @@ struct AttnParams {
 };
 
 // An additive bias, or a mask, that broadcasts to (batch, heads_q, rows, keys): a stride is 0 in a
-// dimension that it broadcasts. Element (i, j) belongs to query i and key j of a sequence; what lies
-// beyond the tensor is not read: keys there are hidden, queries take the last row.
+// dimension that it broadcasts. Element (i, j) belongs to query i and key j of a sequence; what
+// lies beyond the tensor is not read: keys there are hidden, queries take the last row.
 struct BiasParams {
   const void* data = nullptr;  // null: none
   DType dtype = DType::kFp32;  // that of q, kFp32 or kBool (false: hidden)
@@ -138,8 +138,8 @@ struct ScoreParams {
   BiasParams bias;
 };
 
-// Where the gradient of a bias goes: contiguous, zeroed by the caller, as blocks that no query sees are
-// not visited.
+// Where the gradient of a bias goes: contiguous, zeroed by the caller, as blocks that no query sees
+// are not visited.
 struct BiasGradientParams {
   enum class Form : uint8_t {
     kNone,   // not wanted
@@ -165,8 +165,8 @@ struct PartialResults {
 struct FwdParams : AttnParams {
   ScoreParams score;
 
-  // Where k and v are a cache: sequence b's keys lie in row cache_batch_idx[b], of cache_rows; null:
-  // in row b.
+  // Where k and v are a cache: sequence b's keys lie in row cache_batch_idx[b], of cache_rows;
+  // null: in row b.
   const int32_t* cache_batch_idx = nullptr;
   int cache_rows = 0;
   int seqlen_new = 0;  // keys of each sequence that seqused_k does not count: just appended
@@ -175,40 +175,42 @@ struct FwdParams : AttnParams {
   Strides out_strides;
   float* lse = nullptr;  // (batch, heads_q, seqlen_q) or (heads_q, total_q); natural log
   int64_t lse_batch_stride = 0, lse_head_stride = 0;  // varlen: batch stride 0. Rows are contiguous
-  // (heads_q) fp32, or null: not wanted. The largest softmax_scale · q·k that any query of the head sees;
-  // -inf before the launch.
+  // (heads_q) fp32, or null: not wanted. The largest softmax_scale · q·k that any query of the head
+  // sees; -inf before the launch.
   float* max_logits = nullptr;
 
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch
 
   // > 1, of dense q with head_dim_v = head_dim: each tile's keys are cut into so many pieces, and
-  // their results, rows by token, are left for cuda::run_decode_combine; out and lse are not written.
+  // their results, rows by token, are left for cuda::run_decode_combine; out and lse are not
+  // written.
   int num_splits = 1;
   PartialResults partial;
 };
 
 // dq_accum as a pool for a call without cu_seqlens. The queries of a (batch entry, kv head) come in
-// stretches of dq_accum_rows. The sums of stretch n of the call lie in place n % places, after those
-// of stretch n - places have become rows of dq. So the stretches of a head lie one behind the other,
-// but for the end of the pool, behind which its beginning comes.
+// stretches of dq_accum_rows. The sums of stretch n of the call lie in place n % places, after
+// those of stretch n - places have become rows of dq. So the stretches of a head lie one behind the
+// other, but for the end of the pool, behind which its beginning comes.
 struct DqPool {
   int places = 0;  // 0: no pool, dq_accum has room for all
   // Of a head. There is more than one only where windows are short and no heads share keys.
   int stretches = 1;
   float* end = nullptr;  // of dq_accum
   // Workspace (1 + 2 · batch · heads_kv · stretches), zeroed by the launch: how many shares of dq
-  // have been taken on; then, for each stretch, how many blocks of keys have been added, and how many
-  // shares written.
+  // have been taken on; then, for each stretch, how many blocks of keys have been added, where no
+  // turns say so, and how many shares written.
   int32_t* progress = nullptr;
 };
 
-// The backward's tiles where whole ones would leave multiprocessors without work: the queries that see a
-// block of keys are split among thread blocks, and their dK and dV meet in fp32.
+// The backward's tiles where whole ones would leave multiprocessors without work: the queries that
+// see a block of keys are split among thread blocks, and their dK and dV meet in fp32.
 struct BwdSplits {
   int count = 1;  // of each tile
   int tiles = 0;
-  // Workspace, if there are several: (tiles, warps, count, dK and dV of a warp's keys), in the order of
-  // accumulators; and, zeroed by the launch, (tiles, warps): from how many splits sums have come.
+  // Workspace, if there are several: (tiles, warps, count, dK and dV of a warp's keys), in the
+  // order of accumulators; and, zeroed by the launch, (tiles, warps): from how many splits sums
+  // have come.
   float* sums = nullptr;
   int32_t* arrived = nullptr;
 };
@@ -236,10 +238,9 @@ struct BwdParams : AttnParams {
   int64_t dq_accum_rows = 0;
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
   DqPool dq_pool;
-  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), with a pool (batch · heads_q, …),
-  // zeroed by the launch. At the first row of each block of queries it says how many blocks of keys
-  // have been added to its sums.
-  // If it is null, they are added in any order.
+  // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), with a pool (batch · heads_q,
+  // …), zeroed by the launch. At the first row of each block of queries it says how many blocks of
+  // keys have been added to its sums. If it is null, they are added in any order.
   int32_t* dq_turns = nullptr;
   BwdSplits splits;
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch; null: no need
@@ -249,7 +250,8 @@ struct BwdParams : AttnParams {
 // A cache of keys and values, dense or paged. Its index vectors live on the device and may hold
 // anything: an entry that names no row or page has no keys.
 struct CacheParams {
-  // (cache_rows, capacity, heads_kv, head_dim), or (cache_rows pages, page_size, heads_kv, head_dim)
+  // (cache_rows, capacity, heads_kv, head_dim), or (cache_rows pages, page_size, heads_kv,
+  // head_dim)
   const void* k_cache = nullptr;
   const void* v_cache = nullptr;     // likewise, with head_dim_v
   Strides k_strides, v_strides;      // batch: from one row of the cache, or page, to the next
@@ -271,7 +273,8 @@ struct CacheParams {
   int64_t k_descale_batch_stride = 0, k_descale_head_stride = 0;
   int64_t v_descale_batch_stride = 0, v_descale_head_stride = 0;
 
-  // (rotary_rows, rotary_dim / 2) contiguous, dtype of q; null: no rotation. Row t turns position t.
+  // (rotary_rows, rotary_dim / 2) contiguous, dtype of q; null: no rotation. Row t turns position
+  // t.
   const void *rotary_cos = nullptr, *rotary_sin = nullptr;
   int rotary_rows = 0, rotary_dim = 0;
   bool rotary_interleaved = false;  // pairs (0, 1), (2, 3), …; else (i, i + rotary_dim / 2)
@@ -285,8 +288,9 @@ struct AppendParams : CacheParams {
   Strides k_new_strides, v_new_strides;
 };
 
-// How the keys of each sequence are cut into pieces, which thread blocks of their own read and whose
-// results are merged. The functions below name the modes; a number that a mode does not use is 0.
+// How the keys of each sequence are cut into pieces, which thread blocks of their own read and
+// whose results are merged. The functions below name the modes; a number that a mode does not use
+// is 0.
 struct Splits {
   int count = 0;  // pieces of a sequence; by length: at most so many
   int keys = 0;   // of a piece, by length
@@ -300,8 +304,8 @@ struct Splits {
   static constexpr Splits dealt_out() { return {}; }
   // Each sequence into so many equal pieces; 1: not cut.
   static constexpr Splits alike(int pieces) { return {.count = pieces}; }
-  // Into pieces of so many keys, of sequences that have at most `pieces` of them: no bit of a result
-  // depends on the other sequences.
+  // Into pieces of so many keys, of sequences that have at most `pieces` of them: no bit of a
+  // result depends on the other sequences.
   static constexpr Splits by_length(int keys, int pieces) {
     return {.count = pieces, .keys = keys};
   }
@@ -328,8 +332,8 @@ struct DecodeParams : CacheParams {
 
   Splits splits;  // dealt out: by cuda/decode/kvcache.cuh alone
 
-  // (batch) or null, of calls of cuda/decode/kvcache.cuh that are not cut. A sequence whose entry is 0
-  // is left to other kernels.
+  // (batch) or null, of calls of cuda/decode/kvcache.cuh that are not cut. A sequence whose entry
+  // is 0 is left to other kernels.
   const int32_t* sequence_mask = nullptr;
 
   PartialResults partial;  // null where nothing is cut

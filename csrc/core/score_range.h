@@ -1,5 +1,5 @@
-// What a score can be, the same in every dtype and on every backend. S is a score of a call with terms:
-// softcap, bias, slopes of ALiBi, dropout.
+// What a score can be, the same in every dtype and on every backend. S is a score of a call with
+// terms: softcap, bias, slopes of ALiBi, dropout.
 //
 //   S < −2^26           The key is hidden, as by a bias of −∞. Masks of finfo.min in fp32 and bf16
 //                       mean this, and so do masks of −1e9; fp16's −65504 is a number.

@@ -5,8 +5,8 @@
 
 namespace flash_attn {
 
-// The parameters of a kernel that may be asked for some sequences alone: neither reads nor writes what
-// belongs to others. Params: FwdParams or BwdParams.
+// The parameters of a kernel that may be asked for some sequences alone: neither reads nor writes
+// what belongs to others. Params: FwdParams or BwdParams.
 template <typename Params>
 struct OfSequences : Params {
   const int32_t* chosen = nullptr;  // (batch), or null: all. 0: left to others

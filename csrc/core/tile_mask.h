@@ -1,4 +1,5 @@
-// A mask as the kernels that skip tiles read it: besides what causal, windows and lengths leave a query.
+// A mask as the kernels that skip tiles read it: besides what causal, windows and lengths leave a
+// query.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@ struct TileMask {
   int64_t labels_batch_stride = 0;
 };
 
-// The parameters of a kernel that skips tiles; those of others stay as they are. Params: FwdParams or
-// BwdParams.
+// The parameters of a kernel that skips tiles; those of others stay as they are. Params: FwdParams
+// or BwdParams.
 template <typename Params>
 struct Masked : Params {
   TileMask mask;

@@ -14,8 +14,8 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kRows = kDqAccumRows * kWarps;  // of a thread block: of one head of one sequence
 using Scheduler = TileScheduler<kRows>;
 
-// A warp converts the 16 rows that a block of dq_accum has. The rows of the segment that do not count
-// get 0; where none does, no sum is read: rows before the first sequence have none.
+// A warp converts the 16 rows that a block of dq_accum has. The rows of the segment that do not
+// count get 0; where none does, no sum is read: rows before the first sequence have none.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_convert_dq_kernel(const __grid_constant__ BwdParams params,

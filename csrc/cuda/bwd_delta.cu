@@ -1,5 +1,5 @@
-// delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta); and
-// zeros for the sums of dQ.
+// delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta);
+// and zeros for the sums of dQ.
 #include <cmath>
 
 #include "bwd_steps.h"
@@ -86,8 +86,8 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
   for (int64_t i = thread; i < turns; i += threads) params.dq_turns[i] = 0;
 }
 
-// Eight lanes sum one row of kHeads heads at a time. blockIdx.x counts blocks of rows, over all batch
-// entries; blockIdx.y starts the heads.
+// Eight lanes sum one row of kHeads heads at a time. blockIdx.x counts blocks of rows, over all
+// batch entries; blockIdx.y starts the heads.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     bwd_delta_kernel(const __grid_constant__ BwdParams params, unsigned blocks_per_batch,

@@ -1,4 +1,5 @@
-// The gradient of the sinks: dsink = -Σ P_sink · delta over all rows of a head, P_sink = exp(sink - LSE).
+// The gradient of the sinks: dsink = -Σ P_sink · delta over all rows of a head, P_sink = exp(sink -
+// LSE).
 //
 // A sink is a key whose value is 0: its dP is 0, so its dS is P_sink · (0 - delta).
 #include <cmath>
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = entry * params.lse_batch_stride + head * params.lse_head_stride;
     for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
       const float lse = params.lse[first + row], delta = params.delta[first + row];
-      // exp(sink - LSE) is infinite in a row that does not count, and anything in other rows without
-      // a gradient.
+      // exp(sink - LSE) is infinite in a row that does not count, and anything in other rows
+      // without a gradient.
       if (gives_gradient(lse)) sum = fmaf(-ptx::exp2((sink - lse) * kLog2E), delta, sum);
     }
   }

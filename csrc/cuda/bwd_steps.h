@@ -25,8 +25,9 @@ void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stre
 // The order that the portable code for this device adds in.
 DqAccumOrder portable_dq_accum_order();
 
-// delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds to
-// dq_accum in this order; dq. Without dq_accum, or with a pool, launch_products() writes dq, too.
+// delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds
+// to dq_accum in this order; dq. Without dq_accum, or with a pool, launch_products() writes dq,
+// too.
 template <typename F>
 void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
                    F&& launch_products) {

@@ -1,4 +1,5 @@
-// What the CUDA kernels ask for, and what a call costs them: of all, and of those that read a cache.
+// What the CUDA kernels ask for, and what a call costs them: of all, and of those that read a
+// cache.
 #pragma once
 
 #include "../core/backend.h"
@@ -31,10 +32,10 @@ inline constexpr double kReadMaskCost = 1;
 // Costs of decode calls, in the time that one of decode's thread blocks, of 16 rows of one kv head,
 // takes for a key. Lengths do not matter.
 //
-// Decode's blocks share a sequence's keys and so always fill the device; a forward kernel's tiles, of
-// kForwardTileQueries queries of one head, leave a part of it idle where they are few and not cut
-// into `splits` pieces. tile_cost: a tile's time for a key. Infinite where decode is the faster one
-// whatever the estimate says.
+// Decode's blocks share a sequence's keys and so always fill the device; a forward kernel's tiles,
+// of kForwardTileQueries queries of one head, leave a part of it idle where they are few and not
+// cut into `splits` pieces. tile_cost: a tile's time for a key. Infinite where decode is the faster
+// one whatever the estimate says.
 inline constexpr int kForwardTileQueries = 128;
 double forward_cost(const CallShape& call, double tile_cost, int splits);
 // Tiles of the whole call, not cut.

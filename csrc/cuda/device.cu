@@ -10,8 +10,8 @@
 namespace flash_attn::cuda {
 namespace {
 
-// FLASH_ATTN_SMEM_LIMIT, in bytes: makes any GPU choose the tiles of one with less shared memory, so
-// that a test on an H200 sees what an RTX card (99 KB) runs.
+// FLASH_ATTN_SMEM_LIMIT, in bytes: makes any GPU choose the tiles of one with less shared memory,
+// so that a test on an H200 sees what an RTX card (99 KB) runs.
 int limited_smem(int smem_bytes) {
   const char* limit = std::getenv("FLASH_ATTN_SMEM_LIMIT");
   return limit == nullptr ? smem_bytes : std::min(smem_bytes, std::atoi(limit));

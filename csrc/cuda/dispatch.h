@@ -43,8 +43,8 @@ auto with_head_dim_class(int head_dim, F&& f) {
   refuse({"flash_attn: head_dim: expected at most 256, got ", head_dim});
 }
 
-// The same among the classes of the kernels with score terms, and of those of fp32: three, for the time
-// of the build.
+// The same among the classes of the kernels with score terms, and of those of fp32: three, for the
+// time of the build.
 template <typename F>
 auto with_scores_class(int head_dim, int head_dim_v, F&& f) {
   const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;

@@ -7,9 +7,9 @@
 
 namespace flash_attn::cuda {
 
-// n / divisor for 0 <= n < 2^31 as one product: a division is forty instructions, one behind the other,
-// which a launch has to fetch before it can ask for its first key. With p = 31 + ⌈log₂ divisor⌉ and
-// m = ⌈2ᵖ / divisor⌉, m · divisor exceeds 2ᵖ by less than 2ᵖ / n.
+// n / divisor for 0 <= n < 2^31 as one product: a division is forty instructions, one behind the
+// other, which a launch has to fetch before it can ask for its first key. With p = 31 + ⌈log₂
+// divisor⌉ and m = ⌈2ᵖ / divisor⌉, m · divisor exceeds 2ᵖ by less than 2ᵖ / n.
 class Divisor {
  public:
   constexpr explicit Divisor(int divisor) : shift_(31) {

@@ -56,8 +56,8 @@ void launch(dim3 grid, int threads, int smem_bytes, Stream stream, const Args&..
   FLASH_ATTN_CUDA_CHECK(cudaGetLastError());
 }
 
-// The virtual architecture (80, 90, …) that the code of kKernel which runs on the current device was
-// compiled for; asks the driver once a kernel and device.
+// The virtual architecture (80, 90, …) that the code of kKernel which runs on the current device
+// was compiled for; asks the driver once a kernel and device.
 template <auto kKernel>
 int compiled_architecture() {
   static Answers architecture;

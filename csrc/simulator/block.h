@@ -1,4 +1,5 @@
-// What the simulator keeps of a launch: its threads, blocks and clusters. Only its own files see it.
+// What the simulator keeps of a launch: its threads, blocks and clusters. Only its own files see
+// it.
 #pragma once
 
 #include <csetjmp>
@@ -39,8 +40,8 @@ struct Cluster {
   std::vector<unsigned char*> memory;  // of each block
 };
 
-// What the blocks of a launch share. A runner is a thread of the host that takes one block after the
-// other; `turn` says which one runs.
+// What the blocks of a launch share. A runner is a thread of the host that takes one block after
+// the other; `turn` says which one runs.
 struct Grid {
   dim3 size, block;
   int cluster_size = 1, runners = 1, smem_bytes = 0;

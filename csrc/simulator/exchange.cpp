@@ -55,7 +55,8 @@ void barrier_arrive(int number, int threads, bool wait) {
 void set_registers(int count) {
   int mine = 0;
   meet("setmaxnreg", ~0u, mine, [](int**) {});
-  // What a launch deals out: the same to all threads, in eights, of 64 Ki registers, and at most 255.
+  // What a launch deals out: the same to all threads, in eights, of 64 Ki registers, and at most
+  // 255.
   Block& block = *running;
   const int at_start = std::min(65536 / static_cast<int>(block.grid.block.x), 255) / 8 * 8;
   const int more = count - at_start;

@@ -14,9 +14,9 @@
 namespace flash_attn {
 namespace {
 
-// NaN in all new memory, so that a kernel that reads what nobody wrote shows it. Before and behind each
-// tensor lies memory that nobody may touch: who reads or writes there ends the process. A tensor ends
-// where its last page does; what lies before it on its first page is not watched.
+// NaN in all new memory, so that a kernel that reads what nobody wrote shows it. Before and behind
+// each tensor lies memory that nobody may touch: who reads or writes there ends the process. A
+// tensor ends where its last page does; what lies before it on its first page is not watched.
 class PoisonedAllocator final : public c10::Allocator {
   static constexpr size_t kAlignBytes = 64;        // torch's own
   static constexpr size_t kGuardBytes = 64 << 20;  // on either side, of addresses alone

@@ -1,9 +1,10 @@
-// A GPU for one kernel at a time, on a CPU: threads, warps, blocks, clusters, and what they wait for.
+// A GPU for one kernel at a time, on a CPU: threads, warps, blocks, clusters, and what they wait
+// for.
 //
-// A thread of the GPU is a fiber that runs until it has to wait. A block is a thread of the host, as
-// its shared memory is thread_local; one block runs at a time, so nothing here needs a lock. What a
-// GPU does by itself (copies, products of a warpgroup) is done late, or at a moment drawn at random:
-// a kernel that does not wait for it reads what was there before.
+// A thread of the GPU is a fiber that runs until it has to wait. A block is a thread of the host,
+// as its shared memory is thread_local; one block runs at a time, so nothing here needs a lock.
+// What a GPU does by itself (copies, products of a warpgroup) is done late, or at a moment drawn at
+// random: a kernel that does not wait for it reads what was there before.
 #pragma once
 
 #include <vector_types.h>
@@ -87,7 +88,8 @@ void meet(const char* what, unsigned mask, Mine& mine, const Act& act) {
 
 // Barrier number `barrier` of the block; threads: how many arrive, the waiting ones among them.
 void barrier_arrive(int barrier, int threads, bool wait);
-// A warp's registers become `count` a thread: it waits until other warps have given back what it asks for.
+// A warp's registers become `count` a thread: it waits until other warps have given back what it
+// asks for.
 void set_registers(int count);
 // Barrier 0, and the bitwise or (and) of what its threads bring.
 int block_any(int value);

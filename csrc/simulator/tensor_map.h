@@ -19,8 +19,8 @@ static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
 inline constexpr int kElementBytes = 2;
 
-// Where a byte of a swizzled box lies in shared memory: the bits of the chunk of 16 bytes are joined
-// with those of the row of 128 bytes.
+// Where a byte of a swizzled box lies in shared memory: the bits of the chunk of 16 bytes are
+// joined with those of the row of 128 bytes.
 inline uint32_t swizzled(uint32_t address, uint32_t bits) {
   return address ^ ((address >> 7 & ((1u << bits) - 1)) << 4);
 }

@@ -5,11 +5,12 @@
 //   dS = P ∘ (dO Vᵀ - delta)                            dK = softmax_scale · dSᵀ Q
 //   delta = rowsum(dO ∘ O) - dLSE                       dQ = softmax_scale · dS K
 //
-// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it walks
-// over the query heads that read this kv head and over their queries in blocks of kBlockM. Nobody else
-// adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by fp32 reductions in
-// global memory, or, when the caller wants the same bits there too, by the kernel in bwd_dq.cuh. All
-// warps have one role; each product's result is split over them in a grid of its own.
+// A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it
+// walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
+// Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
+// fp32 reductions in global memory, or, when the caller wants the same bits there too, by the
+// kernel in bwd_dq.cuh. All warps have one role; each product's result is split over them in a grid
+// of its own.
 //
 // The plain loop:
 //
@@ -41,8 +42,8 @@
 // last and they drain while the next iteration starts; or (spread_dq) it comes first and they go
 // one by one between the steps of dSᵀ Q and Pᵀ dO, which is faster above d = 128, with one stage.
 //
-// Compiled with dQ's reductions, without them, and with score terms (cuda/attn/score_policy.cuh), where
-// they are a branch; for 16 bits and, as the forward, for fp32. For masks: bwd_masked.cuh.
+// Compiled with dQ's reductions, without them, and with score terms (cuda/attn/score_policy.cuh),
+// where they are a branch; for 16 bits and, as the forward, for fp32. For masks: bwd_masked.cuh.
 //
 // Shared memory: │ K, in the end dK │ V, in the end dV │ Q, stages │ dO, stages │ P │ dS │ LSE, delta │
 #pragma once
@@ -263,8 +264,9 @@ __device__ __forceinline__ void add_column_sums(const BwdParams& params,
   *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
-// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV. kSumDq: dQ is
-// summed in dq_accum; with score terms, if there is one: a kernel without would be one more of each.
+// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
+// kSumDq: dQ is summed in dq_accum; with score terms, if there is one: a kernel without would be
+// one more of each.
 template <typename Traits, bool kSumDq>
 __device__ __forceinline__ void compute_loop(const typename Traits::Params& params,
                                              typename Traits::SharedStorage& smem,

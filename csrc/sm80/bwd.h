@@ -1,5 +1,5 @@
-// The backward kernels, and their instances: one a dtype and head-dim class, in inst/bwd_d*.cu; with
-// score terms in inst/bwd_scores_d*.cu, of fp32 in inst/bwd_wide_d*.cu and
+// The backward kernels, and their instances: one a dtype and head-dim class, in inst/bwd_d*.cu;
+// with score terms in inst/bwd_scores_d*.cu, of fp32 in inst/bwd_wide_d*.cu and
 // inst/bwd_wide_scores_d*.cu.
 #pragma once
 
@@ -13,10 +13,11 @@ namespace flash_attn::sm80 {
 // fp16 and bf16 with any head_dim and head_dim_v up to 512 that are multiples of 8, kFp32 and kTf32
 // with those up to 256. The larger half of either range takes the shared memory of sm_90.
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// The same with a mask whose hidden tiles are skipped, with 163 KB of shared memory a thread block. fp16 and
-// bf16 up to 256, dense, with no score terms, not deterministic.
+// The same with a mask whose hidden tiles are skipped, with 163 KB of shared memory a thread block.
+// fp16 and bf16 up to 256, dense, with no score terms, not deterministic.
 void run_bwd_masked(const Masked<BwdParams>& params, Stream stream);
-// dK, dV and dQ of some sequences, from delta, with score terms: dq_accum is null. fp16 and bf16 up to 256.
+// dK, dV and dQ of some sequences, from delta, with score terms: dq_accum is null. fp16 and bf16 up
+// to 256.
 void run_bwd_of_sequences(const OfSequences<BwdParams>& params, Stream stream);
 // dbias of the forms kWhole and kShared alone, from delta. fp16 and bf16.
 void run_bwd_bias(const BwdParams& params, Stream stream);

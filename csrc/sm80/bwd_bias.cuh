@@ -2,8 +2,8 @@
 // dbias = Σ dS over all who share it.
 //
 // A thread block owns kBlockM × kBlockN places of the gradient and walks over the (sequence, query
-// head) pairs that read them; it computes S and dP of each a second time. The sum stays in registers:
-// no workspace, no atomics, and the same bits every time.
+// head) pairs that read them; it computes S and dP of each a second time. The sum stays in
+// registers: no workspace, no atomics, and the same bits every time.
 //
 //   for pair:  sync                                   // all warps are done with the tiles
 //              load Q, dO, K, V; wait; sync

@@ -123,8 +123,8 @@ inline constexpr BwdTile kBwdTile<256, SmemBudget::kSmall> = {.block_m = 32,
                                                               .dq_warps = 2,
                                                               .spread_dq = false};
 
-// fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with less,
-// tiles have too few warps to hold dK and dV.
+// fp32: three classes. Above kBwdWidePortableHeadDim only with the shared memory of sm_90: with
+// less, tiles have too few warps to hold dK and dV.
 inline constexpr int kBwdWidePortableHeadDim = 128;
 template <int kHeadDim, SmemBudget kBudget>
 inline constexpr BwdTile kBwdWideTile = {};
@@ -198,8 +198,8 @@ inline constexpr BwdTile kBwdWideScoresTile<256, SmemBudget::kLargest> = {.block
                                                                           .dq_warps = 2,
                                                                           .spread_dq = false};
 
-// The kernel of the deterministic dQ. col_warps warps share block_m · col_warps / num_warps neighbouring
-// queries and deal out their columns.
+// The kernel of the deterministic dQ. col_warps warps share block_m · col_warps / num_warps
+// neighbouring queries and deal out their columns.
 struct BwdDqTile {
   int block_m;
   int block_n;  // keys of an iteration

@@ -13,7 +13,8 @@ struct BwdQueryBlock {
   int head, first_row;
 };
 
-// A block's part of dQ = dS K on its way into dq_accum, one pass over kDqPassCols columns at a time.
+// A block's part of dQ = dS K on its way into dq_accum, one pass over kDqPassCols columns at a
+// time.
 template <typename Traits>
 class DqReduction {
   using Grid = typename Traits::DqGrid;
@@ -57,8 +58,8 @@ class DqReduction {
  private:
   // Block m of 16 rows and n of 8 columns, which lie in pairs kGridCols pairs apart.
   __device__ __forceinline__ void reduce(int m, int n) const {
-    // Blocks behind len_q add 0, wherever that is (dq_accum has rows behind the last): a branch would
-    // keep the compiler from spreading the reductions.
+    // Blocks behind len_q add 0, wherever that is (dq_accum has rows behind the last): a branch
+    // would keep the compiler from spreading the reductions.
     const bool exists = m * kDqAccumRows < rows_left_;
     float* const block = accum_ + m * kDqAccumRows * Traits::kHeadDim +
                          (n / 2 * 2 * Grid::kGridCols + n % 2) * kDqAccumBlock;

@@ -1,5 +1,5 @@
-// The backward for head dims above 256: bwd.cuh's kernel, and of the deterministic dQ a kernel of its own,
-// as one warp cannot hold 16 rows of dQ (bwd_dq.cuh).
+// The backward for head dims above 256: bwd.cuh's kernel, and of the deterministic dQ a kernel of
+// its own, as one warp cannot hold 16 rows of dQ (bwd_dq.cuh).
 //
 // A thread block owns kBlockM queries of one head and walks over their keys. The scores come as in
 // bwd.cuh, through shared memory, so that a warp's part of dQ is 64 rows × 64 columns.

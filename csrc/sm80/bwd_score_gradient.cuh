@@ -9,7 +9,8 @@ namespace flash_attn::sm80 {
 
 //   P = exp(Q Kᵀ - LSE), score terms, masked        dS = P ∘ (dO Vᵀ - delta)
 //
-// place: of the warp's first row and the tile's first key. slope: as GeneralScores::finish() leaves it.
+// place: of the warp's first row and the tile's first key. slope: as GeneralScores::finish() leaves
+// it.
 template <typename Element, int kHeadDim, typename ScorePolicy, typename Rows, typename Cols,
           typename Scores, typename Mask>
 __device__ __forceinline__ void compute_score_gradient(

@@ -10,7 +10,8 @@
 
 namespace flash_attn::sm80 {
 
-// Sums of products on their way to the warps that own them; nothing where each warp computes its own.
+// Sums of products on their way to the warps that own them; nothing where each warp computes its
+// own.
 template <typename Traits>
 struct SplitScoreSums {};
 template <typename Traits>
@@ -34,9 +35,9 @@ __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& 
           B, warp % Grid::kGridCols * Grid::kWarpCols, lane));
 }
 
-// The same where parts are 16 × 16: fragments that small would each be read for 16 others. Four warps
-// share 32 × 32 scores, a quarter of the head dim each, and then deal out the sums. Twice in a row only
-// with a barrier of the thread block in between.
+// The same where parts are 16 × 16: fragments that small would each be read for 16 others. Four
+// warps share 32 × 32 scores, a quarter of the head dim each, and then deal out the sums. Twice in
+// a row only with a barrier of the thread block in between.
 template <typename Traits>
   requires(Traits::kDepthWarps > 1)
 __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& S,
@@ -90,8 +91,8 @@ __device__ __forceinline__ void multiply_rows(typename Traits::ScoreGrid::Part& 
   }
 }
 
-// The policy of a query head: in shared memory, of this head and the next one by turns. With a mask that may
-// hide heads there are no turns, and it is made where it is needed.
+// The policy of a query head: in shared memory, of this head and the next one by turns. With a mask
+// that may hide heads there are no turns, and it is made where it is needed.
 template <typename Traits>
 __device__ __forceinline__ decltype(auto) score_of(const typename Traits::Params& params,
                                                    const typename Traits::SharedStorage& smem,

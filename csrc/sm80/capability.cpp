@@ -28,7 +28,8 @@ void refuse_float32(Reasons& reasons, const CallShape& call) {
   });
 }
 
-// Head dims up to kLargeHeadDim, in fp32 to kMaxHeadDim, and what the kernels above kMaxHeadDim lack.
+// Head dims up to kLargeHeadDim, in fp32 to kMaxHeadDim, and what the kernels above kMaxHeadDim
+// lack.
 void refuse_head_dims(Reasons& reasons, const CallShape& call) {
   if (call.dtype == DType::kFp32) return cuda::refuse_head_dims(reasons, call, kMaxHeadDim);
   cuda::refuse_head_dims(reasons, call, kLargeHeadDim);

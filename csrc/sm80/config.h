@@ -78,8 +78,8 @@ inline constexpr FwdTile kFwdTile<256, SmemBudget::kLarge> = {
 template <>
 inline constexpr FwdTile kFwdTile<256, SmemBudget::kLargest> = kFwdTile<256, SmemBudget::kSmall>;
 
-// fp32: three classes, one tile each that any budget holds. Operands are split into pairs of registers,
-// and each product is three.
+// fp32: three classes, one tile each that any budget holds. Operands are split into pairs of
+// registers, and each product is three.
 using cuda::with_scores_class;
 template <int kHeadDim>
 inline constexpr FwdTile kFwdWideTile = {};
@@ -100,8 +100,8 @@ template <>
 inline constexpr FwdTile kFwdWideScoresTile<128> = {
     .block_m = 64, .block_n = 32, .num_warps = 4, .blocks_per_sm = 2};
 
-// With score terms: one tile a class, for the time of the build, that any budget holds and that leaves
-// the terms some registers.
+// With score terms: one tile a class, for the time of the build, that any budget holds and that
+// leaves the terms some registers.
 template <int kHeadDim>
 inline constexpr FwdTile kFwdScoresTile = {};
 template <>
@@ -114,8 +114,8 @@ template <>
 inline constexpr FwdTile kFwdScoresTile<256> = {
     .block_m = 64, .block_n = 64, .num_warps = 4, .blocks_per_sm = 2};
 
-// With a mask whose hidden tiles are skipped: one tile a class that any budget holds, of as many keys as
-// the mask's tiles and of one or two of them in queries.
+// With a mask whose hidden tiles are skipped: one tile a class that any budget holds, of as many
+// keys as the mask's tiles and of one or two of them in queries.
 template <int kHeadDim>
 inline constexpr FwdTile kFwdMaskedTile = {};
 template <>

@@ -23,9 +23,9 @@
 //   compute   │        │ Q K(n)ᵀ    │ max   exp, P V(n) │ Q K(n-1)ᵀ   │ …
 //   sync              ▲            ▲                   ▲
 //
-// Compiled without score terms, with them (cuda/attn/score_policy.cuh), and without them for masks whose
-// hidden tiles are passed over (cuda/attn/tile_mask.cuh); for 16 bits, for fp32 by
-// three products of TF32, and by one (cuda/tile/gemm.cuh).
+// Compiled without score terms, with them (cuda/attn/score_policy.cuh), and without them for masks
+// whose hidden tiles are passed over (cuda/attn/tile_mask.cuh); for 16 bits, for fp32 by three
+// products of TF32, and by one (cuda/tile/gemm.cuh).
 //
 // Shared memory: │ Q, in the end O │ K │ V │
 #pragma once
@@ -132,8 +132,8 @@ struct FwdSharedStorage {
   alignas(FwdWork<Traits>) unsigned char work[sizeof(FwdWork<Traits>)];
 };
 
-// P = exp(S - m) as the left operand of P V, computed a step's columns at a time when gemm() asks for
-// them. place: of the warp's S. of_query: dropout's words of the lane's rows.
+// P = exp(S - m) as the left operand of P V, computed a step's columns at a time when gemm() asks
+// for them. place: of the warp's S. of_query: dropout's words of the lane's rows.
 template <typename Traits>
 struct Probabilities {
   typename Traits::Softmax& softmax;

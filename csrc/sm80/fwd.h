@@ -13,7 +13,8 @@ namespace flash_attn::sm80 {
 // fp16 and bf16 with any head_dim and head_dim_v up to 512 that are multiples of 8, kFp32 and kTf32
 // with those up to 256. Above 256 a thread block takes 163 KB of shared memory.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// The same with a mask whose hidden tiles are skipped. fp16 and bf16 up to 256, dense, with no score terms.
+// The same with a mask whose hidden tiles are skipped. fp16 and bf16 up to 256, dense, with no
+// score terms.
 void run_fwd_masked(const Masked<FwdParams>& params, Stream stream);
 // The same with score terms, of some sequences. fp16 and bf16 up to 256.
 void run_fwd_of_sequences(const OfSequences<FwdParams>& params, Stream stream);

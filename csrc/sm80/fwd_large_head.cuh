@@ -1,12 +1,12 @@
 // Forward attention for head dims above 256: fwd.cuh's loop, whose rows of O are too wide for one
 // warp's registers.
 //
-// A thread block owns 64 queries of one head. Its eight warps share every product in a grid of their
-// own. S = Q K(n)ᵀ: two blocks of 32 rows × two halves of the keys × two halves of the head dim, as a
-// warp that reads 32 × 32 fragments reads each number of shared memory for 32 others. Two warps then
-// add their sums over the halves of the head dim, and each goes on with 16 of the 32 rows. The maximum
-// of a row is exchanged between the two warps that hold its keys. O: all rows × an eighth of the columns
-// a warp, for which P and the corrections of O go through shared memory.
+// A thread block owns 64 queries of one head. Its eight warps share every product in a grid of
+// their own. S = Q K(n)ᵀ: two blocks of 32 rows × two halves of the keys × two halves of the head
+// dim, as a warp that reads 32 × 32 fragments reads each number of shared memory for 32 others. Two
+// warps then add their sums over the halves of the head dim, and each goes on with 16 of the 32
+// rows. The maximum of a row is exchanged between the two warps that hold its keys. O: all rows ×
+// an eighth of the columns a warp, for which P and the corrections of O go through shared memory.
 //
 //   for n:  sync                           // K(n) is there, all warps are done with V(n + 1)
 //           S' = Q K(n)ᵀ over half of the head dim
@@ -217,7 +217,8 @@ __device__ __forceinline__ void softmax_step(const FwdParams& params,
   store_operand(smem.p, P, warp.score_row(), warp.keys() * Traits::kWarpKeys, lane);
 }
 
-// Walks over the keys; returns O (not yet normalised), and the maxima and sums of the warp's scores.
+// Walks over the keys; returns O (not yet normalised), and the maxima and sums of the warp's
+// scores.
 template <typename Traits>
 __device__ __forceinline__ void compute_loop(
     const FwdParams& params, FwdLargeHeadStorage<Traits>& smem, const FwdWork<Traits>& work,

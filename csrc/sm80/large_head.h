@@ -8,15 +8,15 @@
 
 namespace flash_attn::sm80 {
 
-// Head dims above kMaxHeadDim run as 512, with zeros in the columns that they lack; in the forward without
-// score terms those up to 384 as 384.
+// Head dims above kMaxHeadDim run as 512, with zeros in the columns that they lack; in the forward
+// without score terms those up to 384 as 384.
 inline constexpr int kMaxHeadDim = 256, kMiddleHeadDim = 384, kLargeHeadDim = 512;
 constexpr bool is_large_head(int64_t head_dim, int64_t head_dim_v) {
   return std::max(head_dim, head_dim_v) > kMaxHeadDim;
 }
 
-// Eight warps share 64 queries; only the keys of an iteration change with the budget. Queries of 512
-// columns, keys and values leave no room in 99 KB.
+// Eight warps share 64 queries; only the keys of an iteration change with the budget. Queries of
+// 512 columns, keys and values leave no room in 99 KB.
 inline constexpr int kFwdLargeHeadBlockM = 64;
 template <SmemBudget kBudget>
 inline constexpr int kFwdLargeHeadBlockN = kBudget == SmemBudget::kLargest ? 64 : 32;

@@ -75,6 +75,13 @@ double mean_seen_keys(const BwdParams& params) {
   return end - begin;
 }
 
+// Whether queries and keys see so few of each other that sums in order may be a pool.
+bool see_few_in_order(const BwdParams& params) {
+  const double keys = mean_seen_keys(params);
+  const double queries = keys * params.seqlen_q / std::max(params.seqlen_k, 1);
+  return std::max(keys, queries) <= kBwdMostSeenInOrder;
+}
+
 }  // namespace
 
 BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
@@ -166,13 +173,11 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
     const bool is_group = params.heads_q > params.heads_kv;
     int most = tile.pooled_queries;
     if (is_group) most = std::min(most, kBwdMostPooledOfGroup);
-    if (params.deterministic) {
-      const int halves = params.window_right < 0 ? 1 : 2;  // of which a tile sees one in the mean
-      most = std::min(most, halves * tile.queries_pooled_in_order);
-    }
+    if (params.deterministic) most = std::min(most, tile.queries_pooled_in_order);
     const bool has_stretches = params.seqlen_q > most;
-    if (!is_dense || most == 0 || cuda::has_score_terms(params) || runs_split(params) ||
-        walk > most || (has_stretches && (is_group || params.deterministic))) {
+    if (!is_dense || most == 0 || (params.deterministic && !see_few_in_order(params)) ||
+        cuda::has_score_terms(params) || runs_split(params) || walk > most ||
+        (has_stretches && (is_group || params.deterministic))) {
       return {};
     }
     if (has_stretches) pool.stretches = (params.seqlen_q - 1) / kBwdStretchRows + 1;

@@ -9,9 +9,9 @@
 // Nobody else adds to its dK and dV, unless tiles are split (bwd_split.cuh); then they are added up
 // in order. Either way the bits are the same every time. dQ is summed over thread blocks by fp32
 // reductions in global memory. A thread block takes tile after tile, and what the next one needs is
-// loaded while dK and dV of this one go out. Where a tile has few queries, or a mask, the sums of dQ
-// are a pool in the L2 cache, and two warps make rows of dq of them meanwhile (bwd_dq_pool.cuh). The roles
-// are:
+// loaded while dK and dV of this one go out. Where a tile has few queries, or a mask, the sums of
+// dQ are a pool in the L2 cache, and two warps make rows of dq of them meanwhile (bwd_dq_pool.cuh).
+// The roles are:
 //
 //   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
 //   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV

@@ -1,8 +1,8 @@
 // The backward kernels, and their instances for both dtypes by head-dim class. Plain ones stand in
 // inst/bwd_d*.cu, those whose tiles are split in inst/bwd_split_d*.cu, those with score terms in
 // inst/bwd_scores_d*.cu, and those with some of the terms in inst/bwd_some_terms_d*.cu. Those with
-// a mask whose hidden tiles are passed over stand in inst/bwd_masked_d*.cu, and those that compute dQ
-// apart in inst/bwd_dq_apart_d*.cu.
+// a mask whose hidden tiles are passed over stand in inst/bwd_masked_d*.cu, and those that compute
+// dQ apart in inst/bwd_dq_apart_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -28,8 +28,8 @@ bool computes_bias_gradient(const BwdParams& params);
 // mask_order_size() numbers.
 void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
                     Stream stream);
-// Whether a kernel of its own computes dQ, without sums in memory; the bits of all gradients are the
-// same every time.
+// Whether a kernel of its own computes dQ, without sums in memory; the bits of all gradients are
+// the same every time.
 bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device);
 // What BwdParams::dq_accum_cols has to be. masked: whether run_bwd_masked() is called.
 int bwd_dq_accum_cols(const BwdParams& params, bool masked);

@@ -16,12 +16,12 @@ struct BwdTile {
   int block_m;  // queries of an iteration
   int stages;   // blocks of Q, and of dO, in shared memory
   // Where at most pooled_queries of a head see a tile, the sums of dQ are a pool with places for so
-  // many times the tiles that run at a time: for those that run, those that are converted, and those
-  // whose thread blocks are late. More places would not stay in the L2 cache. 0: there is no pool.
+  // many times the tiles that run at a time: for those that run, those that are converted, and
+  // those whose thread blocks are late. More places would not stay in the L2 cache. 0: there is no
+  // pool.
   double pool_rounds = 0;
   int pooled_queries = 0;
-  // The same where the sums come in the same order every time, in the mean over all tiles. The
-  // longer the heads are, the longer their last tiles wait for their turns.
+  // The same where the sums come in the same order every time; kBwdMostSeenInOrder as well.
   int queries_pooled_in_order = 0;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
@@ -49,7 +49,7 @@ inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
                                           .stages = 2,
                                           .pool_rounds = 2.5,
                                           .pooled_queries = 4096,
-                                          .queries_pooled_in_order = 512,
+                                          .queries_pooled_in_order = 1024,
                                           .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
@@ -60,8 +60,12 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // Where several query heads share a kv head, sections of heads are better from fewer queries on.
 inline constexpr int kBwdMostPooledOfGroup = 1024;
 inline constexpr int kBwdPoolRows = 64;
-// With a short window a head may be longer: its queries come in stretches of so many, whose sums are
-// complete one after the other.
+// Where sums come in order, the tiles of a head wait for each other, and with a pool they run all
+// at once. So there may be few: a query sees at most so many keys in the mean, and a key so many
+// queries, as with full masks over 512 tokens or causal ones over 1,024, and a block more.
+inline constexpr int kBwdMostSeenInOrder = 576;
+// With a short window a head may be longer: its queries come in stretches of so many, whose sums
+// are complete one after the other.
 inline constexpr int kBwdStretchRows = 1024;
 
 // The heads that come last may together read and add to so much, which is two to three times what
@@ -116,13 +120,13 @@ inline constexpr BwdPairTile kBwdDqApartTile = {.q_stages = 8,
                                                 .dq_registers = 0,
                                                 .s_registers = 240,
                                                 .d_registers = 240};
-// Its thread blocks have so many queries of dQ, and so many keys of dK and dV.
+// Its tiles have so many queries of dQ, and so many keys of dK and dV.
 inline constexpr int kBwdDqApartBlockM = 128, kBwdDqApartBlockN = 64;
 // This form computes the scores twice, which takes time for each key that a query sees. It spares
-// what each query costs whatever it sees: sums of dQ that are zeroed, go to memory and back, and are
-// converted. So it serves calls whose queries see at most so many keys in the mean: full masks over
-// 512 keys, or causal ones over 1,024, and a block more. Where the bits shall be the same every
-// time, sums in memory would have to come in order, which takes time for each key as well.
+// what each query costs whatever it sees: sums of dQ that are zeroed, go to memory and back, and
+// are converted. So it serves calls whose queries see at most so many keys in the mean: full masks
+// over 512 keys, or causal ones over 1,024, and a block more. Where the bits shall be the same
+// every time, sums in memory would have to come in order, which takes time for each key as well.
 inline constexpr int kBwdDqApartKeys = 576, kBwdDqApartKeysInOrder = 1088;
 // At the end of each of its kernels some multiprocessors have no work left. So the tiles of dK and
 // dV come in at least so many rounds, or there is a multiprocessor for each tile of both kernels.

@@ -20,7 +20,7 @@ struct BwdSharedStorage;
 template <typename Traits>
 inline constexpr int kTurnReaders = !Traits::kOrders ? 0
                                     : Traits::kPools ? 1
-                                                     : 64;
+                                                     : 2 * 32;
 
 // The turn of one block of keys at one block of queries.
 struct DqTurn {

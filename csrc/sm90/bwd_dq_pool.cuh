@@ -27,8 +27,8 @@ __device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& para
   return DeviceCounter(params.dq_pool.progress[2 + 2 * number]);
 }
 
-// A share is some bands of one query head, one behind the other; a head, or a stretch of one, has so
-// many shares.
+// A share is some bands of one query head, one behind the other; a head, or a stretch of one, has
+// so many shares.
 template <typename Traits>
 __device__ __forceinline__ int dq_shares_of_stretch(const BwdParams& params) {
   constexpr int kRows = Traits::kBands * Traits::kBandRows;
@@ -74,8 +74,8 @@ __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork
 
 // Lets the consumers begin with a tile when there is a place for its sums, and says when the tile
 // has been added. It does not stick to this order: the place may be that of the sums of the tile
-// before. A tile without queries waits for the place, too: a head may have no others, and where they
-// have all been counted, its sums are taken from that place. One thread calls it.
+// before. A tile without queries waits for the place, too: a head may have no others, and where
+// they have all been counted, its sums are taken from that place. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
                                                 BwdSharedStorage<Traits>& smem) {
@@ -113,7 +113,8 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
   } while (work != nullptr);
 }
 
-// Where the sums of a pool come in order: a tile's first turn is when there is a place for its sums.
+// Where the sums of a pool come in order: a tile's first turn is when there is a place for its
+// sums.
 template <typename Traits>
 __device__ __forceinline__ void take_turns_in_pool_loop(const BwdParams& params, bool last_first,
                                                         BwdSharedStorage<Traits>& smem) {
@@ -205,13 +206,13 @@ class DqConverter {
     const SeqlenInfo seqlen(params_, batch_idx);
     const AttentionWindow window(params_, seqlen.len_q, seqlen.len_k);
     const int first_row = first_row_ + lane() % kBlocks * Traits::kBlockM;
-    if (first_row >= seqlen.len_q) return __syncwarp();
-    const int64_t row =
-        first_row + dq_turn_row<true>(params_, 0, batch_idx, head_ % params_.heads_q);
-    const BlockRange keys =
-        BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
-    const DeviceCounter added(params_.dq_turns[row / kDqAccumRows * kDqShares]);
-    while (added.load(::cuda::memory_order_acquire) != keys.end - keys.begin) __nanosleep(100);
+    if (first_row < seqlen.len_q) {
+      const int64_t row =
+          first_row + dq_turn_row<true>(params_, 0, batch_idx, head_ % params_.heads_q);
+      const auto keys = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
+      const DeviceCounter added(params_.dq_turns[row / kDqAccumRows * kDqShares]);
+      while (added.load(::cuda::memory_order_acquire) != keys.end - keys.begin) __nanosleep(100);
+    }
     __syncwarp();
   }
 

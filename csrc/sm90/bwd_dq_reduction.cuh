@@ -10,8 +10,8 @@ namespace flash_attn::sm90 {
 
 // Walks over the blocks of kBlockM queries on its own, and knows where a warp adds 16 rows of each
 // block's dQ. kAccumCols: the columns of dq_accum. kComputesAnew: this is computed in each block;
-// kept, it would take registers that score terms need. kStretches: the walk may come to the end of a
-// pool, and goes on at its beginning.
+// kept, it would take registers that score terms need. kStretches: the walk may come to the end of
+// a pool, and goes on at its beginning.
 template <int kBlockM, int kAccumCols, bool kComputesAnew = false, bool kStretches = false>
 class DqReduction {
  public:

@@ -86,8 +86,8 @@ __device__ __forceinline__ void copy_mask_rows(MaskRows<kBlockM>& to, const Tile
 }
 
 // Takes tiles, finds their blocks of queries and publishes both; loads LSE, delta and the mask's
-// rows. A whole warp calls it. The next tile is taken before room for what goes with this one's last
-// block is waited for.
+// rows. A whole warp calls it. The next tile is taken before room for what goes with this one's
+// last block is waited for.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_queries_loop(
     const Masked<BwdParams>& params, const typename Traits::Scheduler& scheduler, int num_tiles,

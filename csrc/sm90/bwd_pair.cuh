@@ -366,7 +366,7 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
       }
     }
   }
-  ptx::cluster_sync();  // the peer may still write here
+  ptx::cluster_sync();  // the peer may still arrive at mbarriers here
 }
 
 template <typename Traits>

@@ -76,7 +76,8 @@ __device__ __forceinline__ void zero_unless_loaded(Slab (&slabs)[kSlabs], int nu
   if (num_cols == 0) zero_slabs<32>(slabs, 0, threadIdx.x % 32);
 }
 
-// A stage of K or V is full when all lanes say so, of which one also waits for the bytes.
+// A stage of K or V is full when all lanes have said so, and the bytes have come that one
+// announces.
 __device__ __forceinline__ void arrive_full(const Ring<1>& ring, bool speaks, uint32_t bytes) {
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   if (speaks) {
@@ -160,6 +161,7 @@ class TileTaker {
     if (speaks) ring_.expect_bytes(sizeof(number));
     ring_.wait_full();
     const int told = __shfl_sync(~0u, number.number, 0);
+    // The exchange has waited for the read, which the arrival does not order.
     if (speaks) ptx::mbarrier_arrive_remote(at_peer(&ring_.empty()));
     ring_.advance();
     return told;
@@ -176,9 +178,9 @@ class TileTaker {
   int rank_;
 };
 
-// Takes tiles and publishes them; loads LSE and delta. The next tile is taken before this one's last
-// block is waited for: late, so that clusters end together, but early enough for its first loads to
-// hide behind the end of this one. A whole warp calls it.
+// Takes tiles and publishes them; loads LSE and delta. The next tile is taken before this one's
+// last block is waited for: late, so that clusters end together, but early enough for its first
+// loads to hide behind the end of this one. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,

@@ -15,8 +15,8 @@
 namespace flash_attn::sm90 {
 
 // The forms, each an instance of its own: dQ's sums come in any order; they come in the same order
-// every time (bwd_dq_order.cuh); or another kernel computes dQ (bwd_wide_dq.cuh), and a thread block
-// is alone.
+// every time (bwd_dq_order.cuh); or another kernel computes dQ (bwd_wide_dq.cuh), and a thread
+// block is alone.
 enum class BwdPairForm { kPlain, kOrdered, kWithoutDq };
 
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, BwdPairForm kForm>
@@ -73,9 +73,9 @@ struct BwdPairTraits {
   using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
 };
 
-// Which keys a thread block of a cluster loads for a tile, and how many columns of them. A block that
-// has none of the sequence's keys loads nothing, as a box beyond the sequence must not be asked for,
-// and so does one whose keys no query sees.
+// Which keys a thread block of a cluster loads for a tile, and how many columns of them. A block
+// that has none of the sequence's keys loads nothing, as a box beyond the sequence must not be
+// asked for. Neither block does where no query sees the keys of the pair.
 template <typename Traits>
 struct BwdPairKeys {
   int first_key, peer_first_key;

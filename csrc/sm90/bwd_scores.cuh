@@ -96,10 +96,10 @@ __device__ __forceinline__ void take_late(OperandA<1, kBlockM>& P,
   }
 }
 
-// A bound of the squares of a thread's scores. Their maximum would take a pipe that is half as wide.
-// So the scores are dealt out into small groups, and the squares of each group are summed up. A sum
-// is at least the largest of its squares. The fewer squares a sum has, the less it exceeds the
-// largest of them.
+// A bound of the squares of a thread's scores. Their maximum would take a pipe that is half as
+// wide. So the scores are dealt out into small groups, and the squares of each group are summed up.
+// A sum is at least the largest of its squares. The fewer squares a sum has, the less it exceeds
+// the largest of them.
 template <int kBlockM>
 __device__ __forceinline__ float bound_squares(const Accumulator<1, kBlockM>& S) {
   constexpr int kSums = kBlockM / 8;
@@ -201,8 +201,8 @@ __device__ __forceinline__ void round_kept(OperandA<1, kBlockM>& P,
     put_early_or_late(P, late_p, thread, k, rounded);
   }
 }
-// Changes the sign of what is dropped of P, whose columns are queries. of_key is what the thread has
-// in BwdDropoutStorage::of_keys.
+// Changes the sign of what is dropped of P, whose columns are queries. of_key is what the thread
+// has in BwdDropoutStorage::of_keys.
 template <int kN>
 __device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
                                                int first_key, uint2 of_key,

@@ -1,6 +1,6 @@
 // The widest heads where a kernel of its own computes dQ (kBwdDqApartClass): nothing is added up in
-// memory, and the bits are the same every time. dK and dV come from bwd_pair_kernel without dQ, whose
-// thread blocks have 64 keys each. In this kernel one has 128 queries:
+// memory, and the bits are the same every time. dK and dV come from bwd_pair_kernel without dQ, in
+// tiles of 64 keys. In this kernel a thread block has 128 queries:
 //
 //   warpgroup 0, producer   warp 0: Q, dO, K     warp 1: V
 //   warpgroups 1 and 2      64 queries each:  S = Q Kᵀ; P = exp(S - LSE); mask
@@ -307,8 +307,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::raise_registers<Traits::kConsumerRegisters>();
     if (has_rows) compute_query_gradient(params, work, smem, warp / 4 - 1);
   }
-  // The kernel of dK and dV, which may still run, has waited for the one of delta; what comes behind
-  // this kernel waits for this one alone.
+  // The kernel of dK and dV, which may still run, has waited for the one of delta; what comes
+  // behind this kernel waits for this one alone.
   flash_attn::ptx::wait_for_prerequisites();
 }
 

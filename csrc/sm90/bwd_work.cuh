@@ -159,8 +159,8 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
     scheduler.section_heads = 1;
   } else if (params.dq_turns == nullptr) {
     // A section with fewer tiles than run at a time would spare no memory, and put off the longest
-    // tiles of the heads behind it. In the last one short tiles have to fill the gaps that long ones
-    // leave, so it holds two rounds, unless they would read far more than the L2 cache has.
+    // tiles of the heads behind it. In the last one short tiles have to fill the gaps that long
+    // ones leave, so it holds two rounds, unless they would read far more than the L2 cache has.
     const auto heads_of = [&](int tiles) {
       return std::min(tiles / scheduler.blocks_per_head, params.batch * params.heads_kv);
     };

@@ -155,8 +155,8 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
-  // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S. Its
-  // numbers may still be larger than a bias is (UnboundedStep).
+  // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S.
+  // Its numbers may still be larger than a bias is (UnboundedStep).
   __device__ __forceinline__ void start_scores(typename Traits::Scores& S,
                                                const typename Traits::ScorePolicy& score) {
     if constexpr (Traits::kStartsWithBias) {
@@ -196,8 +196,8 @@ struct FwdConsumer : FwdBiasRing<Traits> {
         S, Q(smem.q[q_ring.stage()], warpgroup * 64), K(smem.k[k_ring.stage()]));
   }
 
-  // Multiplies this consumer's rows of Q, which have just come, by softmax_scale. The whole warpgroup
-  // calls it.
+  // Multiplies this consumer's rows of Q, which have just come, by softmax_scale. The whole
+  // warpgroup calls it.
   __device__ __forceinline__ void scale_queries() const {
     if (!scales_q<Traits>(params)) return;
     using Tile = typename Traits::QTile;

@@ -137,8 +137,8 @@ class SoftcapStep : public NoStep {
 };
 
 // Softcap of larger scores: some by a polynomial, the others by the special-function unit, so that
-// both have work. The polynomial takes those of even columns, and with kMostByPolynomial half of the
-// others, too.
+// both have work. The polynomial takes those of even columns, and with kMostByPolynomial half of
+// the others, too.
 template <typename Policy, bool kMostByPolynomial>
 class SoftcapMixedStep : public NoStep {
  public:
@@ -188,8 +188,8 @@ class SoftcapMixedStep : public NoStep {
   bool has_before_ = false;
 };
 
-// Scores with a bias in them that may be larger than a bias is. Such a number makes a P that overflows,
-// so it is bounded where S is completed.
+// Scores with a bias in them that may be larger than a bias is. Such a number makes a P that
+// overflows, so it is bounded where S is completed.
 template <typename Policy>
 class UnboundedStep : public NoStep {
  public:

@@ -57,8 +57,8 @@ struct FwdTraits {
   using OutputSlab = SmemTile<Element, kBlockM, VTile::kSlabCols>;
   static constexpr int kOutputCols = kOutputSlabs * OutputSlab::kCols;
   static_assert(VTile::kCols % kOutputCols == 0);
-  // Of a consumer's queries. 96 columns are a slab of 64 and one of 32: in three of 32, TMA would read
-  // half as many rows again.
+  // Of a consumer's queries. 96 columns are a slab of 64 and one of 32: in three of 32, TMA would
+  // read half as many rows again.
   using BiasTile = SmemTile<Element, 64, kBlockN / 64 * 64>;
   static constexpr int kBiasRest = kBlockN % 64;  // columns behind these
   using BiasRestTile = SmemTile<Element, 64, 32>;
@@ -91,8 +91,8 @@ __host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
   return 1;
 }
 
-// Whether Q takes on the softmax_scale of the call: a power of two near enough to 1 for bf16 to lose
-// nothing.
+// Whether Q takes on the softmax_scale of the call: a power of two near enough to 1 for bf16 to
+// lose nothing.
 template <typename Traits>
 __device__ __forceinline__ bool scales_q(const FwdParams& params) {
   const uint32_t bits = __float_as_uint(fabsf(params.softmax_scale));

@@ -137,7 +137,8 @@ FLASH_ATTN_EXPORT int flash_attn_divide(int n, int divisor) {
   return flash_attn::cuda::Divisor(divisor).divide(n);
 }
 
-// How often the plan of such a call asks for memory; -1: not counted, as this library is not preloaded.
+// How often the plan of such a call asks for memory; -1: not counted, as this library is not
+// preloaded.
 FLASH_ATTN_EXPORT long flash_attn_allocations_of_plan(const char* archs, int compute_capability,
                                                       int op, int head_dim, int tokens) {
   using namespace flash_attn;

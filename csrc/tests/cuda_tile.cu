@@ -1,4 +1,5 @@
-// cuda/tile/: copies into swizzled tiles, products of one warp, rounded accumulators back into tiles.
+// cuda/tile/: copies into swizzled tiles, products of one warp, rounded accumulators back into
+// tiles.
 #include "../cuda/ptx/cp_async.cuh"
 #include "../cuda/tile/copy.cuh"
 #include "../cuda/tile/gemm.cuh"
@@ -257,7 +258,8 @@ void test_dealt_columns(Random& random) {
   expect_equal("the tile", image.read(), rounded<Element>(expected));
 }
 
-// image: the tile, whose elements from kFirstRow and the second slab on become those of the operand.
+// image: the tile, whose elements from kFirstRow and the second slab on become those of the
+// operand.
 template <typename Tile, int kN>
 __global__ void __launch_bounds__(32)
     store_operand_kernel(const float* values, const typename Tile::Element* before,

@@ -1,5 +1,5 @@
-// What the unit tests of the tile layers share. A test is a small kernel on fresh random inputs; what
-// it must give is computed on the host, element by element, in the plainest way.
+// What the unit tests of the tile layers share. A test is a small kernel on fresh random inputs;
+// what it must give is computed on the host, element by element, in the plainest way.
 #pragma once
 
 #include <cstddef>

@@ -110,8 +110,8 @@ std::vector<float> transposed(const std::vector<float>& values, int cols) {
   return result;
 }
 
-// As accumulator_place(), of the first of the two elements of an A register: columns 8 … 15 of a block of
-// 16 come after both rows of the first 8.
+// As accumulator_place(), of the first of the two elements of an A register: columns 8 … 15 of a
+// block of 16 come after both rows of the first 8.
 Place operand_a_place(int i, int thread) {
   const int lane = thread % 32;
   return {thread / 32 * 16 + i % 2 * 8 + lane / 4, i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2};

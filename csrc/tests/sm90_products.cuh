@@ -1,4 +1,5 @@
-// Products of one warpgroup in the unit tests: the accumulator from and to memory, and where its numbers lie.
+// Products of one warpgroup in the unit tests: the accumulator from and to memory, and where its
+// numbers lie.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,9 +26,9 @@ __device__ __forceinline__ void finish(Accumulator<1, kN>& C, float* registers) 
   for (int i = 0; i < kN / 2; ++i) registers[i * kThreads + threadIdx.x] = C.data[0][i / 4][i % 4];
 }
 
-// Where thread t's i-th register of an accumulator lies (PTX ISA "wgmma.mma_async", figure of D): warp
-// w holds rows 16 w …, a lane columns 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 in
-// each block of 8 columns.
+// Where thread t's i-th register of an accumulator lies (PTX ISA "wgmma.mma_async", figure of D):
+// warp w holds rows 16 w …, a lane columns 2 (lane % 4) and the next of rows lane / 4 and lane / 4
+// + 8 in each block of 8 columns.
 struct Place {
   int row, col;
 };

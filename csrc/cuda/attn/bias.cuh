@@ -1,4 +1,5 @@
-// An additive bias, or a mask, as a warp meets it: read beside its scores, and the gradient written.
+// An additive bias, or a mask, as a warp meets it: read beside its scores, and the gradient
+// written.
 #pragma once
 
 #include <cmath>
@@ -12,8 +13,8 @@
 
 namespace flash_attn {
 
-// Numbers of a bias in fp32, no more than core/score_range.h takes; of a mask, what a score takes on.
-// Pairs are aligned.
+// Numbers of a bias in fp32, no more than core/score_range.h takes; of a mask, what a score takes
+// on. Pairs are aligned.
 inline constexpr auto kMaxBias = static_cast<float>(kMaxScore);
 template <typename Number>
 __device__ __forceinline__ float load_bias(const Number* number) {
@@ -64,8 +65,8 @@ __device__ __forceinline__ void with_bias_type(DType dtype, F&& f) {
   with_bias_gradient_type<Element>(dtype, f);
 }
 
-// S += factor · bias, queries as rows. bias: of the sequence and the head. query, key: of the warp's
-// first row and column.
+// S += factor · bias, queries as rows. bias: of the sequence and the head. query, key: of the
+// warp's first row and column.
 template <typename Number, int kMBlocks, int kN>
 __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const BiasParams& params,
                                          const Number* bias, float factor, int query, int key,
@@ -104,8 +105,8 @@ __device__ __forceinline__ void add_bias(Accumulator<kMBlocks, kN>& S, const Bia
   }
 }
 
-// S becomes a bias that lies in registers as an operand does. Its numbers may be larger than a bias is:
-// bound_scores() has to follow before they are compared with others.
+// S becomes a bias that lies in registers as an operand does. Its numbers may be larger than a bias
+// is: bound_scores() has to follow before they are compared with others.
 template <typename Number, int kMBlocks, int kN>
 __device__ __forceinline__ void set_bias(Accumulator<kMBlocks, kN>& S,
                                          const OperandA<kMBlocks, kN>& bias) {

@@ -7,9 +7,9 @@
 
 namespace flash_attn {
 
-// Blocks of 16 rows × 8 columns lie one after the other, those of the same 16 rows together: each is
-// what a warp holds of an accumulator (tile/fragment.cuh), so that a reduction of the warp touches
-// neighbouring bytes. Every sequence starts with a block of its own.
+// Blocks of 16 rows × 8 columns lie one after the other, those of the same 16 rows together: each
+// is what a warp holds of an accumulator (tile/fragment.cuh), so that a reduction of the warp
+// touches neighbouring bytes. Every sequence starts with a block of its own.
 inline constexpr int kDqAccumRows = 16;
 inline constexpr int kDqAccumBlock = kDqAccumRows * 8;
 // BwdParams::dq_turns: numbers of 16 rows, as two thread blocks may share dQ's columns.
@@ -18,7 +18,8 @@ inline constexpr int kDqShares = 2;
 inline constexpr int kDqAccumPadding = 128;
 
 // Where value i of lane l lies in its block. kByLane: one lane's four together, for reductions of
-// vectors (sm_90 and newer); kByValue: all lanes' first values, then their second, …, for single ones.
+// vectors (sm_90 and newer); kByValue: all lanes' first values, then their second, …, for single
+// ones.
 enum class DqAccumOrder : uint8_t { kByLane, kByValue };
 __device__ __forceinline__ constexpr int dq_accum_position(DqAccumOrder order, int lane, int i) {
   return order == DqAccumOrder::kByLane ? 4 * lane + i : 32 * i + lane;

@@ -1,7 +1,7 @@
 // Dropout's keep-mask in the registers of a matrix product. aten/dropout.h defines it: of each head
-// (K, X, Y, Z) = Philox4x32-10; a word of each pair of queries {i, i + 8}, and one of each four keys
-// {j, j + 8, j + 16, j + 24}, by Philox2x32-7 with key K; and of these eight elements two words, by two
-// more multiplications. So what costs most is done once for a row or a column.
+// (K, X, Y, Z) = Philox4x32-10; a word of each pair of queries {i, i + 8}, and one of each four
+// keys {j, j + 8, j + 16, j + 24}, by Philox2x32-7 with key K; and of these eight elements two
+// words, by two more multiplications. So what costs most is done once for a row or a column.
 //
 // A lane holds elements of one pair of queries and one four of keys whether the rows are queries or
 // keys: four of them in a block of 16 × 16, and the others in the next block of keys. Blocks of
@@ -125,8 +125,8 @@ class DropoutMask {
     });
   }
 
-  // The same of its elements in an accumulator: kept[row][i] of the lane's rows (0: g, 1: g + 8) and
-  // the four elements that it has of each, as Accumulator::at counts them.
+  // The same of its elements in an accumulator: kept[row][i] of the lane's rows (0: g, 1: g + 8)
+  // and the four elements that it has of each, as Accumulator::at counts them.
   __device__ __forceinline__ void find_kept(bool (&kept)[2][4], uint32_t row_word,
                                             const uint32_t (&col_words)[2]) const {
     for_each_pair(row_word, col_words, [&](int index, uint32_t pair) {
@@ -139,10 +139,10 @@ class DropoutMask {
   __device__ __forceinline__ void negate_dropped(float (&first)[4], float (&second)[4],
                                                  uint32_t row_word,
                                                  const uint32_t (&col_words)[2]) const {
-    // A sign is changed by a predicated multiplication. A select would take the pipe of integers and
-    // comparisons, which has half as many lanes and is the one that the comparisons above fill. The
-    // factor is -1, as the bound has no signs; but ptxas, which makes a select of a multiplication
-    // by a factor that it knows, does not know that.
+    // A sign is changed by a predicated multiplication. A select would take the pipe of integers
+    // and comparisons, which has half as many lanes and is the one that the comparisons above fill.
+    // The factor is -1, as the bound has no signs; but ptxas, which makes a select of a
+    // multiplication by a factor that it knows, does not know that.
     const float minus_one = __uint_as_float(0xbf800000 ^ (params_.bound & 0x80000000));
     for_each_number_pair(row_word, col_words, [&](int index, uint32_t numbers) {
       bool kept[2];
@@ -156,8 +156,8 @@ class DropoutMask {
   }
 
  private:
-  // step(index, kept) for each register of an operand's block: all bits of a half where its element is
-  // kept.
+  // step(index, kept) for each register of an operand's block: all bits of a half where its element
+  // is kept.
   template <typename Step>
   __device__ __forceinline__ void for_each_pair(uint32_t row_word, const uint32_t (&col_words)[2],
                                                 const Step& step) const {
@@ -196,9 +196,9 @@ class DropoutMask {
   bool odd_;
 };
 
-// Where a lane's rows and columns lie among the pairs of queries and the fours of keys of the larger
-// call, from the first of a block of 16. Where this one begins is read at each use, as a constant: it
-// is no number that a kernel keeps.
+// Where a lane's rows and columns lie among the pairs of queries and the fours of keys of the
+// larger call, from the first of a block of 16. Where this one begins is read at each use, as a
+// constant: it is no number that a kernel keeps.
 __device__ __forceinline__ int dropout_pair(const DropoutParams& params, int first_query,
                                             int within) {
   return params.first_pair + first_query / 2 + within;

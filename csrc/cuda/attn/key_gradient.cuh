@@ -8,8 +8,8 @@
 namespace flash_attn {
 
 // The rows of dk and dv that belong to the keys from first_key on. Keys of the segment that do not
-// count (behind len_k, and the leftpad before them) get 0: row r from k_begin on wraps around at the
-// segment's end to its beginning.
+// count (behind len_k, and the leftpad before them) get 0: row r from k_begin on wraps around at
+// the segment's end to its beginning.
 class KeyGradientRows {
  public:
   __device__ __forceinline__ KeyGradientRows(const SeqlenInfo& seqlen, int batch_idx, int head_kv,

@@ -82,8 +82,8 @@ class LogitRecord {
     return fminf(of_softmax, limit_[row]);
   }
 
-  // After a tile. What was known when it began is left alone: turned from one unit to the other, it may
-  // have changed.
+  // After a tile. What was known when it began is left alone: turned from one unit to the other, it
+  // may have changed.
   __device__ __forceinline__ void publish(float* max_logit, float known, int lane) const {
     if (largest_ > known && lane == 0) raise_to(max_logit, largest_ * kLn2);
   }

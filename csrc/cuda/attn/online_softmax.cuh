@@ -40,8 +40,9 @@ __device__ __forceinline__ void scale_rows(Accumulator<kMBlocks, kN>& O,
   }
 }
 
-// What OnlineSoftmax::step_ahead() does to the scores of a block as it exponentiates them: nothing. Others
-// (sm90/fwd_steps.cuh) spare a pass over the block, and run beside the special-function unit.
+// What OnlineSoftmax::step_ahead() does to the scores of a block as it exponentiates them: nothing.
+// Others (sm90/fwd_steps.cuh) spare a pass over the block, and run beside the special-function
+// unit.
 struct NoStep {
   // What is subtracted from a row's exponents, in the other direction.
   __device__ __forceinline__ float addend(int /*row*/, float /*scale_log2*/, float row_max) const {
@@ -69,15 +70,16 @@ struct NoStep {
 // A row lies in the four lanes of a quad: the maximum is exchanged in each step, the sums only in
 // the end.
 //
-// row_max starts at a finite number instead of -inf: rows that saw only -inf then have exp2(-inf) = 0
-// in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through the exponentials.
-// Where scores are bounded it starts at the border, and what lies below has no part in any sum.
+// row_max starts at a finite number instead of -inf: rows that saw only -inf then have exp2(-inf) =
+// 0 in their sum, where -inf - (-inf) would be NaN. NaN scores reach row_sum through the
+// exponentials. Where scores are bounded it starts at the border, and what lies below has no part
+// in any sum.
 //
-// kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while no P exceeds 2^kSlackLog2, nor
-// both 1 and `share` of what its thread has summed of the row. In exact arithmetic the result is the
-// same; the second is for the rounding. With the true maximum the largest P is 1 and rounds without
-// error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row would be
-// that row's error.
+// kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while no P exceeds 2^kSlackLog2,
+// nor both 1 and `share` of what its thread has summed of the row. In exact arithmetic the result
+// is the same; the second is for the rounding. With the true maximum the largest P is 1 and rounds
+// without error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row
+// would be that row's error.
 //
 // Record: LogitRecord, beside kSlackLog2 > 0, or nothing.
 template <int kRows, int kSlackLog2 = 0, typename Record = NoRecord>
@@ -94,8 +96,8 @@ class OnlineSoftmax : Record {
   }
 
   // S becomes P = exp2(c·S - row_max). Whatever was accumulated with earlier P must be multiplied
-  // by correction[row]; returns whether any row of the warp needs it. Skipping is exact: the factors
-  // are all 1 then.
+  // by correction[row]; returns whether any row of the warp needs it. Skipping is exact: the
+  // factors are all 1 then.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ bool step(Accumulator<kMBlocks, kN>& S, float (&correction)[kRows]) {
     const bool moved = update_max(S, correction);
@@ -110,11 +112,11 @@ class OnlineSoftmax : Record {
     return moved;
   }
 
-  // step() that rounds P into an operand and keeps S, so that it can go ahead with the maxima of the
-  // blocks before: those of this block are not on the way to the exponentials, which seldom need
-  // them. Where some P exceeds 2^kSlackLog2 they are computed again, with the true maxima; where one
-  // outweighs its row, row_max is moved so that it needs no rounding. A step other than NoStep wants a
-  // scale that is not negative.
+  // step() that rounds P into an operand and keeps S, so that it can go ahead with the maxima of
+  // the blocks before: those of this block are not on the way to the exponentials, which seldom
+  // need them. Where some P exceeds 2^kSlackLog2 they are computed again, with the true maxima;
+  // where one outweighs its row, row_max is moved so that it needs no rounding. A step other than
+  // NoStep wants a scale that is not negative.
   template <typename Element, typename Step, int kMBlocks, int kN>
   __device__ __forceinline__ bool step_ahead(OperandA<kMBlocks, kN>& P,
                                              Accumulator<kMBlocks, kN>& S,
@@ -147,9 +149,9 @@ class OnlineSoftmax : Record {
     return true;
   }
 
-  // After P has been rounded: moves the row_max of rows whose largest P is above 1, by less than 2⁻⁸,
-  // to where that P is what it was rounded to. The block's other P are not computed again: they are
-  // off by the same factor, no more than by their own rounding.
+  // After P has been rounded: moves the row_max of rows whose largest P is above 1, by less than
+  // 2⁻⁸, to where that P is what it was rounded to. The block's other P are not computed again:
+  // they are off by the same factor, no more than by their own rounding.
   template <typename Element, typename Step, int kMBlocks, int kN>
   __device__ __forceinline__ void make_largest_exact(const Accumulator<kMBlocks, kN>& S,
                                                      float (&correction)[kRows], const Step& step) {
@@ -184,7 +186,8 @@ class OnlineSoftmax : Record {
     return raise_max<kSlackLog2>(S, correction, share);
   }
 
-  // update_max() where S does not need its sign flipped any more; kSlack in the place of kSlackLog2.
+  // update_max() where S does not need its sign flipped any more; kSlack in the place of
+  // kSlackLog2.
   template <int kSlack, int kMBlocks, int kN>
   __device__ __forceinline__ bool raise_max(const Accumulator<kMBlocks, kN>& S,
                                             float (&correction)[kRows], float share = 0.f) {
@@ -244,7 +247,8 @@ class OnlineSoftmax : Record {
     }
   }
 
-  // After finish() and before add_sink(), without slack: the row's largest score; -inf without keys.
+  // After finish() and before add_sink(), without slack: the row's largest score; -inf without
+  // keys.
   __device__ __forceinline__ float largest_score(int row) const {
     static_assert(kSlackLog2 == 0);
     return row_sum_[row] == 0.f ? -INFINITY : row_max_[row] * kLn2;
@@ -321,8 +325,8 @@ class OnlineSoftmax : Record {
     }
   }
 
-  // The largest of a row's elements in even and of those in odd columns, packed as they are. Numbers
-  // that are not negative compare as their bits do, and integers in threes.
+  // The largest of a row's elements in even and of those in odd columns, packed as they are.
+  // Numbers that are not negative compare as their bits do, and integers in threes.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ static uint32_t row_max_of(const OperandA<kMBlocks, kN>& P, int row) {
     uint32_t largest = 0;

@@ -1,5 +1,5 @@
-// The score policy of plain calls: it holds nothing, and its calls vanish. score_policy.cuh says what
-// the calls mean.
+// The score policy of plain calls: it holds nothing, and its calls vanish. score_policy.cuh says
+// what the calls mean.
 #pragma once
 
 #include <cfloat>

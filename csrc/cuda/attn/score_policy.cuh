@@ -1,5 +1,5 @@
-// What happens to scores between Q Kᵀ and the mask, to probabilities before P V, and to the gradients
-// of both: one text for every kernel.
+// What happens to scores between Q Kᵀ and the mask, to probabilities before P V, and to the
+// gradients of both: one text for every kernel.
 //
 //   PlainScores     nothing (plain_scores.cuh)
 //   TermScores      of softcap, bias, ALiBi and dropout those that a kernel is compiled for; which of
@@ -12,8 +12,8 @@
 //   X = Q Kᵀ → cap · tanh(X / cap), cap = softcap / softmax_scale
 //     → + bias / softmax_scale - slope / softmax_scale · |key - diagonal|
 //
-// Dropout keeps m ∈ {0, 1} of P and divides by the keep probability 1 / ρ. The kernels leave ρ out of
-// their loops and multiply what they store by it: O, and in the backward
+// Dropout keeps m ∈ {0, 1} of P and divides by the keep probability 1 / ρ. The kernels leave ρ out
+// of their loops and multiply what they store by it: O, and in the backward
 //
 //   dS / ρ = P ∘ (m ∘ dO Vᵀ - delta / ρ)          dV / ρ = (m ∘ P)ᵀ dO
 //
@@ -151,8 +151,8 @@ class TermScores {
     }
   }
 
-  // What is dropped of P, rounded into an operand of 16 columns from first_key on, becomes 0. of_query:
-  // draw_query_word() of each 16 rows.
+  // What is dropped of P, rounded into an operand of 16 columns from first_key on, becomes 0.
+  // of_query: draw_query_word() of each 16 rows.
   template <int kMBlocks>
   __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
                                        const uint32_t (&of_query)[kMBlocks], int first_key,
@@ -165,8 +165,8 @@ class TermScores {
     for (int m = 0; m < kMBlocks; ++m) mask.drop(P[m], of_query[m], of_keys);
   }
 
-  // The same of fp32, of the 8 columns from first_key + col on, where col is known at compile time and
-  // first_key a multiple of 16. of_keys: draw_key_words() of the 32 keys among which they are.
+  // The same of fp32, of the 8 columns from first_key + col on, where col is known at compile time
+  // and first_key a multiple of 16. of_keys: draw_key_words() of the 32 keys among which they are.
   template <int kMBlocks>
   __device__ __forceinline__ void drop(uint32_t (&P)[kMBlocks][4], const DropoutParams& params,
                                        const uint32_t (&of_query)[kMBlocks],
@@ -211,8 +211,8 @@ class TermScores {
     }
   }
 
-  // The same with the words in memory: draw_query_word() of the warp's first query, and key_word() of
-  // the operand's keys, from a multiple of 32 on.
+  // The same with the words in memory: draw_query_word() of the warp's first query, and key_word()
+  // of the operand's keys, from a multiple of 32 on.
   template <int kN>
   __device__ __forceinline__ void drop(OperandA<1, kN>& P, const DropoutParams& params,
                                        uint32_t of_query, const uint32_t (&key_words)[kN / 4],
@@ -348,8 +348,8 @@ class TermScores {
   }
 
  private:
-  // Keeps what follows from the lane alone from being computed before a kernel's loop, where it would
-  // take registers throughout.
+  // Keeps what follows from the lane alone from being computed before a kernel's loop, where it
+  // would take registers throughout.
   __device__ __forceinline__ static int local(int lane) {
     return static_cast<int>(ptx::opaque(lane));
   }

@@ -18,7 +18,8 @@ template <typename Params>
 __device__ __forceinline__ bool is_chosen(const Params&, int /*batch_idx*/) {
   return true;
 }
-// batch_idx: as a scheduler names it. The rows before the first sequence and behind the last go with all.
+// batch_idx: as a scheduler names it. The rows before the first sequence and behind the last go
+// with all.
 template <typename Params>
 __device__ __forceinline__ bool is_chosen(const OfSequences<Params>& params, int batch_idx) {
   if (params.chosen == nullptr) return true;

@@ -15,8 +15,8 @@ __device__ __forceinline__ float capped(float x, float cap, float inverse_cap) {
   return fmaf(-2.f * cap, ptx::reciprocal(ptx::exp2(x * exponent) + 1.f), cap);
 }
 
-// The same with its slope 1 - tanh², of r = 1 / (exp(2|x|) + 1): tanh of |x| is 1 - 2r. The slope is
-// 4r (1 - r), which keeps its digits near the cap, where 1 - tanh² has few of them or none.
+// The same with its slope 1 - tanh², of r = 1 / (exp(2|x|) + 1): tanh of |x| is 1 - 2r. The slope
+// is 4r (1 - r), which keeps its digits near the cap, where 1 - tanh² has few of them or none.
 struct CappedWithSlope {
   float score, slope;
 };
@@ -91,9 +91,9 @@ class SoftcapTanh {
   __device__ __forceinline__ CapOfTanh of_tanh(float scale_log2) const {
     return {.cap_log2 = fmaxf(cap_ * scale_log2, 1e-14f)};
   }
-  // Whether of_small() serves scores whose squares are at most `square`. Its error is a share of the
-  // cap, and P feels what the exponent is off by: so a large cap is not for it. The other limits
-  // keep what comes of hidden_small() in the range of fp32.
+  // Whether of_small() serves scores whose squares are at most `square`. Its error is a share of
+  // the cap, and P feels what the exponent is off by: so a large cap is not for it. The other
+  // limits keep what comes of hidden_small() in the range of fp32.
   __device__ __forceinline__ bool are_small(float square, float scale_log2) const {
     const float cap_log2 = cap_ * scale_log2;
     return cap_log2 <= kSmallMaxCap * kLog2E && cap_log2 >= 1e-3f && cap_ <= 1e9f &&

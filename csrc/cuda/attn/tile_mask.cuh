@@ -1,5 +1,5 @@
-// A mask whose hidden tiles a kernel passes over. Which these are is read where it is needed, 32 tiles at a
-// time: a list would have no bound, and bits would take registers throughout.
+// A mask whose hidden tiles a kernel passes over. Which these are is read where it is needed, 32
+// tiles at a time: a list would have no bound, and bits would take registers throughout.
 #pragma once
 
 #include <cmath>
@@ -68,7 +68,8 @@ class MaskedScores : public PlainScores {
                                        int lane) const {
     const TileState of_tile = state(place.query / kMaskTile, place.key / kMaskTile);
     if (of_tile == kTileSeen) return;
-    // Otherwise what follows from the lane alone is kept from before the kernel's loop on, in registers.
+    // Otherwise what follows from the lane alone is kept from before the kernel's loop on, in
+    // registers.
     lane = static_cast<int>(ptx::opaque(lane));
     const int lane_key = place.key + fragment_col(0, lane);
 #pragma unroll

@@ -30,14 +30,15 @@ enum class TileOrder { kLastBlocksFirst, kFirstBlocksFirst, kAsTold };
 //
 // Dense: heads are taken in sections whose K and V stay in the L2 cache together; inside a section
 // the longest blocks of all its heads come first, so that the last blocks to start are short ones.
-// Where sections do not divide the heads, the first one is the smaller: as the last it would have too
-// few short blocks to fill the gaps. For the same reason the caller may ask for a larger last one.
+// Where sections do not divide the heads, the first one is the smaller: as the last it would have
+// too few short blocks to fill the gaps. For the same reason the caller may ask for a larger last
+// one.
 //
 // Varlen: the lengths are on the device, so the grid is sized from total and batch: sequence b owns
-// the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b + 1. It is enough, as
-// ⌈(y - x) / B⌉ <= ⌊y / B⌋ - ⌊x / B⌋ + 1, and costs at most one empty tile a sequence; the caller's
-// max_seqlen is not trusted. T ascends, so a warp finds its b by a 32-ary search. Numbers -1 and
-// `batch` own the rows before the first and behind the last sequence.
+// the tiles [T(b), T(b + 1)) of a head with T(b) = ⌊cu_seqlens[b] / kBlock⌋ + b + 1. It is enough,
+// as ⌈(y - x) / B⌉ <= ⌊y / B⌋ - ⌊x / B⌋ + 1, and costs at most one empty tile a sequence; the
+// caller's max_seqlen is not trusted. T ascends, so a warp finds its b by a 32-ary search. Numbers
+// -1 and `batch` own the rows before the first and behind the last sequence.
 template <int kBlock, TileOrder kOrder = TileOrder::kLastBlocksFirst>
 struct TileScheduler {
   const int32_t* cu_seqlens;  // null: dense

@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kWarps = 4;
 
-// What a cache of 8 bits keeps of a value already divided by the descale. e4m3 saturates, NaN stays;
-// int8 saturates, NaN becomes 0.
+// What a cache of 8 bits keeps of a value already divided by the descale. e4m3 saturates, NaN
+// stays; int8 saturates, NaN becomes 0.
 __device__ __forceinline__ uint8_t quantised(float x, DType cache_dtype) {
   if (cache_dtype == DType::kFp8E4M3) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
   return static_cast<uint8_t>(__float2int_rn(fminf(fmaxf(isnan(x) ? 0.f : x, -128.f), 127.f)));

@@ -1,10 +1,10 @@
-// The keys of a paged cache side by side, for the forward kernels, which read neighbouring rows. Only
-// keys that some query sees are copied: by length, leftpad and window. With many queries the copy,
-// twice the bytes that count, is little beside the attention.
+// The keys of a paged cache side by side, for the forward kernels, which read neighbouring rows.
+// Only keys that some query sees are copied: by length, leftpad and window. With many queries the
+// copy, twice the bytes that count, is little beside the attention.
 //
-// Lengths are on the device. Sequence b begins where those before it end, which every block finds for
-// itself by their sum. A forward kernel cannot pass over single keys: a sequence of which a page is
-// missing, or that the room does not hold, is marked and gets no keys here.
+// Lengths are on the device. Sequence b begins where those before it end, which every block finds
+// for itself by their sum. A forward kernel cannot pass over single keys: a sequence of which a
+// page is missing, or that the room does not hold, is marked and gets no keys here.
 #include "gather.h"
 
 #include <algorithm>
@@ -148,7 +148,8 @@ DecodeParams in_words(DecodeParams params) {
 
 void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
                       const DeviceInfo& device, Stream stream) {
-  // A few blocks a multiprocessor read at full speed; a table has room for far more keys than count.
+  // A few blocks a multiprocessor read at full speed; a table has room for far more keys than
+  // count.
   constexpr int kBlocksPerSm = 4;
   const int steps = (params.capacity + kKeys - 1) / kKeys;
   const int blocks = std::max(kBlocksPerSm * device.num_sms / params.batch, 1);

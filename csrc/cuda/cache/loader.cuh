@@ -33,8 +33,8 @@ __device__ __forceinline__ void copy_rows(uint32_t destination, int lane_byte, i
   }
 }
 
-// Loads the tiles of one warp from a dense cache, from first_key on. Stored: the cache's element, of
-// 16 bits as the tile's, or of 8.
+// Loads the tiles of one warp from a dense cache, from first_key on. Stored: the cache's element,
+// of 16 bits as the tile's, or of 8.
 template <typename Tile, typename Stored>
 class DenseTileLoader {
   static constexpr int kStoredBytes = static_cast<int>(sizeof(Stored));
@@ -71,10 +71,11 @@ class DenseTileLoader {
   const Stored* source_;
 };
 
-// One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the rows'
-// addresses go round by shuffle. Page numbers are asked for kTilesAhead tiles ahead: they come from memory,
-// too, and one tile takes a warp less than that. Traits: kTilesAhead, kElementBytes, kHeadDim, KvTile, kKeys
-// of a tile, kBlockKeys from one tile of the warp to the next, KeyBits with a bit for each key of a tile.
+// One warp's tiles of any cache. Lane i knows where row i lies (and row i + 32 of wide tiles); the
+// rows' addresses go round by shuffle. Page numbers are asked for kTilesAhead tiles ahead: they
+// come from memory, too, and one tile takes a warp less than that. Traits: kTilesAhead,
+// kElementBytes, kHeadDim, KvTile, kKeys of a tile, kBlockKeys from one tile of the warp to the
+// next, KeyBits with a bit for each key of a tile.
 template <typename Traits>
 class CacheLoader {
   using KvTile = typename Traits::KvTile;
@@ -124,8 +125,8 @@ class CacheLoader {
     }
     look_up(kTilesAhead - 1);
   }
-  // Starts the copies of the located tile of K. Rows that do not exist become 0 unread, and their bits
-  // of `valid` 0.
+  // Starts the copies of the located tile of K. Rows that do not exist become 0 unread, and their
+  // bits of `valid` 0.
   __device__ __forceinline__ void keys(const KvTile& tile, KeyBits& valid) const {
     if (lane_ == 0) {
       valid = valid_[0];

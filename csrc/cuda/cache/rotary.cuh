@@ -1,5 +1,5 @@
-// Rotary position embedding (Su et al. 2021), for queries on their way to the matrix product and keys
-// on their way to the cache.
+// Rotary position embedding (Su et al. 2021), for queries on their way to the matrix product and
+// keys on their way to the cache.
 #pragma once
 
 #include "../../core/params.h"
@@ -58,7 +58,8 @@ __device__ __noinline__ void rotate_chunk(float (&x)[kChunk], const Element* row
     const float cosine = static_cast<float>(cos[pair]), sine = static_cast<float>(sin[pair]);
     const float mine = static_cast<float>(row[c]);
     if constexpr (kIsWide<Element>) {
-      // Products are rounded by themselves, as ATen's: the cache has the same bits, whoever writes it.
+      // Products are rounded by themselves, as ATen's: the cache has the same bits, whoever writes
+      // it.
       const float own = __fmul_rn(mine, cosine), others = __fmul_rn(other, sine);
       x[i] = first ? __fsub_rn(own, others) : __fadd_rn(others, own);
     } else {
@@ -75,8 +76,8 @@ __device__ __forceinline__ const Element* query_row(const DecodeParams& params, 
          head * strides.head;
 }
 
-// Eight columns of a query, of which `row` points to column 0, turned to its position in the cache if
-// the call rotates, and rounded as q is.
+// Eight columns of a query, of which `row` points to column 0, turned to its position in the cache
+// if the call rotates, and rounded as q is.
 template <typename Element>
 __device__ __forceinline__ void load_query_chunk(float (&x)[kChunk], const Element* row, int col,
                                                  const DecodeParams& params, int batch_idx,

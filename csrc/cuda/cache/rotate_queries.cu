@@ -1,5 +1,5 @@
-// Queries rotated to their positions in a cache, for the forward kernels: decode's own rotate them as
-// they load them. One warp a token and head, a lane eight columns.
+// Queries rotated to their positions in a cache, for the forward kernels: decode's own rotate them
+// as they load them. One warp a token and head, a lane eight columns.
 #include "rotate_queries.h"
 
 #include "../dispatch.h"

@@ -1,5 +1,5 @@
-// Decode's tiles, and the split-KV kernel's instances: one a dtype of the cache and head-dim class, in
-// inst/decode_d*.cu.
+// Decode's tiles, and the split-KV kernel's instances: one a dtype of the cache and head-dim class,
+// in inst/decode_d*.cu.
 #pragma once
 
 #include <algorithm>

@@ -15,13 +15,13 @@
 // the arithmetic between.
 //
 // It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
-// not. Calls of 16 bits that are not plain (core/params.h) have instances of their own, which rotate Q
-// as they load it (decode_queries.cuh) and finish S before the mask (score_terms.cuh). Other forms
-// belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16 between ldmatrix and mma
-// (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
+// not. Calls of 16 bits that are not plain (core/params.h) have instances of their own, which
+// rotate Q as they load it (decode_queries.cuh) and finish S before the mask (score_terms.cuh).
+// Other forms belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16 between ldmatrix
+// and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
 //
-// Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the end.
-// Q, S, P and O are in registers.
+// Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the
+// end. Q, S, P and O are in registers.
 #pragma once
 
 #include <type_traits>
@@ -159,8 +159,8 @@ __device__ __forceinline__ OnlineSoftmax<2> start_softmax(const DecodeParams& pa
   return OnlineSoftmax<2>(kLn2, least_max(params.score));
 }
 
-// Computes O = P V over this warp's tiles of the piece, and the state of their softmax. Returns what
-// is still to be multiplied with: the descale of V.
+// Computes O = P V over this warp's tiles of the piece, and the state of their softmax. Returns
+// what is still to be multiplied with: the descale of V.
 template <typename Traits>
 __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftmax<2>& softmax,
                                         DecodeStorage<Traits>& smem, const DecodeParams& params,
@@ -192,13 +192,15 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     }
     ptx::cp_async_commit();
   };
+  // Rotated queries pass through the last stage.
   constexpr int kLoadsBeforeQ = Traits::kPlain ? kStages : kStages - 1;
 #pragma unroll
   for (int i = 0; i < kLoadsBeforeQ; ++i) load(i);
 
   const auto queries = [&] {
     if constexpr (!Traits::kPlain && Traits::kAppends) {
-      if (params.rotary_cos != nullptr) return rotate_queries<Traits>(smem.ring, params, piece);
+      if (params.rotary_cos != nullptr)
+        return load_rotated_queries<Traits>(smem.ring, params, piece);
     }
     return load_queries<Traits>(params, piece, lane);
   };
@@ -215,7 +217,7 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     if (params.dtype == DType::kBf16) bf16_to_fp16(Q, row_scale);
   }
   int row_first[2], row_end[2];  // the keys of the piece that this thread's rows see
-  RowTerms terms;
+  DecodeRowTerms terms;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = min(fragment_row(half, lane), piece.num_rows - 1);

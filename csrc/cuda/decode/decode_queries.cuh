@@ -8,8 +8,8 @@
 
 namespace flash_attn::cuda {
 
-// Returns the piece's rows of Q as a left operand, which takes the columns of each 16 in another order
-// beside a cache of 8 bits (widened_gemm.cuh). Rows and columns beyond are 0.
+// Returns the piece's rows of Q as a left operand, which takes the columns of each 16 in another
+// order beside a cache of 8 bits (widened_gemm.cuh). Rows and columns beyond are 0.
 template <typename Traits>
 __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const DecodeParams& params,
                                                                       const DecodePiece& piece,
@@ -26,8 +26,9 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
                             lane % 4 * (Traits::k8Bit ? 4 : 2);
 #pragma unroll
     for (int col = 0; col < Traits::kHeadDim; col += 8) {
-      // Of 8 bits: the second of two neighbouring pairs of columns, instead of the pair 8 columns on.
-      // (Loaded as one number, the two would wait for each other on their way to their registers.)
+      // Of 8 bits: the second of two neighbouring pairs of columns, instead of the pair 8 columns
+      // on. (Loaded as one number, the two would wait for each other on their way to their
+      // registers.)
       const int offset = Traits::k8Bit ? col / 16 * 16 + col % 16 / 4 : col;
       const bool valid = row < piece.num_rows && col < params.head_dim;
       Q.data[0][col / 16][col % 16 / 8 * 2 + half] =
@@ -40,7 +41,7 @@ __device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_queries(const Deco
 // The same rows, rotated. A thread turns eight neighbouring columns, so the block does it together,
 // on the way through the last stage of each ring, which is free before and after.
 template <typename Traits>
-__device__ __forceinline__ OperandA<1, Traits::kHeadDim> rotate_queries(
+__device__ __forceinline__ OperandA<1, Traits::kHeadDim> load_rotated_queries(
     typename Traits::KvTile (&ring)[kDecodeWarps][Traits::kStages], const DecodeParams& params,
     const DecodePiece& piece) {
   using Element = typename Traits::Element;

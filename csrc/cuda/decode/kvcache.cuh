@@ -1,13 +1,13 @@
-// Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just appended
-// to; with every term of the score. decode.cuh is the faster one where it serves: most caches of 16
-// bits, and plain calls on dense ones of 8.
+// Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just
+// appended to; with every term of the score. decode.cuh is the faster one where it serves: most
+// caches of 16 bits, and plain calls on dense ones of 8.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → ALiBi → mask → online softmax → O = P V
 //
 // The time is that of reading K and V once, so all is arranged to keep reads under way. A thread
-// block works through its share of all keys (kvcache_schedule.cuh), in tiles that its producer warps
-// bring into a ring of shared memory, K and V in turns, and up to a whole ring ahead of the four
-// warps that compute. The producers do not stop where one sequence ends and the next begins.
+// block works through its share of all keys (kvcache_schedule.cuh), in tiles that its producer
+// warps bring into a ring of shared memory, K and V in turns, and up to a whole ring ahead of the
+// four warps that compute. The producers do not stop where one sequence ends and the next begins.
 //
 //   producers   wait empty   copy K(j)   wait empty   copy V(j)   …
 //   each warp   wait K(j)    S = Q K(j)ᵀ of its quarter of the keys    release   scores

@@ -10,8 +10,8 @@
 
 namespace flash_attn::cuda {
 
-// The rows of Q as a warp multiplies them: in registers, or where these do not hold them, read again with
-// every tile of keys.
+// The rows of Q as a warp multiplies them: in registers, or where these do not hold them, read
+// again with every tile of keys.
 template <typename Traits>
 class KvcacheQueries {
   using View = SmemOperandA<1, 16, Layout::kKInner, typename Traits::QTile>;

@@ -1,7 +1,7 @@
 // Which thread block of kvcache.cuh reads which keys of which sequences.
 //
-// Grid (row tiles, kv heads, parts). The keys of a sequence lie in tiles, which start at multiples of
-// kKeys. The tiles of all sequences, one after the other, are one line, which is cut into equal
+// Grid (row tiles, kv heads, parts). The keys of a sequence lie in tiles, which start at multiples
+// of kKeys. The tiles of all sequences, one after the other, are one line, which is cut into equal
 // parts wherever the cuts fall, the same for each head and row tile:
 //
 //   sequences   │ 0                  │ 1    │ 2        │ 3                     │ …
@@ -15,9 +15,9 @@
 // Cut alike or by length, each sequence is cut by its own length alone, and the parts take the
 // pieces in turns: no bit of a sequence's result depends on the other sequences.
 //
-// A launch finds the instruction cache cold, and a call is short: all is 32-bit arithmetic, with one
-// division by what only the device knows. Whole warps do it, each for itself; lane i holds the keys of
-// sequence i of 32.
+// A launch finds the instruction cache cold, and a call is short: all is 32-bit arithmetic, with
+// one division by what only the device knows. Whole warps do it, each for itself; lane i holds the
+// keys of sequence i of 32.
 #pragma once
 
 #include "../cache/rows.cuh"

@@ -12,7 +12,7 @@ namespace flash_attn::cuda {
 // What this thread knows of its rows, g and g + 8 of the tile.
 struct KvcacheRows {
   int first_key[2], end_key[2];  // seen by the row
-  RowTerms terms;
+  DecodeRowTerms terms;
 
   __device__ __forceinline__ KvcacheRows(const DecodeParams& params, const KvcachePiece& piece,
                                          const float (&q_scale)[kDecodeRows], int lane) {

@@ -124,10 +124,10 @@ Splits decode_splits(const CallShape& call) {
 }
 
 KvcacheGrid kvcache_grid(const CallShape& call) {
-  // 16 bits: one block an SM reads as fast as two and leaves half as many pieces; two fill the device
-  // better where there are many heads. 8 bits: four warps that compute wait for one another more than
-  // for memory, so two blocks, unless the call is short. 1 KiB a block is the system's, and the blocks
-  // that merge want to be there early.
+  // 16 bits: one block an SM reads as fast as two and leaves half as many pieces; two fill the
+  // device better where there are many heads. 8 bits: four warps that compute wait for one another
+  // more than for memory, so two blocks, unless the call is short. 1 KiB a block is the system's,
+  // and the blocks that merge want to be there early.
   constexpr int kSystemBytes = 1024, kCombineBytes = 17 * 1024, kTwoBlocksBytes = 160 * 1024;
   constexpr int64_t kLongElements = int64_t{64} << 20;
   const DeviceInfo& device = *call.device;
@@ -171,7 +171,7 @@ bool serves_some_cache(const CallShape& call) {
 bool serves_16bit(const CallShape& call) {
   return serves_some_cache(call) && call.cache_dtype == call.dtype &&
          call.head_dim <= kKvcachePortableHeadDim &&
-         ((!call.paged && !call.appends) || call.head_dim <= kDecodeFormsHeadDim);
+         ((!call.paged && !call.appends && !call.rotates) || call.head_dim <= kDecodeFormsHeadDim);
 }
 // Pages of 8 bits are read faster by kvcache.cuh.
 bool serves_8bit(const CallShape& call) {

@@ -1,5 +1,5 @@
-// What happens to decode's scores between Q Kᵀ and the mask. A row of scores is a (token, query head)
-// pair, so each has a slope and a diagonal of its own.
+// What happens to decode's scores between Q Kᵀ and the mask. A row of scores is a (token, query
+// head) pair, so each has a slope and a diagonal of its own.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → ALiBi
 #pragma once
@@ -27,12 +27,13 @@ __device__ __forceinline__ float least_max(const ScoreParams& score) {
 }
 
 // The terms of this thread's rows, g and g + 8 of the tile.
-struct RowTerms {
+struct DecodeRowTerms {
   float scale[2];  // of Q Kᵀ, in units of log 2; with softcap, of its argument
   float slope[2];  // ALiBi's, in units of log 2
   int diagonal[2];
 
-  // Row `half` is this token and query head. q_scale: what its products are multiplied with besides.
+  // Row `half` is this token and query head. q_scale: what its products are multiplied with
+  // besides.
   __device__ __forceinline__ void set(int half, const DecodeParams& params, int batch_idx,
                                       int len_k, int token, int head, float q_scale) {
     const ScoreParams& score = params.score;

@@ -1,8 +1,8 @@
 // Caches of 8 bits on their way into the two matrix products of decode's readers.
 //
-// A 16-bit word of shared memory holds two neighbouring columns. K and V are widened to fp16, exactly,
-// between ldmatrix and mma. What ldmatrix permutes so is undone in Q's columns and O's: of each 16,
-// lane l has columns 4 (l % 4) … 4 (l % 4) + 3.
+// A 16-bit word of shared memory holds two neighbouring columns. K and V are widened to fp16,
+// exactly, between ldmatrix and mma. What ldmatrix permutes so is undone in Q's columns and O's: of
+// each 16, lane l has columns 4 (l % 4) … 4 (l % 4) + 3.
 #pragma once
 
 #include "../ptx/permute.cuh"
@@ -29,8 +29,8 @@ __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& low, uint32_t& h
   }
 }
 
-// S += Q Kᵀ of 16 keys from n on and 32 columns from k on, whose products go to two sums, which may be
-// one. b: the words of K, as SmemOperandB loads them.
+// S += Q Kᵀ of 16 keys from n on and 32 columns from k on, whose products go to two sums, which may
+// be one. b: the words of K, as SmemOperandB loads them.
 template <DType kCacheDType, int kKeys, typename Queries>
 __device__ __forceinline__ void multiply_widened_keys(Accumulator<1, kKeys>& S0,
                                                       Accumulator<1, kKeys>& S1, const Queries& Q,
@@ -49,8 +49,9 @@ __device__ __forceinline__ void multiply_widened_keys(Accumulator<1, kKeys>& S0,
   }
 }
 
-// O += P V of 32 keys and 16 columns from n on, the even ones in the first block of 16 × 8 and the odd
-// ones in the second. p0, p1: P of 16 keys each. b: the words of V, transposed, of eight keys each.
+// O += P V of 32 keys and 16 columns from n on, the even ones in the first block of 16 × 8 and the
+// odd ones in the second. p0, p1: P of 16 keys each. b: the words of V, transposed, of eight keys
+// each.
 template <DType kCacheDType, int kHeadDim>
 __device__ __forceinline__ void multiply_widened_values(Accumulator<1, kHeadDim>& O,
                                                         const uint32_t (&p0)[4],
@@ -103,8 +104,8 @@ __device__ __forceinline__ void multiply_widened_values(Accumulator<1, kHeadDim>
   }
 }
 
-// Rows of Q in bf16 become fp16, each scaled by a power of two. What its products are to be multiplied
-// with, row_scale, takes that back.
+// Rows of Q in bf16 become fp16, each scaled by a power of two. What its products are to be
+// multiplied with, row_scale, takes that back.
 template <int kHeadDim>
 __device__ __forceinline__ void bf16_to_fp16(OperandA<1, kHeadDim>& Q, float (&row_scale)[2]) {
 #pragma unroll

@@ -38,8 +38,8 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
         "f"(c[2]), "f"(c[3]));
 }
 
-// mma.sync.aligned.m16n8k8 of TF32, PTX ISA "Matrix Fragments for mma.m16n8k8": the 13 lowest bits of a and b
-// are ignored. c may be d.
+// mma.sync.aligned.m16n8k8 of TF32, PTX ISA "Matrix Fragments for mma.m16n8k8": the 13 lowest bits
+// of a and b are ignored. c may be d.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1, const float (&c)[4]) {
   asm volatile(

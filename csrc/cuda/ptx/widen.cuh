@@ -21,8 +21,8 @@ __device__ __forceinline__ void widen_e4m3(uint32_t bytes, uint32_t& low, uint32
 }
 
 // int8: with its sign bit flipped a byte is value + 128, and below the exponent byte 0x64 that is
-// 1024 + value + 128 in fp16. sub.f16x2, PTX ISA "sub", takes the rest away. kAlternate: bytes 0, 2 and
-// 1, 3 instead of 0, 1 and 2, 3.
+// 1024 + value + 128 in fp16. sub.f16x2, PTX ISA "sub", takes the rest away. kAlternate: bytes 0, 2
+// and 1, 3 instead of 0, 1 and 2, 3.
 template <bool kAlternate>
 __device__ __forceinline__ void widen_int8(uint32_t bytes, uint32_t& low, uint32_t& high) {
   constexpr uint32_t kBias = 0x64806480;  // 1152, twice

@@ -87,7 +87,8 @@ __device__ __forceinline__ void gemm(Accumulator<kMBlocks, kN>& C, OperandAView&
   }
 }
 
-// Four registers of an operand as sums of two TF32 numbers: high + low has 22 significant bits at least.
+// Four registers of an operand as sums of two TF32 numbers: high + low has 22 significant bits at
+// least.
 struct SplitBlock {
   uint32_t high[4], low[4];
 
@@ -100,12 +101,12 @@ struct SplitBlock {
   }
 };
 
-// gemm() of fp32: A B = high(A) high(B) + high(A) low(B) + low(A) high(B); what is left out is 2⁻²⁴ of a
-// product at most.
+// gemm() of fp32: A B = high(A) high(B) + high(A) low(B) + low(A) high(B); what is left out is 2⁻²⁴
+// of a product at most.
 //
-// mma adds to its accumulator without rounding to nearest, so that the errors of a long sum point one
-// way. It sums 8 or 16 columns, the small products first, and fp32 additions do the rest. kN may be 8: then B
-// has the upper half of each block.
+// mma adds to its accumulator without rounding to nearest, so that the errors of a long sum point
+// one way. It sums 8 or 16 columns, the small products first, and fp32 additions do the rest. kN
+// may be 8: then B has the upper half of each block.
 template <typename Element, int kK, Into kInto, int kMBlocks, int kN, typename OperandAView,
           typename OperandBView>
   requires std::is_same_v<Element, float>

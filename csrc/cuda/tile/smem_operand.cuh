@@ -1,5 +1,5 @@
-// What a warp reads of a tile in shared memory as an operand of mma.sync: blocks of 16 rows or columns by
-// one step of k, four registers each.
+// What a warp reads of a tile in shared memory as an operand of mma.sync: blocks of 16 rows or
+// columns by one step of k, four registers each.
 #pragma once
 
 #include <cstdint>
@@ -47,9 +47,9 @@ class SmemOperand {
 
 inline constexpr int kWalkK = 32;  // columns of A that walk() moves on by
 
-// The same of fp32, in blocks of 16 × 8. mma's k t and t + 4, which are a thread's, stand for columns 2t and
-// 2t + 1 of both operands: then an accumulator is an operand A as it is (fragment.cuh), and a thread's two
-// numbers of a row lie side by side.
+// The same of fp32, in blocks of 16 × 8. mma's k t and t + 4, which are a thread's, stand for
+// columns 2t and 2t + 1 of both operands: then an accumulator is an operand A as it is
+// (fragment.cuh), and a thread's two numbers of a row lie side by side.
 template <Side kSide, Layout kLayout, typename Tile>
   requires kIsWide<typename Tile::Element>
 class SmemOperand<kSide, kLayout, Tile> {

@@ -9,10 +9,10 @@
 
 namespace flash_attn {
 
-// 16 bits: columns lie in slabs of 64 (128 bytes a row) where kCols is a multiple of 64, else in slabs
-// of 32 (64 bytes a row): the layouts that TMA's 128-byte and 64-byte swizzles write and wgmma reads.
-// Inside a slab, 16-byte chunk c of row r lies at chunk c XOR s(r). Numbers are logical chunks, one
-// line is the 128 bytes that the 32 banks serve at once:
+// 16 bits: columns lie in slabs of 64 (128 bytes a row) where kCols is a multiple of 64, else in
+// slabs of 32 (64 bytes a row): the layouts that TMA's 128-byte and 64-byte swizzles write and
+// wgmma reads. Inside a slab, 16-byte chunk c of row r lies at chunk c XOR s(r). Numbers are
+// logical chunks, one line is the 128 bytes that the 32 banks serve at once:
 //
 //   slab of 64 columns, s = r & 7          slab of 32 columns, s = (r >> 1) & 3
 //   row 0   0 1 2 3 4 5 6 7                rows 0, 1    0 1 2 3 | 0 1 2 3

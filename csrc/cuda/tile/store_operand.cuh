@@ -8,8 +8,8 @@
 
 namespace flash_attn {
 
-// Writes a warp's 16-bit left operand to (first_row, first_col) of the tile, for other warps to read.
-// first_row is a multiple of 8, first_col as SmemTile::advance wants it.
+// Writes a warp's 16-bit left operand to (first_row, first_col) of the tile, for other warps to
+// read. first_row is a multiple of 8, first_col as SmemTile::advance wants it.
 template <typename Tile, int kMBlocks, int kK>
 __device__ __forceinline__ void store_operand(Tile& tile, const OperandA<kMBlocks, kK>& A,
                                               int first_row, int first_col, int lane) {

@@ -30,16 +30,9 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t address, uint32_t 
   return mapped;
 }
 
-// ld.shared::cluster, PTX ISA "ld": of another block.
-__device__ __forceinline__ int load_from_block(uint32_t address) {
-  int value;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
-// mbarrier.arrive on another block's mbarrier, PTX ISA "mbarrier.arrive": relaxed, it orders nothing
-// but products that have been waited for. A release would wait for this thread's reductions in
-// global memory.
+// mbarrier.arrive on another block's mbarrier, PTX ISA "mbarrier.arrive": relaxed, it orders
+// nothing but products that have been waited for. A release would wait for this thread's reductions
+// in global memory.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t mbarrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mbarrier)
                : "memory");

@@ -30,8 +30,8 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
 
-// Which dimension of an operand in shared memory has neighbouring elements: k, or m (of a) and n (of
-// b), which the instruction calls transposed.
+// Which dimension of an operand in shared memory has neighbouring elements: k, or m (of a) and n
+// (of b), which the instruction calls transposed.
 enum class Major : uint8_t { kK, kMn };
 
 // wgmma.mma_async m64nNk16, PTX ISA "wgmma.mma_async": d = a · b (+ d if accumulate), fp32

@@ -36,8 +36,8 @@ __device__ __forceinline__ int loaded_bytes(int num_cols) {
   return (num_cols + Tile::kSlabCols - 1) / Tile::kSlabCols * Tile::kSlabBytes;
 }
 
-// Starts the copy of rows first_row … of num_cols columns of the matrix, from first_col on, into the
-// tile, one box a slab. loaded_bytes() complete on the mbarrier.
+// Starts the copy of rows first_row … of num_cols columns of the matrix, from first_col on, into
+// the tile, one box a slab. loaded_bytes() complete on the mbarrier.
 template <typename Tile>
 __device__ __forceinline__ void load_tile(Tile& tile, const CUtensorMap& map,
                                           const MatrixPlace& place, int first_row, int num_cols,
@@ -53,8 +53,8 @@ __device__ __forceinline__ void load_tile(Tile& tile, const CUtensorMap& map,
   }
 }
 
-// A warp writes columns first_col … of its 16 rows of an accumulator, rounded, to rows first_row … of
-// the tile. Columns that the accumulator lacks are left as they are.
+// A warp writes columns first_col … of its 16 rows of an accumulator, rounded, to rows first_row …
+// of the tile. Columns that the accumulator lacks are left as they are.
 template <typename Tile, int kN>
 __device__ __forceinline__ void store_rounded(Tile& tile, const Accumulator<1, kN>& C,
                                               int first_col, int first_row, int lane) {

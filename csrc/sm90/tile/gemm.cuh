@@ -40,8 +40,8 @@ class WgmmaOperand {
   static constexpr ptx::Major kMajor =
       kLayout == Layout::kKInner ? ptx::Major::kK : ptx::Major::kMn;
 
-  // From m or n = first_mn of the tile on: a row, a multiple of 8 (kKInner), or a column, a multiple
-  // of Tile::kSlabCols (kKOuter).
+  // From m or n = first_mn of the tile on: a row, a multiple of 8 (kKInner), or a column, a
+  // multiple of Tile::kSlabCols (kKOuter).
   __device__ __forceinline__ explicit WgmmaOperand(const Tile& tile, int first_mn = 0)
       : low_(((flash_attn::ptx::smem_address(tile.data) & kOwnMemory) + mn_bytes(first_mn)) / 16 |
              kLeading << 16) {}
@@ -118,8 +118,8 @@ __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& 
   }
 }
 
-// Starts C[first_col …] += A B, A in registers, B in shared memory with k in its rows: of the columns
-// of C that B's tile has, over k from kFirstK to kEndK (-1: to the end).
+// Starts C[first_col …] += A B, A in registers, B in shared memory with k in its rows: of the
+// columns of C that B's tile has, over k from kFirstK to kEndK (-1: to the end).
 template <typename Element, int kFirstK = 0, int kEndK = -1, int kN, int kK, typename TileB>
 __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& A,
                                         const WgmmaOperand<Layout::kKOuter, TileB>& B,

@@ -88,8 +88,9 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
   return map;
 }
 
-// Whether TMA can read a bias: of q's dtype, keys side by side, the other strides multiples of 16 bytes (0
-// for one that broadcasts the queries), dense, and as many queries and keys as the tensors have.
+// Whether TMA can read a bias: of q's dtype, keys side by side, the other strides multiples of 16
+// bytes (0 for one that broadcasts the queries), dense, and as many queries and keys as the tensors
+// have.
 template <typename Params>
 bool can_stage_bias(const Params& params) {
   const BiasParams& bias = params.score.bias;

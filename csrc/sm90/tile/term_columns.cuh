@@ -43,8 +43,8 @@ struct TermOnes {
 
 // `columns` is the right operand, with a row for each of kN columns of the product. It lies there
 // without a swizzle, in blocks of 8 × 8. The second eight columns are the first eight once more;
-// those of the left operand are 0. memcheck seems to heed no strides: it takes the 16 columns to lie
-// side by side from the descriptor's address on. So as many bytes again must follow within the
+// those of the left operand are 0. memcheck seems to heed no strides: it takes the 16 columns to
+// lie side by side from the descriptor's address on. So as many bytes again must follow within the
 // block's shared memory, and 64 × 16 numbers from where TermOnes begin.
 template <typename Element, int kN>
 struct TermColumns {

@@ -15,9 +15,6 @@ inline void cluster_sync() { simulator::cluster_sync(); }
 inline uint32_t address_in_block(uint32_t address, uint32_t rank) {
   return (address & ((1u << simulator::kRankShift) - 1)) | (rank + 1) << simulator::kRankShift;
 }
-inline int load_from_block(uint32_t address) {
-  return *static_cast<const int*>(simulator::shared_pointer(address));
-}
 inline void mbarrier_arrive_remote(uint32_t mbarrier) {
   simulator::mbarrier_arrive(static_cast<uint64_t*>(simulator::shared_pointer(mbarrier)));
 }

@@ -41,8 +41,8 @@ void wgmma_wait() {
   });
 }
 
-// Elements of an operand in shared memory, by its descriptor (PTX ISA "Matrix descriptor"). Without a
-// swizzle it is made of blocks of 8 rows of 16 bytes.
+// Elements of an operand in shared memory, by its descriptor (PTX ISA "Matrix descriptor"). Without
+// a swizzle it is made of blocks of 8 rows of 16 bytes.
 template <typename Element>
 class DescribedOperand {
  public:
