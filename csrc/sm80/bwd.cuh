@@ -8,9 +8,8 @@
 // A thread block owns kBlockN keys of one kv head; K, V and the sums dK, dV stay with it while it
 // walks over the query heads that read this kv head and over their queries in blocks of kBlockM.
 // Nobody else adds to its dK and dV: the same bits every time. dQ is summed over thread blocks by
-// fp32 reductions in global memory, or, when the caller wants the same bits there too, by the
-// kernel in bwd_dq.cuh. All warps have one role; each product's result is split over them in a grid
-// of its own.
+// fp32 reductions in global memory; where these bits shall be the same as well, by bwd_dq.cuh. All
+// warps have one role; each product's result is split over them in a grid of its own.
 //
 // The plain loop:
 //
@@ -264,9 +263,8 @@ __device__ __forceinline__ void add_column_sums(const BwdParams& params,
   *gradient += sum * Traits::ScorePolicy::output_scale(params.dropout);
 }
 
-// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV.
-// kSumDq: dQ is summed in dq_accum; with score terms, if there is one: a kernel without would be
-// one more of each.
+// Walks over the query heads and their queries; returns the sums dK (not yet scaled) and dV. kSumDq:
+// dQ is summed in dq_accum; with score terms, if there is one, as this spares a kernel without.
 template <typename Traits, bool kSumDq>
 __device__ __forceinline__ void compute_loop(const typename Traits::Params& params,
                                              typename Traits::SharedStorage& smem,
