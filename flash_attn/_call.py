@@ -273,42 +273,52 @@ def attend(
     q, k, v, *, attn_bias=None, alibi_slopes=None, dropout_p=0.0, return_probs=False, **options
 ):
     """The op `fwd` of dense tensors, or what packed documents make of it."""
-    packed = runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs)
+    options |= {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "return_probs": return_probs}
+    packed = packed_call(q, k, v, attn_bias=attn_bias, **options)
     if packed is None:
-        return fwd(
-            fwd_arguments(
-                q,
-                k,
-                v,
-                attn_bias=attn_bias,
-                alibi_slopes=alibi_slopes,
-                dropout_p=dropout_p,
-                return_probs=return_probs,
-                **options,
-            )
-        )
-    window, bounds = packed
+        return fwd(fwd_arguments(q, k, v, attn_bias=attn_bias, **options))
+    tensors, of_documents = packed
+    out, softmax_lse, *rest = fwd(fwd_arguments(*tensors, **options | of_documents))
+    batch_and_rows = q.shape[:2]
+    softmax_lse = softmax_lse.unflatten(1, batch_and_rows).transpose(0, 1)
+    return out.unflatten(0, batch_and_rows), softmax_lse, *rest
+
+
+def packed_call(
+    q,
+    k,
+    v,
+    *,
+    attn_bias,
+    alibi_slopes,
+    dropout_p,
+    return_probs,
+    learnable_sink=None,
+    window_size=(-1, -1),
+    **_,
+):
+    """What packed documents make of a call of dense tensors: the tensors of a varlen call, and
+    those of its arguments that are others. None: nothing."""
+    packed = runs_packed(q, k, v, attn_bias, alibi_slopes, dropout_p, return_probs)
+    if packed is None:
+        return None
+    window, documents = packed
     batch, seqlen = q.shape[:2]
-    if batch == 1 and options.get("learnable_sink") is None:
-        cu_seqlens, used = bounds.flatten(), None  # rows outside of all documents: out 0, LSE -inf
+    if batch == 1 and learnable_sink is None:
+        # Rows outside of all documents: out 0, LSE -inf.
+        cu_seqlens, used = documents.cu_seqlens.flatten(), None
     else:
-        cu_seqlens, used = packed_lengths(bounds, batch, seqlen)
-    window = lowering.intersect_windows(window, window_sides(options.pop("window_size", (-1, -1))))
-    out, softmax_lse, *rest = fwd(
-        fwd_arguments(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            seqused_k=used,
-            max_seqlen_q=seqlen,
-            max_seqlen_k=seqlen,
-            alibi_slopes=alibi_slopes,
-            window_size=window,
-            **options,
-        )
-    )
-    softmax_lse = softmax_lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
-    return out.unflatten(0, (batch, seqlen)), softmax_lse, *rest
+        cu_seqlens, used = packed_lengths(documents.cu_seqlens, batch, seqlen)
+    longest = seqlen if documents.longest is None else documents.longest
+    return [x.flatten(0, 1) for x in (q, k, v)], {
+        "attn_bias": None,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "seqused_k": used,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "window_size": lowering.intersect_windows(window, window_sides(window_size)),
+    }
 
 
 def draw_rng_state(like):

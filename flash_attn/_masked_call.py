@@ -43,8 +43,8 @@ def used_lengths(cu_seqlens, seqused, leftpad=None):
     return lengths if leftpad is None else (lengths - leftpad).clamp(min=0)
 
 
-def runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
-    """The windows and bounds of packed documents that a varlen call serves, and as fast as any."""
+def runs_packed(q, k, v, attn_bias, alibi_slopes, dropout_p, return_probs):
+    """The windows, and the packed documents, that a varlen call serves, and as fast as any."""
     if not isinstance(attn_bias, Mask) or not isinstance(q, Tensor) or q.dim() != 4:
         return None
     # Its dropout is another one; where slopes are each sequence's own, sequences are others.
@@ -54,7 +54,7 @@ def runs_packed(q, k, attn_bias, alibi_slopes, dropout_p, return_probs):
     # ATen pads sequences that only the device knows: each to the length of all.
     fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
     same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
-    return lowering.packed_bounds(attn_bias) if plain and fast and same else None
+    return lowering.packed_documents(attn_bias, q, k, v) if plain and fast and same else None
 
 
 def packed_lengths(bounds, batch, seqlen):

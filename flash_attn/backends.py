@@ -131,12 +131,9 @@ def can_use(
     try:
         if op in ("fwd", "bwd"):
             dropout = dropout_p > 0.0
-            ask = C.explain_fwd if op == "fwd" else C.explain_bwd
-            chosen, reasons, plans = ask(
-                *_call.fwd_arguments(
-                    q,
-                    k,
-                    v,
+            tensors, options = (
+                (q, k, v),
+                dict(
                     cu_seqlens_q=cu_seqlens_q,
                     cu_seqlens_k=cu_seqlens_k,
                     seqused_q=seqused_q,
@@ -159,9 +156,13 @@ def can_use(
                     deterministic=deterministic,
                     return_probs=return_attn_probs and dropout,
                     return_max_logits=return_max_logits,
-                )[:-1],
-                None,
+                ),
             )
+            packed = None if cu_seqlens_q is not None else _call.packed_call(q, k, v, **options)
+            if packed is not None:
+                tensors, options = packed[0], options | packed[1]
+            ask = C.explain_fwd if op == "fwd" else C.explain_bwd
+            chosen, reasons, plans = ask(*_call.fwd_arguments(*tensors, **options)[:-1], None)
         elif op == "decode":
             arguments = _call.decode_arguments(
                 q,

@@ -11,6 +11,7 @@ from cases import Problem
 from test_masks import MASKS, PACKED, SQUARE, lowered, random_ids
 
 from flash_attn import masks
+from flash_attn.masks import lowering
 from flash_attn.masks.forms import Window, intersection, split
 
 
@@ -60,6 +61,28 @@ def test_definition_of_packed_documents() -> None:
     of_row = {1: 0, 2: 0, 3: 2, 4: 2, 5: 2}
     expected = spelled_out(lambda i, j: i in of_row and of_row[i] == of_row.get(j), 8, 8)
     assert torch.equal(mask.to_bool(8, 8)[0, 0], expected)
+
+
+def test_documents_found_to_be_packed() -> None:
+    """By prepared(), where each lies in one piece, in whatever order."""
+    x = torch.zeros(2, 6, 1, 8)
+
+    def packed(*ids: list[int], **keys: torch.Tensor) -> tuple[list[list[int]], int] | None:
+        mask = masks.documents(torch.tensor(ids), **keys).prepared(6, 6)
+        found = lowering.packed_documents(mask, x, x, x)
+        return None if found is None else (found[1].cu_seqlens.tolist(), found[1].longest)
+
+    one, three = [7] * 6, [5, 5, -2, 9, 9, 9]
+    assert packed(three) == ([[0, 2, 3, 6]], 3)
+    assert packed(three, one) == ([[0, 2, 3, 6], [0, 6, 6, 6]], 6)
+    assert packed(three, ids_k=torch.tensor(three)) == ([[0, 2, 3, 6]], 3)
+    assert packed(three, ids_k=torch.tensor(one)) is None
+    assert packed(one, [5, 5, 2, 5, 9, 9]) is None
+    assert packed(one, three, one) is None  # of three sequences, for a call of two
+    ready = masks.documents(torch.tensor(three)).prepared(6, 6)
+    for other in (ready & masks.prefix(2), masks.documents(torch.tensor(three))):
+        assert lowering.packed_documents(other, x, x, x) is None
+    assert lowering.packed_documents(ready, *x[:, :5].expand(3, *x[:, :5].shape)) is None
 
 
 @pytest.mark.parametrize("name", [*MASKS, *PACKED])

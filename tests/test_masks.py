@@ -54,6 +54,10 @@ def bounds_of_documents(problem: Problem) -> torch.Tensor:
     return problem.place(bounds + shift)
 
 
+def prepared_documents(problem: Problem, ids: torch.Tensor) -> Mask:
+    return masks.documents(ids).prepared(problem.max_q, problem.max_k)
+
+
 def some_blocks(problem: Problem, size: int, share: float = 0.4) -> Mask:
     blocks = [-(-length // size) for length in (problem.max_q, problem.max_k)]
     shape = (problem.batch, problem.case.heads_q, *blocks)
@@ -107,6 +111,13 @@ PACKED: dict[str, Callable[[Problem], Mask]] = {
     "causal-packed": lambda p: masks.packed_documents(bounds_of_documents(p)) & masks.causal(),
     "packed-window": lambda p: masks.window(6, 2) & masks.packed_documents(bounds_of_documents(p)),
     "one-packed": lambda p: masks.packed_documents(bounds_of_documents(p)[0]),
+    "prepared": lambda p: prepared_documents(p, random_ids(p, p.max_q, 4).sort(1).values),
+    "causal-prepared": lambda p: (
+        masks.causal() & prepared_documents(p, random_ids(p, p.max_q, 9).int().sort(1).values)
+    ),
+    "descending-prepared": lambda p: prepared_documents(p, -random_ids(p, p.max_q, 5).sort(1)[0]),
+    "shuffled-prepared": lambda p: prepared_documents(p, random_ids(p, p.max_q, 3)),
+    "one-prepared": lambda p: prepared_documents(p, random_ids(p, p.max_q, 3)[0].sort().values),
     "packed-prefix": lambda p: masks.packed_documents(bounds_of_documents(p)) & masks.prefix(80),
 }
 
@@ -382,12 +393,23 @@ def test_prepared(target: Target) -> None:
     assert lowered(problem, ready).tiles is lowered(problem, ready).tiles
     assert torch.equal(seen_by(problem, ready), seen_by(problem, mask))
     with use(target):
-        expected = attend(problem, mask)
+        expected = attend(problem, ready)
         ids.zero_()
         actual = attend(problem, ready)
     assert all(torch.equal(actual[name], expected[name]) for name in ("out", "dk", "dv"))
     packed = masks.packed_documents(bounds_of_documents(problem)) & masks.causal()
     assert packed.prepared(200, 200) is packed
+
+
+@pytest.mark.gpu
+def test_documents_packed_in_place() -> None:
+    """A varlen call serves prepared documents where rows need no copy, and else tiles."""
+    mask = masks.documents(torch.arange(200, device="cuda") // 70).prepared(200, 200)
+    rows_first = torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16, device="cuda")
+    heads_first = torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    for x, is_packed in ((rows_first, True), (heads_first, False), (heads_first[:1], True)):
+        plan = flash_attn.can_use(x, x, x, attn_bias=mask).plan
+        assert ("the mask's hidden tiles skipped" not in plan) == is_packed, plan
 
 
 @pytest.mark.gpu

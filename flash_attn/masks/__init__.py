@@ -15,6 +15,7 @@ What a mask costs depends on its form:
 
     causal, window, their intersections       the arguments of that name
     packed_documents, alone or with those     a varlen call
+    documents in one piece each, prepared()   likewise, where q, k and v can be read as they lie
     the others                                tiles of 64 queries and 64 keys: hidden ones are
                                               skipped, those seen throughout are not masked
 
@@ -105,8 +106,8 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
             from -2³¹ to 2³¹ - 2.
         ids_k: the same of the keys, (seqlen_k) or (batch, seqlen_k). Default: ids.
 
-    Where documents lie one behind the other and their bounds are known, packed_documents is
-    faster.
+    Where each document lies in one piece, packed_documents is faster, and so is this mask once it
+    is prepared().
 
     Raises:
         RuntimeError: dtype or dimensions; in a call, where ids and lengths differ.

@@ -82,7 +82,9 @@ class Mask:
 
         Others compute them when a first call needs them, and under capture in each call. Later
         writes to the tensors that the mask was made of do not count. Packed documents are left as
-        they are.
+        they are. Of documents given by ids it finds out whether each lies in one piece, for which
+        it waits for the device, and then they are served as packed ones are. Under capture it
+        neither waits nor finds out.
 
         Arguments, errors: as to_bool.
         """
@@ -91,7 +93,8 @@ class Mask:
         if not rest or isinstance(rest[0], PackedDocuments) and len(rest) == 1:
             return self
         whole = intersection(rest)
-        return And(Window(*sides), Prepared(whole, at, any_tiled(whole, at)))
+        packed = whole.packed_at(at) if can_wait(at.device) else None
+        return And(Window(*sides), Prepared(whole, at, any_tiled(whole, at), packed))
 
     def _geometry(self, seqlen_q, seqlen_k, device, causal_alignment) -> Geometry:
         if device is None:
@@ -120,6 +123,14 @@ class Mask:
         """Without bits; None: they are needed."""
         intervals = self.intervals_at(at)
         return None if intervals is None else tile_intervals(intervals, at)
+
+    def packed_at(self, at: Geometry) -> "PackedDocuments | None":
+        """The same mask, if it is one of packed documents. Waits for the device."""
+        return None
+
+    def packed_for(self, q: Tensor, k: Tensor, v: Tensor) -> "PackedDocuments | None":
+        """The same without waiting, if it should serve these. All have as many rows."""
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +236,24 @@ class Documents(Mask):
         rows = torch.where(ascends, by_positions, by_ids)
         return rows[:, None], torch.where(ascends, positions, ids_k)
 
+    def packed_at(self, at):
+        self._check(at)
+        ids, length = self.ids_q, at.seqlen_q
+        if ids.numel() == 0 or length != at.seqlen_k:
+            return None
+        if self.ids_k is not ids and not torch.equal(self.ids_k, ids):
+            return None
+        begins = ids[:, 1:] != ids[:, :-1]
+        come_again = begins.sum(1) != (ids.sort(1).values.diff() != 0).sum(1)
+        ends = torch.where(begins, at.queries()[1:], length).sort(1).values
+        ends = torch.nn.functional.pad(ends, (1, 1), value=length)
+        ends[:, 0] = 0
+        facts = [come_again.any(), begins.sum(1).max(), ends.diff().max()]
+        any_comes_again, most_begin, longest = torch.stack([x.long() for x in facts]).tolist()
+        if any_comes_again:
+            return None
+        return PackedDocuments(ends[:, : most_begin + 2].int(), longest)
+
     @staticmethod
     def _ranges(ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Least and largest of each tile: (batch or 1, tiles)."""
@@ -235,9 +264,13 @@ class Documents(Mask):
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(Mask):
     cu_seqlens: Tensor  # (batch or 1, documents + 1)
+    longest: int | None = None  # of them; None: only the device knows
 
     def tensors(self):
         return (self.cu_seqlens,)
+
+    def packed_for(self, q, k, v):
+        return self
 
     def _ends(self, at: Geometry) -> tuple[Tensor, Tensor]:
         """Of each query's document: (batch or 1, seqlen_q)."""
@@ -417,6 +450,7 @@ class Prepared(Mask):
     of: Mask
     at: Geometry
     tiled: Tiled
+    packed: PackedDocuments | None  # the same for these lengths
 
     def tensors(self):
         return self.of.tensors()
@@ -429,6 +463,28 @@ class Prepared(Mask):
 
     def tiled_at(self, at):
         return self.tiled if at == self.at else self.of.tiled_at(at)
+
+    def packed_for(self, q, k, v):
+        if self.packed is None or q.size(1) != self.at.seqlen_q or q.device != self.at.device:
+            return None
+        # A varlen call of tensors that had to be copied would take longer than one with tiles.
+        in_line = q.is_cpu or all(has_rows_in_line(x) for x in (q, k, v))
+        of_batch = self.packed.cu_seqlens.size(0) in (1, q.size(0))
+        return self.packed if in_line and of_batch else None
+
+
+def has_rows_in_line(x: Tensor) -> bool:
+    """Whether the rows of all sequences lie at one distance from each other."""
+    return x.size(0) == 1 or x.stride(0) == x.size(1) * x.stride(1)
+
+
+def can_wait(device: torch.device) -> bool:
+    """Whether the host may ask what tensors on this device hold."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if device.type == "meta":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def narrower(*sides: int) -> int:

@@ -9,6 +9,7 @@ from flash_attn.masks.forms import (
     Mask,
     PackedDocuments,
     any_tiled,
+    can_wait,
     intersection,
     narrower,
     split,
@@ -45,10 +46,8 @@ def _check_device(mask: Mask, device: torch.device) -> None:
 def _cache_key(mask: Mask, at: Geometry) -> tuple | None:
     """None: what is computed now must not be used again."""
     tensors = mask.tensors()
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return None
     # What is computed under capture is there in replays only, and for other streams not yet.
-    if at.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not can_wait(at.device):
         return None
     if any(x.is_inference() for x in tensors) or torch.is_inference_mode_enabled():
         return None  # without versions nobody hears of writes
@@ -95,9 +94,13 @@ def intersect_windows(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]
     return narrower(a[0], b[0]), narrower(a[1], b[1])
 
 
-def packed_bounds(mask: Mask) -> tuple[tuple[int, int], Tensor] | None:
-    """Of packed documents in windows alone: the windows, and cu_seqlens (batch or 1, n + 1)."""
+def packed_documents(
+    mask: Mask, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[tuple[int, int], PackedDocuments] | None:
+    """Of packed documents in windows alone: the windows, and the documents.
+
+    q, k, v: (batch, rows, heads, d), of as many rows.
+    """
     sides, rest = split(mask)
-    if len(rest) != 1 or not isinstance(rest[0], PackedDocuments):
-        return None
-    return sides, rest[0].cu_seqlens
+    documents = rest[0].packed_for(q, k, v) if len(rest) == 1 else None
+    return None if documents is None else (sides, documents)
