@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import expect, shown
 from flash_attn._library import C
-from flash_attn._masked_call import lower_mask, packed_lengths, runs_packed, used_lengths
+from flash_attn._masked_call import lower_mask, runs_packed, used_lengths
 from flash_attn._pages import unpage
 from flash_attn.masks import Mask, lowering
 from flash_attn.masks.tiles import Tiled, is_top_left
@@ -308,7 +308,7 @@ def packed_call(
         # Rows outside of all documents: out 0, LSE -inf.
         cu_seqlens, used = documents.cu_seqlens.flatten(), None
     else:
-        cu_seqlens, used = packed_lengths(documents.cu_seqlens, batch, seqlen)
+        cu_seqlens, used = lowering.packed_lengths(documents, batch, seqlen)
     longest = seqlen if documents.longest is None else documents.longest
     return [x.flatten(0, 1) for x in (q, k, v)], {
         "attn_bias": None,

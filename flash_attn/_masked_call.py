@@ -55,17 +55,3 @@ def runs_packed(q, k, v, attn_bias, alibi_slopes, dropout_p, return_probs):
     fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
     same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
     return lowering.packed_documents(attn_bias, q, k, v) if plain and fast and same else None
-
-
-def packed_lengths(bounds, batch, seqlen):
-    """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
-
-    Before a sequence's first document and behind its last one lie queries without keys.
-    """
-    bounds = bounds.clamp(0, seqlen).expand(batch, -1)
-    zero = torch.zeros_like(bounds[:, :1])
-    start = torch.arange(batch, dtype=torch.int32, device=bounds.device)[:, None] * seqlen
-    cu_seqlens = (torch.cat([zero, bounds], 1) + start).flatten()
-    cu_seqlens = torch.cat([cu_seqlens, torch.full_like(cu_seqlens[:1], batch * seqlen)])
-    used = torch.cat([zero, bounds.diff(), zero], 1).flatten()
-    return cu_seqlens, used

@@ -252,7 +252,8 @@ class Documents(Mask):
         any_comes_again, most_begin, longest = torch.stack([x.long() for x in facts]).tolist()
         if any_comes_again:
             return None
-        return PackedDocuments(ends[:, : most_begin + 2].int(), longest)
+        bounds = ends[:, : most_begin + 2].int()
+        return PackedDocuments(bounds, longest, in_line(bounds[:, :-1], length))
 
     @staticmethod
     def _ranges(ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -264,7 +265,10 @@ class Documents(Mask):
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(Mask):
     cu_seqlens: Tensor  # (batch or 1, documents + 1)
-    longest: int | None = None  # of them; None: only the device knows
+    # Where no row lies outside of them: the longest one's length, and the bounds in a tensor in
+    # which one sequence lies behind the other. None: only the device knows.
+    longest: int | None = None
+    in_line: Tensor | None = None
 
     def tensors(self):
         return (self.cu_seqlens,)
@@ -471,6 +475,14 @@ class Prepared(Mask):
         in_line = q.is_cpu or all(has_rows_in_line(x) for x in (q, k, v))
         of_batch = self.packed.cu_seqlens.size(0) in (1, q.size(0))
         return self.packed if in_line and of_batch else None
+
+
+def in_line(begins: Tensor, seqlen: int) -> Tensor:
+    """cu_seqlens of all sequences, one behind the other, of what begins at these rows of each."""
+    rows = torch.arange(begins.size(0), dtype=torch.int32, device=begins.device) * seqlen
+    return torch.nn.functional.pad(
+        (begins + rows[:, None]).flatten(), (0, 1), value=begins.size(0) * seqlen
+    )
 
 
 def has_rows_in_line(x: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """From a mask to a call's arguments."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,11 +11,14 @@ from flash_attn.masks.forms import (
     PackedDocuments,
     any_tiled,
     can_wait,
+    in_line,
     intersection,
     narrower,
     split,
 )
 from flash_attn.masks.tiles import Geometry, Tiled
+
+T = TypeVar("T")
 
 
 class Lowered(NamedTuple):
@@ -43,16 +47,27 @@ def _check_device(mask: Mask, device: torch.device) -> None:
             )
 
 
-def _cache_key(mask: Mask, at: Geometry) -> tuple | None:
+def _cache_key(mask: Mask, device: torch.device, *shape: object) -> tuple | None:
     """None: what is computed now must not be used again."""
     tensors = mask.tensors()
     # What is computed under capture is there in replays only, and for other streams not yet.
-    if not can_wait(at.device):
+    if not can_wait(device):
         return None
     if any(x.is_inference() for x in tensors) or torch.is_inference_mode_enabled():
         return None  # without versions nobody hears of writes
-    stream = torch.cuda.current_stream(at.device) if at.device.type == "cuda" else None
-    return at, stream, tuple(x._version for x in tensors)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return *shape, stream, tuple(x._version for x in tensors)
+
+
+def _kept(mask: Mask, key: tuple | None, compute: Callable[[], T]) -> T:
+    """What the mask keeps under this key, the latest alone, or what is computed now."""
+    found = mask.cache.get(key) if key is not None else None
+    if found is None:
+        found = compute()
+        if key is not None:
+            mask.cache.clear()
+            mask.cache[key] = found
+    return found
 
 
 def lower(mask: Mask, batch: int, heads: int, at: Geometry) -> Lowered:
@@ -65,13 +80,8 @@ def lower(mask: Mask, batch: int, heads: int, at: Geometry) -> Lowered:
     sides, rest = split(mask)
     if not rest:
         return Lowered(sides)
-    key = _cache_key(mask, at)
-    tiled = mask.cache.get(key) if key is not None else None
-    if tiled is None:
-        tiled = any_tiled(intersection(rest), at)
-        if key is not None:
-            mask.cache.clear()
-            mask.cache[key] = tiled
+    key = _cache_key(mask, at.device, at)
+    tiled = _kept(mask, key, lambda: any_tiled(intersection(rest), at))
     for x in (tiled.tiles, tiled.rows):
         if x is not None:
             _check_batch(x, batch, heads, at)
@@ -104,3 +114,22 @@ def packed_documents(
     sides, rest = split(mask)
     documents = rest[0].packed_for(q, k, v) if len(rest) == 1 else None
     return None if documents is None else (sides, documents)
+
+
+def packed_lengths(
+    documents: PackedDocuments, batch: int, seqlen: int
+) -> tuple[Tensor, Tensor | None]:
+    """cu_seqlens and seqused_k of the documents of all sequences, one after the other.
+
+    Before a sequence's first document and behind its last one lie queries without keys.
+    """
+    if documents.in_line is not None and batch == documents.cu_seqlens.size(0):
+        return documents.in_line, None
+
+    def compute() -> tuple[Tensor, Tensor]:
+        bounds = documents.cu_seqlens.clamp(0, seqlen).expand(batch, -1)
+        cu_seqlens = in_line(torch.nn.functional.pad(bounds, (1, 0)), seqlen)
+        return cu_seqlens, torch.nn.functional.pad(bounds.diff(), (1, 1)).flatten()
+
+    key = _cache_key(documents, documents.cu_seqlens.device, batch, seqlen)
+    return _kept(documents, key, compute)
