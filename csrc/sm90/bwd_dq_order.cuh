@@ -1,13 +1,14 @@
 // dQ's sums come in the same order every time: blocks of keys take turns at each block of queries.
 // One warp waits for the turns of its thread block, and one passes them on. Where only one warp is
-// free, it does both: in pairs of thread blocks, and with a pool.
+// free, it does both: in pairs of thread blocks, and with a pool. Then neither may wait for the
+// other, so each block of queries that is under way has a lane of its own.
 #pragma once
 
 #include <cuda/atomic>
 
 #include "../cuda/attn/dq_accum.cuh"
+#include "../cuda/ptx/fence.cuh"
 #include "bwd_work.cuh"
-#include "ptx/warpgroup.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
 
@@ -19,13 +20,13 @@ struct BwdSharedStorage;
 // How many threads read a thread block's works for the sake of turns.
 template <typename Traits>
 inline constexpr int kTurnReaders = !Traits::kOrders ? 0
-                                    : Traits::kPools ? 1
+                                    : Traits::kPools ? 32
                                                      : 2 * 32;
 
 // The turn of one block of keys at one block of queries.
 struct DqTurn {
-  ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> added;  // how many have been, so far
-  int turn;                                                        // how many come before this one
+  int32_t* added;  // how many have been, so far
+  int turn;        // how many come before this one
 
   // kPools: dq_accum is a pool. share: which of dQ's columns are meant, where thread blocks share
   // them.
@@ -37,17 +38,31 @@ struct DqTurn {
     const int64_t row =
         first_row + dq_turn_row<kPools>(params, work.seqlen.q_begin, work.batch_idx, block.head);
     const BlockRange keys = BlockRange::of_keys<kBlockM, kBlockN>(work.window, first_row);
-    return {::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(
-                params.dq_turns[row / kDqAccumRows * kDqShares + share]),
+    return {&params.dq_turns[row / kDqAccumRows * kDqShares + share],
             last_first ? keys.end - 1 - own : own - keys.begin};
   }
 
   __device__ __forceinline__ bool has_come() const {
-    return added.load(::cuda::memory_order_acquire) == turn;
+    return number().load(::cuda::memory_order_acquire) == turn;
   }
   // Whoever sees the number sees the reductions whose end this thread knows of by an mbarrier.
   __device__ __forceinline__ void pass_on() const {
-    added.store(turn + 1, ::cuda::memory_order_release);
+    number().store(turn + 1, ::cuda::memory_order_release);
+  }
+
+  // The same without their fences. A look is under way until its answer is used, and counts once
+  // fence_acquire() stands behind it. A pass counts if fence_release() stands before it.
+  __device__ __forceinline__ int look() const {
+    return number().load(::cuda::memory_order_relaxed);
+  }
+  __device__ __forceinline__ void pass_on_behind_fence() const {
+    number().store(turn + 1, ::cuda::memory_order_relaxed);
+  }
+
+ private:
+  __device__ __forceinline__::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> number()
+      const {
+    return ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(*added);
   }
 };
 
@@ -107,7 +122,12 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
 }
 
 // Waits for turns and passes them on, for one share of dQ's columns. Before a tile's first turn it
-// calls before(work). A whole warp calls it, of which one thread looks for either in turn.
+// calls before(work). A whole warp calls it. Each of kStages lanes has a stage of both rings, and
+// with it the blocks of queries that visit this stage: it looks for the turn of a block, and when
+// the block has been added it passes the turn on and goes to the stage's next one. So one load
+// looks for all turns that may come, and one fence, which takes as long as the reductions that are
+// under way, passes on all turns whose blocks have been added. The answer to the look comes
+// meanwhile.
 template <int kBlockM, int kBlockN, bool kPools, int kStages, typename Queue, typename Before>
 __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool last_first, int share,
                                                 Queue& works, RingBarriers<kStages>& turns,
@@ -115,32 +135,46 @@ __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool la
                                                 const Before& before) {
   const bool waits =
       ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
-  if (!ptx::elect_one()) return;
+  const int lane = threadIdx.x % 32;
   WorkReader queue(works);
-  Ring<kStages> turn_ring(turns), added_ring(added);
+  Ring<kStages> ring(turns, lane);
+  unsigned first = lane % kStages;  // which block of a tile is the lane's first one
+  static_assert((kStages & (kStages - 1)) == 0);
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
+    before(*work);
     const auto turn_at = [&](const QueryBlocks& block) {
       return DqTurn::make<kBlockM, kBlockN, kPools>(params, last_first, *work, block, share);
     };
-    before(*work);
-    QueryBlocks awaited(*work), passed(*work);
-    int open = 0;  // blocks whose turn has come and was not passed on yet
+    QueryBlocks block(*work);
+    block.advance(first);
+    DqTurn at = turn_at(block);
+    bool more = lane < kStages && block.more(), has_come = false;
 #pragma unroll 1
-    while (passed.more()) {
-      if (open < kStages && awaited.more() && (!waits || turn_at(awaited).has_come())) {
-        turn_ring.arrive_full();
-        turn_ring.advance();
-        awaited.advance();
-        ++open;
+    while (__any_sync(~0u, more)) {
+      const bool looks = more && !has_come;
+      int seen = 0;
+      if (looks) seen = at.look();
+      if (has_come && ring.in(added).is_full()) {
+        // The mbarrier has told of the consumers' reductions. The fence puts them before the
+        // number, for whoever sees it and acquires.
+        flash_attn::ptx::fence_release();
+        at.pass_on_behind_fence();
+        ring.advance_round();
+        block.advance(kStages);
+        at = turn_at(block);
+        more = block.more();
+        has_come = false;
       }
-      if (open > 0 && added_ring.is_full()) {
-        turn_at(passed).pass_on();
-        added_ring.advance();
-        passed.advance();
-        --open;
+      if (looks && (!waits || seen == at.turn)) {
+        // The fence puts the reductions that the number tells of before the consumers', which come
+        // behind the mbarrier.
+        flash_attn::ptx::fence_acquire();
+        ring.arrive_full();
+        has_come = true;
       }
     }
+    if (work->has_queries()) first = (first - work->num_query_blocks()) % kStages;
     queue.release(true);
   }
 }

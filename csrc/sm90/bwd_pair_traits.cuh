@@ -172,7 +172,7 @@ struct BwdPairSharedStorage {
     added_ring.init(kWarps, 1);
     number_ring.init(1, 1);
     // The two warps that load, who waits for turns, and the consumers.
-    queue.init(2 * 32 + Traits::kOrders + Traits::kConsumerThreads);
+    queue.init(2 * 32 + 32 * Traits::kOrders + Traits::kConsumerThreads);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };

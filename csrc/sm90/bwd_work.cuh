@@ -87,6 +87,10 @@ class QueryBlocks : public QueryBlock {
     ++head;
     return true;
   }
+  // Goes as many blocks further, or behind the last one.
+  __device__ __forceinline__ void advance(int blocks) {
+    for (m += blocks; m >= end_ && more(); ++head) m -= end_ - begin_;
+  }
 
  private:
   int begin_, end_, first_head_, end_head_;

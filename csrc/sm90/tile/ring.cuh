@@ -77,6 +77,8 @@ class Ring {
       phase_ ^= 1;
     }
   }
+  // Goes to the next visit of the same stage.
+  __device__ __forceinline__ void advance_round() { phase_ ^= 1; }
 
  private:
   __device__ __forceinline__ static void wait(uint64_t& barrier, uint32_t phase) {
