@@ -32,7 +32,7 @@ struct DqTurn {
   // them.
   template <int kBlockM, int kBlockN, bool kPools = false>
   __device__ __forceinline__ static DqTurn make(const BwdParams& params, bool last_first,
-                                                const BwdWork& work, const QueryBlocks& block,
+                                                const BwdWork& work, const QueryBlock& block,
                                                 int share = 0) {
     const int first_row = block.m * kBlockM, own = work.first_key / kBlockN;
     const int64_t row =
@@ -60,10 +60,8 @@ struct DqTurn {
   }
 
  private:
-  __device__ __forceinline__::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device> number()
-      const {
-    return ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(*added);
-  }
+  using Number = ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>;
+  __device__ __forceinline__ Number number() const { return Number(*added); }
 };
 
 // Calls step(turn, ring) for each block of queries of each tile. A whole warp calls it.
@@ -138,43 +136,42 @@ __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool la
   const int lane = threadIdx.x % 32;
   WorkReader queue(works);
   Ring<kStages> ring(turns, lane);
-  unsigned first = lane % kStages;  // which block of a tile is the lane's first one
-  static_assert((kStages & (kStages - 1)) == 0);
+  int index = lane;  // of the lane's block among those of the tile
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
     before(*work);
-    const auto turn_at = [&](const QueryBlocks& block) {
-      return DqTurn::make<kBlockM, kBlockN, kPools>(params, last_first, *work, block, share);
+    const auto turn_at = [&] {
+      return DqTurn::make<kBlockM, kBlockN, kPools>(params, last_first, *work,
+                                                    work->query_block(index), share);
     };
-    QueryBlocks block(*work);
-    block.advance(first);
-    DqTurn at = turn_at(block);
-    bool more = lane < kStages && block.more(), has_come = false;
+    const int blocks = work->has_queries() ? work->num_query_blocks() : 0;
+    enum { kNone, kAwaited, kHasCome } turn = lane < kStages && index < blocks ? kAwaited : kNone;
+    DqTurn at{};
+    if (turn == kAwaited) at = turn_at();
 #pragma unroll 1
-    while (__any_sync(~0u, more)) {
-      const bool looks = more && !has_come;
+    while (__any_sync(~0u, turn != kNone)) {
+      const bool looks = turn == kAwaited;
       int seen = 0;
       if (looks) seen = at.look();
-      if (has_come && ring.in(added).is_full()) {
+      if (turn == kHasCome && ring.in(added).is_full()) {
         // The mbarrier has told of the consumers' reductions. The fence puts them before the
         // number, for whoever sees it and acquires.
         flash_attn::ptx::fence_release();
         at.pass_on_behind_fence();
         ring.advance_round();
-        block.advance(kStages);
-        at = turn_at(block);
-        more = block.more();
-        has_come = false;
+        index += kStages;
+        turn = index < blocks ? kAwaited : kNone;
+        at = turn_at();
       }
       if (looks && (!waits || seen == at.turn)) {
         // The fence puts the reductions that the number tells of before the consumers', which come
         // behind the mbarrier.
         flash_attn::ptx::fence_acquire();
         ring.arrive_full();
-        has_come = true;
+        turn = kHasCome;
       }
     }
-    if (work->has_queries()) first = (first - work->num_query_blocks()) % kStages;
+    index -= blocks;
     queue.release(true);
   }
 }

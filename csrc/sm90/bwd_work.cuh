@@ -12,6 +12,11 @@
 
 namespace flash_attn::sm90 {
 
+// A block of queries of a query head, from m · kBlockM on.
+struct QueryBlock {
+  int head, m;
+};
+
 // One block of keys of one kv head.
 struct BwdWork {
   AttentionWindow window;
@@ -30,6 +35,11 @@ struct BwdWork {
   // How many blocks QueryBlocks visits.
   __device__ __forceinline__ int num_query_blocks() const {
     return (range.end - range.begin) * (end_head - q.head);
+  }
+  // The one that QueryBlocks visits index-th.
+  __device__ __forceinline__ QueryBlock query_block(int index) const {
+    const int of_head = range.end - range.begin;
+    return {.head = q.head + index / of_head, .m = range.begin + index % of_head};
   }
 
   // Makes the work of kBlockN keys, which blocks of kBlockM queries meet. kPools: dq_accum is a
@@ -61,11 +71,6 @@ struct BwdWork {
   }
 };
 
-// A block of queries of a query head, from m · kBlockM on.
-struct QueryBlock {
-  int head, m;
-};
-
 // A walk over the blocks of queries that a block of keys meets: head after head of the group, and
 // within a head from the first to the last. All roles walk alike.
 class QueryBlocks : public QueryBlock {
@@ -86,10 +91,6 @@ class QueryBlocks : public QueryBlock {
     m = begin_;
     ++head;
     return true;
-  }
-  // Goes as many blocks further, or behind the last one.
-  __device__ __forceinline__ void advance(int blocks) {
-    for (m += blocks; m >= end_ && more(); ++head) m -= end_ - begin_;
   }
 
  private:
