@@ -148,11 +148,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           pass_tiles_loop<Traits>(params, smem);
         }
       }
-    } else if (Traits::kOrders) {
+    } else if (Traits::kOrders && this_warp() == 2) {
       if constexpr (Traits::kOrders) {
-        const bool last_first = scheduler.last_blocks_first;
-        if (this_warp() == 2) await_turns_loop<Traits>(params, last_first, smem);
-        if (this_warp() == 3) pass_turns_loop<Traits>(params, last_first, smem);
+        take_turns_loop<Traits::kBlockM, Traits::kBlockN, /*kPools=*/false>(
+            params, scheduler.last_blocks_first, /*share=*/0, smem.queue, smem.turn_ring,
+            smem.added_ring, [](const BwdWork&) {});
       }
     } else if (loads_bias && this_warp() == 2) {
       if constexpr (Traits::kAdditive) {

@@ -1,6 +1,5 @@
 // dQ's sums come in the same order every time: blocks of keys take turns at each block of queries.
-// One warp waits for the turns of its thread block, and one passes them on. Where only one warp is
-// free, it does both: in pairs of thread blocks, and with a pool. Then neither may wait for the
+// One warp waits for the turns of its thread block and passes them on. Neither may wait for the
 // other, so each block of queries that is under way has a lane of its own.
 #pragma once
 
@@ -14,14 +13,9 @@
 
 namespace flash_attn::sm90 {
 
-template <typename Traits>
-struct BwdSharedStorage;
-
 // How many threads read a thread block's works for the sake of turns.
 template <typename Traits>
-inline constexpr int kTurnReaders = !Traits::kOrders ? 0
-                                    : Traits::kPools ? 32
-                                                     : 2 * 32;
+inline constexpr int kTurnReaders = Traits::kOrders ? 32 : 0;
 
 // The turn of one block of keys at one block of queries.
 struct DqTurn {
@@ -42,20 +36,12 @@ struct DqTurn {
             last_first ? keys.end - 1 - own : own - keys.begin};
   }
 
-  __device__ __forceinline__ bool has_come() const {
-    return number().load(::cuda::memory_order_acquire) == turn;
-  }
-  // Whoever sees the number sees the reductions whose end this thread knows of by an mbarrier.
-  __device__ __forceinline__ void pass_on() const {
-    number().store(turn + 1, ::cuda::memory_order_release);
-  }
-
-  // The same without their fences. A look is under way until its answer is used, and counts once
-  // fence_acquire() stands behind it. A pass counts if fence_release() stands before it.
+  // A look is under way until its answer is used, and counts once fence_acquire() stands behind it.
   __device__ __forceinline__ int look() const {
     return number().load(::cuda::memory_order_relaxed);
   }
-  __device__ __forceinline__ void pass_on_behind_fence() const {
+  // It counts if fence_release() stands before it.
+  __device__ __forceinline__ void pass_on() const {
     number().store(turn + 1, ::cuda::memory_order_relaxed);
   }
 
@@ -63,22 +49,6 @@ struct DqTurn {
   using Number = ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>;
   __device__ __forceinline__ Number number() const { return Number(*added); }
 };
-
-// Calls step(turn, ring) for each block of queries of each tile. A whole warp calls it.
-template <typename Traits, typename Step>
-__device__ __forceinline__ void for_each_turn(const BwdParams& params, bool last_first,
-                                              BwdSharedStorage<Traits>& smem, const Step& step) {
-  WorkReader queue(smem.queue);
-  Ring<Traits::kTurnStages> ring(smem.turn_ring);
-#pragma unroll 1
-  while (const BwdWork* const work = queue.read()) {
-#pragma unroll 1
-    for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
-      step(DqTurn::make<Traits::kBlockM, Traits::kBlockN>(params, last_first, *work, block), ring);
-    }
-    queue.release(true);
-  }
-}
 
 // Whether the sequences lie one behind the other. A whole warp calls it.
 __device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
@@ -90,35 +60,6 @@ __device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
   return __all_sync(~0u, ascending);
 }
 
-// A tile waits only for tiles that were taken before it. Where sequences overlap, which is an error
-// of the caller, some tiles do not exist, and nobody may wait for them.
-template <typename Traits>
-__device__ __forceinline__ void await_turns_loop(const BwdParams& params, bool last_first,
-                                                 BwdSharedStorage<Traits>& smem) {
-  const bool waits =
-      ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
-  for_each_turn(params, last_first, smem, [waits](const DqTurn& at, const auto& ring) {
-    while (waits && !at.has_come()) {
-    }
-    ring.wait_empty();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ring.arrive_full();
-  });
-}
-
-template <typename Traits>
-__device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool last_first,
-                                                BwdSharedStorage<Traits>& smem) {
-  for_each_turn(params, last_first, smem, [&](const DqTurn& at, const auto& ring) {
-    ring.in(smem.added_ring).wait_full();
-    if (threadIdx.x % 32 == 0) {
-      ring.arrive_empty();
-      at.pass_on();
-    }
-    __syncwarp();
-  });
-}
-
 // Waits for turns and passes them on, for one share of dQ's columns. Before a tile's first turn it
 // calls before(work). A whole warp calls it. Each of kStages lanes has a stage of both rings, and
 // with it the blocks of queries that visit this stage: it looks for the turn of a block, and when
@@ -126,6 +67,9 @@ __device__ __forceinline__ void pass_turns_loop(const BwdParams& params, bool la
 // looks for all turns that may come, and one fence, which takes as long as the reductions that are
 // under way, passes on all turns whose blocks have been added. The answer to the look comes
 // meanwhile.
+//
+// A tile waits only for tiles that were taken before it. Where sequences overlap, which is an error
+// of the caller, some tiles do not exist, and nobody may wait for them.
 template <int kBlockM, int kBlockN, bool kPools, int kStages, typename Queue, typename Before>
 __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool last_first, int share,
                                                 Queue& works, RingBarriers<kStages>& turns,
@@ -157,7 +101,7 @@ __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool la
         // The mbarrier has told of the consumers' reductions. The fence puts them before the
         // number, for whoever sees it and acquires.
         flash_attn::ptx::fence_release();
-        at.pass_on_behind_fence();
+        at.pass_on();
         ring.advance_round();
         index += kStages;
         turn = index < blocks ? kAwaited : kNone;
