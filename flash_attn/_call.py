@@ -279,9 +279,10 @@ def attend(
         return fwd(fwd_arguments(q, k, v, attn_bias=attn_bias, **options))
     tensors, of_documents = packed
     out, softmax_lse, *rest = fwd(fwd_arguments(*tensors, **options | of_documents))
-    batch_and_rows = q.shape[:2]
-    softmax_lse = softmax_lse.unflatten(1, batch_and_rows).transpose(0, 1)
-    return out.unflatten(0, batch_and_rows), softmax_lse, *rest
+    # Not unflatten(), which is Python and takes several times as long.
+    batch, seqlen, heads = q.shape[:3]
+    softmax_lse = softmax_lse.view(heads, batch, seqlen).transpose(0, 1)
+    return out.view(batch, seqlen, heads, -1), softmax_lse, *rest
 
 
 def packed_call(
