@@ -149,8 +149,8 @@ def in_threads(function: Callable, x: torch.Tensor, names: Sequence[str]) -> dic
                     got[name].append(str(error))
 
     threads = [threading.Thread(target=call, args=(name,)) for name in names]
-    # Where there is no GPU, torch 2.11 traces with a device guard of the tracing thread, and uses it
-    # once more in the next trace, when the thread may have ended.
+    # Where there is no GPU, torch 2.11 traces with a device guard of the tracing thread, and looks
+    # at it in the next trace, when the thread may have ended.
     with patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None):
         for thread in threads:
             thread.start()
