@@ -333,6 +333,14 @@ def test_prove_asks_for_the_gpus_that_cuda_sees(monkeypatch):
     assert prove["mib_of_gpus"]() == ()
 
 
+def test_prove_selects_tests():
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    assert prove["selecting"](["-m", "sanitize"]) == ["-m", "sanitize", "-k", ""]
+    prove["SELECTED"][:] = ["d192 or d256"]
+    assert prove["selecting"](["-m", "sanitize"]) == ["-m", "sanitize", "-k", "(d192 or d256)"]
+    assert prove["selecting"](["-k", "not sm90"]) == ["-k", "(not sm90) and (d192 or d256)"]
+
+
 def test_prove_has_a_deadline_for_each_stage(tmp_path):
     """That of the stages with several sizes of shared memory is theirs together."""
     prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
