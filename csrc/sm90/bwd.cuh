@@ -15,10 +15,11 @@
 //
 //   producer warpgroup    warp 0: K, V, Q, dO             consumer warpgroups    64 keys each:
 //   (few registers)       warp 1: tiles, LSE, delta       (many registers)       S, dP, dK, dV
-//                         warps 2, 3: the order of dQ's
-//                         sums, or their pool; or a
-//                         bias and its gradient; or
-//                         dropout's words of queries
+//                         warp 2: the order of dQ's
+//                         sums; or warps 2, 3: their
+//                         pool; or a bias and its
+//                         gradient; or dropout's words
+//                         of queries
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, with keys as rows. Then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ,

@@ -1,6 +1,6 @@
 // dQ's sums come in the same order every time: blocks of keys take turns at each block of queries.
-// One warp waits for the turns of its thread block and passes them on. Neither may wait for the
-// other, so each block of queries that is under way has a lane of its own.
+// One warp waits for the turns of its thread block and passes them on. A pass must not wait for a
+// turn, nor a turn for a pass, so each block of queries that is under way has a lane of its own.
 #pragma once
 
 #include <cuda/atomic>

@@ -138,7 +138,7 @@ struct BwdPairSharedStorage {
   RingBarriers<Traits::kStages> p_ring, ds_ring;
   RingBarriers<1> k_ring, v_ring;
   // Where dQ is added in order, a full stage of turn_ring says that it is this block's turn, and
-  // one of added_ring that its sums have been added.
+  // one of added_ring that its sums have been added. As there, no stage is said to be empty.
   RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
   // The numbers of tiles, as the first thread block of the cluster tells them to the second one.
   RingBarriers<Traits::kStages> number_ring;

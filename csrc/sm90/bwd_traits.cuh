@@ -279,7 +279,8 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
   RingBarriers<Traits::kStages> dout_ring;
   RingBarriers<Traits::kScoreStages> ds_ring;
   // Where dQ is added in order, a full stage of turn_ring says that it is a block's turn, and one
-  // of added_ring that the block has been added.
+  // of added_ring that the block has been added. Nobody needs to say that a stage is empty: the
+  // turn of a block comes once that of the stage's block before has been passed on.
   RingBarriers<Traits::kTurnStages> turn_ring, added_ring;
   RingBarriers<1> k_ring, v_ring;
   WorkQueue<BwdWork, 2> queue;
