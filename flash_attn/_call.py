@@ -274,15 +274,15 @@ def attend(
 ):
     """The op `fwd` of dense tensors, or what packed documents make of it."""
     options |= {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "return_probs": return_probs}
-    packed = packed_call(q, k, v, attn_bias=attn_bias, **options)
-    if packed is None:
+    varlen = packed_call(q, k, v, attn_bias=attn_bias, **options)
+    if varlen is None:
         return fwd(fwd_arguments(q, k, v, attn_bias=attn_bias, **options))
-    tensors, of_documents = packed
+    tensors, of_documents = varlen
     out, softmax_lse, *rest = fwd(fwd_arguments(*tensors, **options | of_documents))
     # Not unflatten(), which is Python and takes several times as long.
     batch, seqlen, heads = q.shape[:3]
     softmax_lse = softmax_lse.view(heads, batch, seqlen).transpose(0, 1)
-    return out.view(batch, seqlen, heads, -1), softmax_lse, *rest
+    return out.view(batch, seqlen, heads, v.size(-1)), softmax_lse, *rest
 
 
 def packed_call(

@@ -53,5 +53,5 @@ def runs_packed(q, k, v, attn_bias, alibi_slopes, dropout_p, return_probs):
         return None
     # ATen pads sequences that only the device knows: each to the length of all.
     fast = q.is_cpu or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
-    same = k.dim() == 4 and q.shape[:2] == k.shape[:2]
+    same = k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
     return lowering.packed_documents(attn_bias, q, k, v) if plain and fast and same else None

@@ -158,9 +158,9 @@ def can_use(
                     return_max_logits=return_max_logits,
                 ),
             )
-            packed = None if cu_seqlens_q is not None else _call.packed_call(q, k, v, **options)
-            if packed is not None:
-                tensors, options = packed[0], options | packed[1]
+            varlen = None if cu_seqlens_q is not None else _call.packed_call(q, k, v, **options)
+            if varlen is not None:
+                tensors, options = varlen[0], options | varlen[1]
             ask = C.explain_fwd if op == "fwd" else C.explain_bwd
             chosen, reasons, plans = ask(*_call.fwd_arguments(*tensors, **options)[:-1], None)
         elif op == "decode":

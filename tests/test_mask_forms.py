@@ -80,6 +80,8 @@ def test_documents_found_to_be_packed() -> None:
     assert packed(one, [5, 5, 2, 5, 9, 9]) is None
     assert packed(one, three, one) is None  # of three sequences, for a call of two
     ready = masks.documents(torch.tensor(three)).prepared(6, 6)
+    again = (ready & masks.window(3, 3)).prepared(6, 6)
+    assert lowering.packed_documents(again, x, x, x)[0] == (3, 3)
     for other in (ready & masks.prefix(2), masks.documents(torch.tensor(three))):
         assert lowering.packed_documents(other, x, x, x) is None
     assert lowering.packed_documents(ready, *x[:, :5].expand(3, *x[:, :5].shape)) is None

@@ -74,6 +74,19 @@ def test_masks_that_do_not_fit(mask: Mask, named: str) -> None:
     assert len(str(error.value)) <= 300
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 2, 32), (2, 9, 2, 32), (6, 2, 32), (32,)], ids=str)
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["packed", "prepared"])
+def test_values_that_do_not_fit_packed_documents(shape: tuple[int, ...], is_prepared: bool) -> None:
+    """Whatever they hold, these are no rows of a varlen call."""
+    if is_prepared:
+        mask = masks.documents(torch.zeros(6).int()).prepared(6, 6)
+    else:
+        mask = masks.packed_documents(torch.tensor([0, 6]).int())
+    q, v = torch.zeros(2, 6, 2, 32), torch.zeros(shape)
+    with pytest.raises(RuntimeError, match="^flash_attn: v: "):
+        flash_attn.flash_attn_func(q, q, v, attn_bias=mask)
+
+
 TILES = torch.zeros(1, 1, 4, 4, dtype=torch.uint8)
 ROWS = torch.zeros(1, 1, 200, 4, dtype=torch.int32)
 

@@ -3,6 +3,7 @@ hides is neither computed nor read."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ from cases import (
     use,
 )
 from poison import dirty_allocator
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
 from flash_attn import _call, _log, masks
@@ -393,12 +395,61 @@ def test_prepared(target: Target) -> None:
     assert lowered(problem, ready).tiles is lowered(problem, ready).tiles
     assert torch.equal(seen_by(problem, ready), seen_by(problem, mask))
     with use(target):
-        expected = attend(problem, ready)
+        unprepared, expected = attend(problem, mask), attend(problem, ready)
         ids.zero_()
         actual = attend(problem, ready)
     assert all(torch.equal(actual[name], expected[name]) for name in ("out", "dk", "dv"))
+    for name in ("out", "dk", "dv"):
+        torch.testing.assert_close(actual[name], unprepared[name], rtol=0.02, atol=0.02)
     packed = masks.packed_documents(bounds_of_documents(problem)) & masks.causal()
     assert packed.prepared(200, 200) is packed
+
+
+def test_packed_documents_of_nothing() -> None:
+    bounds = torch.tensor([0, 3, 10], dtype=torch.int32)
+    ready = masks.documents(torch.arange(10) // 4).prepared(10, 10)
+    for mask, *shape in (
+        (masks.packed_documents(bounds), 0, 10),
+        (masks.packed_documents(bounds), 2, 0),
+        (ready, 0, 10),
+    ):
+        x = torch.zeros(*shape, 4, 16)
+        assert flash_attn.flash_attn_func(x, x, x, attn_bias=mask).shape == x.shape
+
+
+def attend_packed(mask: Mask, batch: int) -> torch.Tensor:
+    x = torch.arange(batch * 10 * 8.0).reshape(batch, 10, 1, 8).cos()
+    return flash_attn.flash_attn_func(x, x, x, attn_bias=mask)
+
+
+def test_kept_lengths_are_those_of_the_call() -> None:
+    """Of the batch, and of the numbers that the bounds hold by then."""
+    bounds = torch.tensor([0, 3, 10], dtype=torch.int32)
+    mask = masks.packed_documents(bounds)
+    for batch in (2, 3, 2):
+        fresh = masks.packed_documents(bounds.clone())
+        assert torch.equal(attend_packed(mask, batch), attend_packed(fresh, batch))
+    bounds[1] = 6
+    fresh = masks.packed_documents(bounds.clone())
+    assert torch.equal(attend_packed(mask, 2), attend_packed(fresh, 2))
+
+
+def test_copies_hear_of_writes() -> None:
+    """To the copies of what the mask was made of."""
+    bounds = torch.tensor([0, 3, 10], dtype=torch.int32)
+    mask = masks.packed_documents(bounds)
+    attend_packed(mask, 2)
+    bounds_copy, copied = copy.deepcopy((bounds, mask))
+    assert torch.equal(attend_packed(copied, 2), attend_packed(mask, 2))
+    bounds_copy[1] = 6
+    fresh = masks.packed_documents(bounds_copy.clone())
+    assert torch.equal(attend_packed(copied, 2), attend_packed(fresh, 2))
+
+
+def test_prepared_where_nothing_has_numbers() -> None:
+    with FakeTensorMode():
+        mask = masks.documents(torch.zeros(10).long()).prepared(10, 10)
+        assert attend_packed(mask, 2).shape == (2, 10, 1, 8)
 
 
 @pytest.mark.gpu

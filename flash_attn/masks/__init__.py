@@ -7,9 +7,9 @@
 
 Masks are immutable and combine by & (seen by both), | (seen by one) and ~. A mask belongs to no
 call: it takes lengths and device from each that it is given to. What it computes for one it keeps
-for others of the same lengths, until a tensor that it was made of is written to. Nothing waits for
-the device. Under capture in a CUDA graph each call computes it anew, in every replay, unless it is
-prepared().
+for others of the same lengths, until a tensor that it was made of is written to. Nothing but
+prepared() waits for the device. Under capture in a CUDA graph each call computes it anew, in every
+replay, unless it is prepared().
 
 What a mask costs depends on its form:
 
@@ -94,10 +94,6 @@ def window(left: int | None, right: int | None) -> Mask:
     return Window(*sides)
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x[None]
-
-
 def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
     """Query i sees the keys of its own document: those with ids_k[j] == ids[i], in any order.
 
@@ -116,7 +112,7 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
     ids_k = ids if ids_k is None else ids_k
     for name, x in (("ids", ids), ("ids_k", ids_k)):
         _expect_tensor(x, name, (torch.int32, torch.int64), (1, 2))
-    return Documents(_as_rows(ids), _as_rows(ids_k))
+    return Documents(ids, ids_k)
 
 
 def packed_documents(cu_seqlens: Tensor) -> Mask:
@@ -136,7 +132,7 @@ def packed_documents(cu_seqlens: Tensor) -> Mask:
     """
     _expect_tensor(cu_seqlens, "cu_seqlens", (torch.int32,), (1, 2))
     expect(cu_seqlens.size(-1) >= 1, "cu_seqlens", "at least one number a sequence", cu_seqlens)
-    return PackedDocuments(_as_rows(cu_seqlens))
+    return PackedDocuments(cu_seqlens)
 
 
 def _prefix(lengths: int | Tensor, is_causal: bool) -> Mask:
@@ -184,7 +180,7 @@ def block_sparse(block_mask: Tensor, block_size: int = 128) -> Mask:
     if not isinstance(block_size, int):
         raise TypeError(f"flash_attn: block_size: expected int, got {shown(block_size)}")
     expect(block_size >= 1, "block_size", "at least 1", block_size)
-    return BlockSparse(block_mask[(None,) * (4 - block_mask.dim())], block_size)
+    return BlockSparse(block_mask, block_size)
 
 
 def from_bool(seen: Tensor) -> Mask:
@@ -198,4 +194,4 @@ def from_bool(seen: Tensor) -> Mask:
         TypeError: no tensor.
     """
     _expect_tensor(seen, "seen", (torch.bool,), (0, 1, 2, 3, 4))
-    return Bool(seen[(None,) * (4 - seen.dim())])
+    return Bool(seen)

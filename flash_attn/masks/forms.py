@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flash_attn._errors import shown
 from flash_attn.masks.tiles import (
@@ -31,8 +33,12 @@ def expect(condition: bool, argument: str, requirement: str, got: object) -> Non
 class Mask:
     """Which keys each query sees. Made by this module's functions; &, | and ~ combine masks."""
 
-    # The latest Tiled, by what it was computed for.
+    # The latest tiles or lengths, by what they were computed for.
     cache: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict:
+        """Copies begin with nothing: their tensors count writes anew."""
+        return self.__dict__ | {"cache": {}}
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(self, other) if isinstance(other, Mask) else NotImplemented
@@ -80,10 +86,11 @@ class Mask:
     ) -> "Mask":
         """The same mask with its tiles computed here, for calls of these lengths.
 
-        Others compute them when a first call needs them, and under capture in each call. Later
-        writes to the tensors that the mask was made of do not count. Packed documents are left as
-        they are. Of documents given by ids it finds out whether each lies in one piece, for which
-        it waits for the device, and then they are served as packed ones are. Under capture it
+        Others compute them when a first call needs them, and under capture in each call. Such calls
+        do not hear of later writes to the tensors that the mask was made of. Packed documents are
+        left as they are. Of documents given by ids it finds out whether each lies in one piece, for
+        which it waits for the device. Then they are served as packed ones are, on a GPU where q, k
+        and v can be read as they lie. Under capture, and where it is traced or transformed, it
         neither waits nor finds out.
 
         Arguments, errors: as to_bool.
@@ -93,7 +100,8 @@ class Mask:
         if not rest or isinstance(rest[0], PackedDocuments) and len(rest) == 1:
             return self
         whole = intersection(rest)
-        packed = whole.packed_at(at) if can_wait(at.device) else None
+        reads = can_wait(at.device) and not is_traced(self.tensors())
+        packed = whole.packed_at(at) if reads else None
         return And(Window(*sides), Prepared(whole, at, any_tiled(whole, at), packed))
 
     def _geometry(self, seqlen_q, seqlen_k, device, causal_alignment) -> Geometry:
@@ -190,11 +198,21 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    ids_q: Tensor  # (batch or 1, seqlen_q)
-    ids_k: Tensor
+    # As they were given: a view of one would not hear of writes to a copy of it.
+    given_q: Tensor  # (seqlen_q) or (batch or 1, seqlen_q)
+    given_k: Tensor
+
+    @property
+    def ids_q(self) -> Tensor:
+        """(batch or 1, seqlen_q)"""
+        return to_dims(self.given_q, 2)
+
+    @property
+    def ids_k(self) -> Tensor:
+        return to_dims(self.given_k, 2)
 
     def tensors(self):
-        return (self.ids_q, self.ids_k)
+        return (self.given_q, self.given_k)
 
     def _check(self, at: Geometry) -> None:
         for name, ids, length in (
@@ -241,7 +259,7 @@ class Documents(Mask):
         ids, length = self.ids_q, at.seqlen_q
         if ids.numel() == 0 or length != at.seqlen_k:
             return None
-        if self.ids_k is not ids and not torch.equal(self.ids_k, ids):
+        if self.given_k is not self.given_q and not torch.equal(self.ids_k, ids):
             return None
         begins = ids[:, 1:] != ids[:, :-1]
         come_again = begins.sum(1) != (ids.sort(1).values.diff() != 0).sum(1)
@@ -264,14 +282,19 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(Mask):
-    cu_seqlens: Tensor  # (batch or 1, documents + 1)
+    given: Tensor  # (documents + 1) or (batch or 1, documents + 1)
     # Where no row lies outside of them: the longest one's length, and the bounds in a tensor in
     # which one sequence lies behind the other. None: only the device knows.
     longest: int | None = None
     in_line: Tensor | None = None
 
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """(batch or 1, documents + 1)"""
+        return to_dims(self.given, 2)
+
     def tensors(self):
-        return (self.cu_seqlens,)
+        return (self.given,)
 
     def packed_for(self, q, k, v):
         return self
@@ -304,11 +327,16 @@ class PackedDocuments(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BlockSparse(Mask):
-    blocks: Tensor  # (batch or 1, heads or 1, blocks of queries, blocks of keys)
+    given: Tensor  # of two to four dimensions
     block_size: int
 
+    @property
+    def blocks(self) -> Tensor:
+        """(batch or 1, heads or 1, blocks of queries, blocks of keys)"""
+        return to_dims(self.given, 4)
+
     def tensors(self):
-        return (self.blocks,)
+        return (self.given,)
 
     def _repeated(self, size_q: int, size_k: int, times: int) -> Tensor:
         expect(
@@ -334,10 +362,15 @@ class BlockSparse(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Bool(Mask):
-    seen: Tensor  # of four dimensions
+    given: Tensor  # of up to four dimensions
+
+    @property
+    def seen(self) -> Tensor:
+        """Of four dimensions."""
+        return to_dims(self.given, 4)
 
     def tensors(self):
-        return (self.seen,)
+        return (self.given,)
 
     def seen_at(self, at):
         for dim, length in ((2, at.seqlen_q), (3, at.seqlen_k)):
@@ -468,13 +501,21 @@ class Prepared(Mask):
     def tiled_at(self, at):
         return self.tiled if at == self.at else self.of.tiled_at(at)
 
+    def packed_at(self, at):
+        return self.packed if at == self.at else self.of.packed_at(at)
+
     def packed_for(self, q, k, v):
         if self.packed is None or q.size(1) != self.at.seqlen_q or q.device != self.at.device:
             return None
         # A varlen call of tensors that had to be copied would take longer than one with tiles.
-        in_line = q.is_cpu or all(has_rows_in_line(x) for x in (q, k, v))
+        needs_no_copy = q.is_cpu or all(has_rows_in_line(x) for x in (q, k, v))
         of_batch = self.packed.cu_seqlens.size(0) in (1, q.size(0))
-        return self.packed if in_line and of_batch else None
+        return self.packed if needs_no_copy and of_batch else None
+
+
+def to_dims(x: Tensor, count: int) -> Tensor:
+    """With as many dimensions, of which the first ones are new."""
+    return x[(None,) * (count - x.dim())]
 
 
 def in_line(begins: Tensor, seqlen: int) -> Tensor:
@@ -497,6 +538,11 @@ def can_wait(device: torch.device) -> bool:
     if device.type == "meta":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def is_traced(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether these have no numbers, or operations on them are recorded."""
+    return detect_fake_mode(tensors) is not None or get_proxy_mode() is not None
 
 
 def narrower(*sides: int) -> int:

@@ -50,12 +50,13 @@ def _check_device(mask: Mask, device: torch.device) -> None:
 def _cache_key(mask: Mask, device: torch.device, *shape: object) -> tuple | None:
     """None: what is computed now must not be used again."""
     tensors = mask.tensors()
-    # What is computed under capture is there in replays only, and for other streams not yet.
+    # What is computed under capture is there in replays only, and for other streams not yet; what
+    # is traced is no tensor of other calls.
     if not can_wait(device):
         return None
     if any(x.is_inference() for x in tensors) or torch.is_inference_mode_enabled():
         return None  # without versions nobody hears of writes
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     return *shape, stream, tuple(x._version for x in tensors)
 
 
