@@ -28,6 +28,7 @@ from cases import (
 )
 from poison import dirty_allocator
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_attn
 from flash_attn import _call, _log, masks
@@ -450,6 +451,37 @@ def test_prepared_where_nothing_has_numbers() -> None:
     with FakeTensorMode():
         mask = masks.documents(torch.zeros(10).long()).prepared(10, 10)
         assert attend_packed(mask, 2).shape == (2, 10, 1, 8)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_traced_masks(tracing_mode: str) -> None:
+    """By make_fx: tiles, and documents that are prepared."""
+
+    def attend_both(q: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        documents = masks.documents(ids)
+        both = documents | masks.prefix(3), documents.prepared(q.size(1), q.size(1))
+        return [flash_attn.flash_attn_func(q, q, q, attn_bias=mask) for mask in both]
+
+    q, ids = torch.randn(2, 70, 2, 16), torch.arange(70) // 20
+    traced = make_fx(attend_both, tracing_mode=tracing_mode)(q, ids)
+    q, ids = torch.randn(2, 70, 2, 16), torch.arange(70) // 30
+    for actual, expected in zip(traced(q, ids), attend_both(q, ids), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("form", ["tiles", "packed"])
+def test_prepared_in_inference_mode(form: str) -> None:
+    """For calls that train as well."""
+    documents = masks.documents(torch.arange(10) // 4)
+    mask = documents | masks.prefix(3) if form == "tiles" else documents
+    with torch.inference_mode():
+        ready = mask.prepared(10, 10)
+    gradients = []
+    for given in (mask, ready):
+        q = torch.ones(2, 10, 2, 8, requires_grad=True)
+        out = flash_attn.flash_attn_func(q, q, q.cumsum(1), attn_bias=given)
+        gradients += torch.autograd.grad(out.square().sum(), q)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.gpu

@@ -101,8 +101,9 @@ class Mask:
             return self
         whole = intersection(rest)
         reads = can_wait(at.device) and not is_traced(self.tensors())
-        packed = whole.packed_at(at) if reads else None
-        return And(Window(*sides), Prepared(whole, at, any_tiled(whole, at), packed))
+        with torch.inference_mode(False):  # also for calls that train
+            packed = whole.packed_at(at) if reads else None
+            return And(Window(*sides), Prepared(whole, at, any_tiled(whole, at), packed))
 
     def _geometry(self, seqlen_q, seqlen_k, device, causal_alignment) -> Geometry:
         if device is None:

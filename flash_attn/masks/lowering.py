@@ -47,17 +47,17 @@ def _check_device(mask: Mask, device: torch.device) -> None:
             )
 
 
-def _cache_key(mask: Mask, device: torch.device, *shape: object) -> tuple | None:
+def _cache_key(mask: Mask, device: torch.device, *sizes: int) -> tuple | None:
     """None: what is computed now must not be used again."""
     tensors = mask.tensors()
     # What is computed under capture is there in replays only, and for other streams not yet; what
     # is traced is no tensor of other calls.
-    if not can_wait(device):
+    if not can_wait(device) or any(isinstance(size, torch.SymInt) for size in sizes):
         return None
     if any(x.is_inference() for x in tensors) or torch.is_inference_mode_enabled():
         return None  # without versions nobody hears of writes
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return *shape, stream, tuple(x._version for x in tensors)
+    return *sizes, stream, tuple(x._version for x in tensors)
 
 
 def _kept(mask: Mask, key: tuple | None, compute: Callable[[], T]) -> T:
@@ -81,7 +81,7 @@ def lower(mask: Mask, batch: int, heads: int, at: Geometry) -> Lowered:
     sides, rest = split(mask)
     if not rest:
         return Lowered(sides)
-    key = _cache_key(mask, at.device, at)
+    key = _cache_key(mask, at.device, at.seqlen_q, at.seqlen_k, at.diagonal)
     tiled = _kept(mask, key, lambda: any_tiled(intersection(rest), at))
     for x in (tiled.tiles, tiled.rows):
         if x is not None:
