@@ -10,12 +10,11 @@ from flash_attn.masks.forms import (
     Mask,
     PackedDocuments,
     any_tiled,
-    can_wait,
-    in_line,
     intersection,
     narrower,
     split,
 )
+from flash_attn.masks.tensors import can_wait, in_line
 from flash_attn.masks.tiles import Geometry, Tiled
 
 T = TypeVar("T")
