@@ -9,12 +9,14 @@ backend, SDPA held to cuDNN, FlexAttention where a model has a softcap. Beside t
 attention call of one layer is timed alone, forward and backward: `gain` is the time that the step
 saves, over what the attention calls of all layers save alone. Contestants take turns in rounds, of
 which the mean counts: a step is mostly the same work, so that the difference is small beside drift.
+In each round somebody else begins, and every other round goes backwards, so that nobody always
+comes behind the one that heats the chip most.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,7 @@ from benchmarks.shapes import Case
 from benchmarks.timing import QUICK, Recipe, Timer
 
 TOKENS, LAYERS, HIDDEN, VOCABULARY = 16384, 4, 1024, 8192
-ROUNDS = 3
+ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,17 @@ def attention_alone(attend: backends.Attend, inputs: backends.Inputs) -> Callabl
     return call
 
 
+def orders(names: list[str]) -> Iterator[list[str]]:
+    """Of each round."""
+    for turn in range(ROUNDS):
+        first = turn // 2 % len(names)
+        order = names[first:] + names[:first]
+        yield order[::-1] if turn % 2 else order
+
+
 def mean_times(calls: dict[str, Callable], timer: Timer) -> dict[str, float]:
     """ms a call."""
-    rounds = [{name: timer(call) * 1e3 for name, call in calls.items()} for _ in range(ROUNDS)]
+    rounds = [{name: timer(calls[name]) * 1e3 for name in order} for order in orders(list(calls))]
     return {name: statistics.mean(times[name] for times in rounds) for name in calls}
 
 

@@ -134,6 +134,7 @@ __device__ __forceinline__ void compute_probabilities_loop(BwdPairConsumer<Trait
     scale_rows(dV, {1 / kExactScale, 1 / kExactScale});
     store_key_gradient(self, *work, smem.v, self.queue.in(smem.v_ring), dV, self.params.dv,
                        self.params.dv_strides, self.params.head_dim_v);
+    if constexpr (Traits::kHeldSlabsK > 0) self.queue.in(smem.k_ring).arrive_empty();
     self.queue.release(true);
   }
 }
@@ -248,6 +249,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(BwdPairConsumer<Tra
     scale_rows(dK, {self.params.softmax_scale, self.params.softmax_scale});
     store_key_gradient(self, *work, smem.k, self.queue.in(smem.k_ring), dK, self.params.dk,
                        self.params.dk_strides, self.params.head_dim);
+    if constexpr (Traits::kHeldSlabsV > 0) self.queue.in(smem.v_ring).arrive_empty();
     self.queue.release(true);
   }
 }

@@ -164,10 +164,11 @@ struct BwdPairSharedStorage {
     row_ring.init(32, 32 * 2 * kWarps);             // each thread writes or reads LSE or delta
     p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both read dS; or D alone reads P
     ds_ring.init(kWarps, 1);
-    // Each lane of a loading warp may write zeros, and each thread of D, who comes last to K, or of
-    // S, who does to V, reads what it stores.
-    k_ring.init(32, 32 * kWarps);
-    v_ring.init(32, 32 * kWarps);
+    // Each lane of a loading warp may write zeros. Each thread of D, who comes last to K, or of S,
+    // who does to V, reads what it stores; and each of the other role reads the slabs that it holds.
+    // That one has met the last in a barrier since, but racecheck follows arrivals alone.
+    k_ring.init(32, 32 * kWarps * (1 + (Traits::kHeldSlabsK > 0)));
+    v_ring.init(32, 32 * kWarps * (1 + (Traits::kHeldSlabsV > 0)));
     turn_ring.init(1, 1);
     added_ring.init(kWarps, 1);
     number_ring.init(1, 1);
