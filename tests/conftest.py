@@ -66,7 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Comes last: what pytest's own -m and -k leave is dealt to parts, so that these are alike."""
     if "FLASH_ATTN_SIMULATED" in os.environ:
         keep_only(config, items, [i for i in items if _is_simulated(i)])
     device = config.getoption("--device")

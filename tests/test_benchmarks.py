@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -286,74 +285,13 @@ def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_prove_reports_a_failed_stage(tmp_path):
-    """Without a GPU no GPU test passes: the stage fails, the summary says so, the exit code too."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "sanitize")
-    assert done.returncode == 1
-    assert "| sanitize | FAILED |" in (tmp_path / "summary.md").read_text()
-    assert (tmp_path / "results.json").is_file() and len(list(tmp_path.iterdir())) <= 8
+def test_turns_cost_most_where_the_longest_tiles_come_last():
+    from benchmarks import turns
 
-
-def test_prove_names_an_unknown_stage(tmp_path):
-    done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "nonsense")
-    assert done.returncode == 2 and "nonsense" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "mib, cores, processes",
-    [
-        ([81559], 32, 22),  # of one H100
-        ([81559], 16, 16),
-        ([24564, 81559], 32, 12),
-        ([2048], 16, 1),
-        ([], 16, 1),
-    ],
-)
-def test_prove_fills_memory_and_cores(mib, cores, processes, tmp_path, monkeypatch):
-    """With fewer processes than the deadlines are for, these are later."""
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
-    prove["count_processes"].__globals__["mib_of_gpus"] = lambda: mib
-    assert prove["count_processes"]() == processes
-    stage = prove["Stage"]("tests", tmp_path)
-    monkeypatch.setattr(prove["Stage"], "side_by_side", lambda *_: None)
-    prove["pytest"](stage, tmp_path, [], {"whole": []})
-    assert stage.seconds == prove["SECONDS"]["tests"] * max(1, 16 / processes)
-
-
-def test_prove_asks_for_the_gpus_that_cuda_sees(monkeypatch):
-    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
-    there = range(torch.cuda.device_count())
-    sizes = tuple(torch.cuda.get_device_properties(i).total_memory >> 20 for i in there)
-    assert prove["mib_of_gpus"]() == sizes
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    prove["mib_of_gpus"].cache_clear()
-    assert prove["mib_of_gpus"]() == ()
-
-
-def test_prove_selects_tests():
-    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
-    assert prove["selecting"](["-m", "sanitize"]) == ["-m", "sanitize", "-k", ""]
-    prove["SELECTED"][:] = ["d192 or d256"]
-    assert prove["selecting"](["-m", "sanitize"]) == ["-m", "sanitize", "-k", "(d192 or d256)"]
-    assert prove["selecting"](["-k", "not sm90"]) == ["-k", "(not sm90) and (d192 or d256)"]
-
-
-def test_prove_has_a_deadline_for_each_stage(tmp_path):
-    """That of the stages with several sizes of shared memory is theirs together."""
-    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
-    assert set(prove["SECONDS"]) == set(prove["STAGES"])
-    for name in prove["STAGES"]:
-        assert prove["Stage"](name, tmp_path).left() <= prove["SECONDS"][name]
-    stage = prove["Stage"]("ptx-tests", tmp_path)
-    prove["of_the_copy"](stage)
-    assert stage.left() > 2 * prove["SECONDS"]["ptx-tests"]
-    stage = prove["Stage"]("tests", tmp_path)
-    stage.seconds = 1
-    assert not stage.step([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert ["stopped at 1 s of the stage" in words for words in stage.failures] == [True]
+    causal = turns.compare(128, 8192, True, 1.2)
+    assert causal["shortest first"] < causal["longest first at last"] <= 1.02
+    # Without a handoff nobody waits for a turn whose order is that of the tiles.
+    assert turns.compare(128, 2048, False, 0.0) == {"in sections": 1.0}
 
 
 def test_a_duel_runs_the_builds_it_names(tmp_path):

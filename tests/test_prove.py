@@ -1,0 +1,114 @@
+"""The script benchmarks/prove, as far as it can be wrong without a GPU, and how tests are dealt out
+to processes."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_prove_reports_a_failed_stage(tmp_path):
+    """Without a GPU no GPU test passes: the stage fails, the summary says so, the exit code too."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "sanitize")
+    assert done.returncode == 1
+    assert "| sanitize | FAILED |" in (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "results.json").is_file() and len(list(tmp_path.iterdir())) <= 8
+
+
+def test_prove_names_an_unknown_stage(tmp_path):
+    done = run("benchmarks/prove", "--out", str(tmp_path), "--stages", "nonsense")
+    assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mib, cores, processes",
+    [
+        ([81559], 32, 22),  # of one H100
+        ([81559], 16, 16),
+        ([24564, 81559], 32, 12),
+        ([2048], 16, 1),
+        ([], 16, 1),
+    ],
+)
+def test_prove_fills_memory_and_cores(mib, cores, processes, tmp_path, monkeypatch):
+    """With fewer processes than the deadlines are for, these are later."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    prove["count_processes"].__globals__["mib_of_gpus"] = lambda: mib
+    assert prove["count_processes"]() == processes
+    stage = prove["Stage"]("tests", tmp_path)
+    monkeypatch.setattr(prove["Stage"], "side_by_side", lambda *_: None)
+    prove["pytest"](stage, tmp_path, [], {"whole": []})
+    assert stage.seconds == prove["SECONDS"]["tests"] * max(1, 16 / processes)
+
+
+def test_prove_asks_for_the_gpus_that_cuda_sees(monkeypatch):
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    there = range(torch.cuda.device_count())
+    sizes = tuple(torch.cuda.get_device_properties(i).total_memory >> 20 for i in there)
+    assert prove["mib_of_gpus"]() == sizes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    prove["mib_of_gpus"].cache_clear()
+    assert prove["mib_of_gpus"]() == ()
+
+
+def test_prove_selects_tests():
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    assert prove["selecting"](["-m", "sanitize"]) == ["-m", "sanitize", "-k", ""]
+    prove["SELECTED"][:] = ["d192 or d256"]
+    assert prove["selecting"](["-m", "sanitize"]) == ["-m", "sanitize", "-k", "(d192 or d256)"]
+    assert prove["selecting"](["-k", "not sm90"]) == ["-k", "(not sm90) and (d192 or d256)"]
+
+
+def test_prove_soaks_for_as_long_as_it_is_told(tmp_path, monkeypatch):
+    """Random calls last that long, and the stage as much longer."""
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    ran = []
+    monkeypatch.setattr(prove["Stage"], "step", lambda self, command, env: ran.append(command))
+    prove["soak"].__globals__["SOAK_SECONDS"] = 1234
+    stage = prove["Stage"]("soak", tmp_path)
+    prove["soak"](stage, tmp_path)
+    assert ran[0][ran[0].index("--seconds") + 1] == "1234"
+    assert stage.seconds == prove["SECONDS"]["soak"] + 1234
+
+
+def test_parts_share_what_is_selected():
+    """pytest's -k and -m come first: a part of few tests would end long before another."""
+    words = ["-m", "pytest", "tests/test_layering.py", "-o", "addopts=", "--collect-only", "-q"]
+
+    def collect(*more: str) -> list[str]:
+        done = run(*words, "-k", "prose and docs", *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    whole, parts = collect(), [collect(f"--part={i}/3") for i in range(3)]
+    assert sorted(x for part in parts for x in part) == sorted(whole)
+    assert len(whole) > 3 and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_prove_has_a_deadline_for_each_stage(tmp_path):
+    """That of the stages with several sizes of shared memory is theirs together."""
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    assert set(prove["SECONDS"]) == set(prove["STAGES"])
+    for name in prove["STAGES"]:
+        assert prove["Stage"](name, tmp_path).left() <= prove["SECONDS"][name]
+    stage = prove["Stage"]("ptx-tests", tmp_path)
+    prove["of_the_copy"](stage)
+    assert stage.left() > 2 * prove["SECONDS"]["ptx-tests"]
+    stage = prove["Stage"]("tests", tmp_path)
+    stage.seconds = 1
+    assert not stage.step([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert ["stopped at 1 s of the stage" in words for words in stage.failures] == [True]
