@@ -5,9 +5,9 @@
 Multiprocessors take tiles of 128 keys from a counter. A tile walks over its blocks of queries, an
 iteration each. In the deterministic mode a block of queries admits the tiles of its head one after
 the other, in the order in which they were taken. From then on to when the next one may add pass
-`handoff` iterations. Nothing else costs time, neither memory nor power: a ratio says what the order
-alone does. Figures are the time of the plain mode, whose tiles come head after head (full masks) or
-from the longest to the shortest (causal), over that of
+`handoff` iterations. Nothing else costs time, neither memory nor power, so a ratio says what order
+and turns do, and with --handoff 0 what the order does alone. It is the time of the plain mode over
+that of
 
     in sections               full: sections of heads, whose tiles all begin with the same queries
     shortest first            causal: the same, but in each section the last keys come first, so
@@ -16,7 +16,9 @@ from the longest to the shortest (causal), over that of
                               without work
     longest first at last     the same, but in a last section of 128 MB the first keys come first
 
-16384 tokens with a hidden size of 2048, on 132 multiprocessors.
+In the plain mode tiles come head after head where the mask is full or the sums of dQ are a pool,
+and else in sections, from the longest to the shortest. 16384 tokens with a hidden size of 2048, on
+132 multiprocessors.
 """
 
 import argparse
@@ -71,13 +73,16 @@ def compare(head_dim: int, seqlen: int, causal: bool, handoff: float) -> dict[st
     if not causal:
         plain = time(in_sections(0, heads, 1, up), turns=False)
         return {"in sections": plain / time(in_sections(0, heads, section, up))}
-    # The last section has two rounds of tiles, as far as 128 MB allow.
-    rounds = max(section, min(2 * SMS // blocks, last))
-    plain = time(
-        in_sections(0, heads - rounds, max(section, SMS // blocks), up),
-        in_sections(heads - rounds, heads, rounds, up),
-        turns=False,
-    )
+    if seqlen <= (2048 if head_dim <= 64 else 4096):  # a pool
+        plain = time(in_sections(0, heads, 1, up), turns=False)
+    else:
+        # The last section has two rounds of tiles, as far as 128 MB allow.
+        rounds = max(section, min(2 * SMS // blocks, last))
+        plain = time(
+            in_sections(0, heads - rounds, max(section, SMS // blocks), up),
+            in_sections(heads - rounds, heads, rounds, up),
+            turns=False,
+        )
     last_up = in_sections(heads - last, heads, last, up)
     return {
         "shortest first": plain / time(in_sections(0, heads, section, down)),
