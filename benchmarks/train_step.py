@@ -9,8 +9,8 @@ backend, SDPA held to cuDNN, FlexAttention where a model has a softcap. Beside t
 attention call of one layer is timed alone, forward and backward: `gain` is the time that the step
 saves, over what the attention calls of all layers save alone. Contestants take turns in rounds, of
 which the mean counts: a step is mostly the same work, so that the difference is small beside drift.
-In each round somebody else begins, and every other round goes backwards, so that nobody always
-comes behind the one that heats the chip most.
+Everybody begins equally often, and every other round goes backwards, so that nobody always comes
+behind the one that heats the chip most.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.shapes import Case
 from benchmarks.timing import QUICK, Recipe, Timer
 
 TOKENS, LAYERS, HIDDEN, VOCABULARY = 16384, 4, 1024, 8192
-ROUNDS = 6
+ROUNDS = 6  # all orders of three contestants
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def attention_alone(attend: backends.Attend, inputs: backends.Inputs) -> Callabl
 
 
 def orders(names: list[str]) -> Iterator[list[str]]:
-    """Of each round."""
+    """Who comes after whom, for each round."""
     for turn in range(ROUNDS):
         first = turn // 2 % len(names)
         order = names[first:] + names[:first]

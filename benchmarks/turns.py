@@ -2,12 +2,12 @@
 
     python -m benchmarks.turns [--seqlens 512,2048,8192] [--handoff 1.2]
 
-Multiprocessors take tiles of 128 keys from a counter. A tile walks over its blocks of queries, an
-iteration each. In the deterministic mode a block of queries admits the tiles of its head one after
-the other, in the order in which they were taken. From then on to when the next one may add pass
-`handoff` iterations. Nothing else costs time, neither memory nor power, so a ratio says what order
-and turns do, and with --handoff 0 what the order does alone. It is the time of the plain mode over
-that of
+Multiprocessors take tiles of 128 keys one after the other. A tile walks over its blocks of queries,
+an iteration each, and its two ends take three more. In the deterministic mode a block of queries
+admits the tiles of its head one after the other, in the order in which they were taken. From then
+on to when the next one may add pass `handoff` iterations; 1.2 are some 3 µs, a guess. Nothing else
+costs time, neither memory nor power, so a ratio says what order and turns do, and with --handoff 0
+what the order does alone. It is the time of the plain mode over that of
 
     in sections               full: sections of heads, whose tiles all begin with the same queries
     shortest first            causal: the same, but in each section the last keys come first, so
@@ -15,35 +15,47 @@ that of
                               the other; in the end there are only long tiles, and multiprocessors
                               without work
     longest first at last     the same, but in a last section of 128 MB the first keys come first
+    plain, a last section     plain causal calls with a pool, whose last eight heads are a section
 
 In the plain mode tiles come head after head where the mask is full or the sums of dQ are a pool,
-and else in sections, from the longest to the shortest. 16384 tokens with a hidden size of 2048, on
-132 multiprocessors.
+and else in sections, from the longest to the shortest. Where sums in order are a pool, too, as in
+short calls at d = 128, the deterministic mode is left out. 16384 tokens with a hidden size of 2048
+and as many heads of keys as of queries, on 132 multiprocessors.
 """
 
 import argparse
 import heapq
 from collections.abc import Iterator
 
-TOKENS, HIDDEN, SMS, KEYS = 16384, 2048, 132, 128
+from benchmarks.shapes import HIDDEN, TOKENS
+
+SMS, KEYS = 132, 128
 SECTION, LAST_SECTION = 32 << 20, 128 << 20  # bytes of Q, dO and dQ's sums
-TILE_ENDS = 3  # iterations that the beginning and the end of a tile take
+LAST_HEADS = 8  # of a last section with a pool
+TILE_ENDS = 3
+# pooled_queries in csrc/sm90/bwd_config.h; and the keys that a query sees at most in the mean where
+# sums in order are a pool, kBwdMostSeenInOrder there.
+POOLED_QUERIES = {64: 2048, 128: 4096}
+SEEN_IN_ORDER = {64: 0, 128: 576}
 
 Tile = tuple[int, int]  # head, block of keys
 
 
 def in_sections(first: int, end: int, size: int, blocks: range) -> Iterator[Tile]:
-    """The tiles of heads, of which `size` come together."""
-    for section in range(first, end, size):
+    """The tiles of heads, of which `size` come together, but fewer in a first section."""
+    rest = (end - first) % size
+    for begin in ([first] if rest else []) + list(range(first + rest, end, size)):
+        heads = range(begin, first + rest if begin < first + rest else begin + size)
         for block in blocks:
-            for head in range(section, min(section + size, end)):
+            for head in heads:
                 yield head, block
 
 
 def simulate(tiles: Iterator[Tile], queries: int, handoff: float | None, begin_at: int) -> float:
     """Iterations until all tiles are done. queries: blocks of a head. begin_at: with a causal mask
     tile j begins at its block j * begin_at. handoff None: no turns."""
-    free, passed, end = [0.0] * SMS, {}, 0.0
+    free, end = [0.0] * SMS, 0.0
+    passed: dict[int, list[float]] = {}
     for head, block in tiles:
         now = heapq.heappop(free) + TILE_ENDS
         turns = passed.setdefault(head, [0.0] * queries)
@@ -66,28 +78,33 @@ def compare(head_dim: int, seqlen: int, causal: bool, handoff: float) -> dict[st
     begin_at = KEYS // block_m if causal else 0
     up, down = range(blocks), range(blocks - 1, -1, -1)
 
-    def time(*parts: Iterator[Tile], turns: bool = True) -> float:
+    def time(*parts: Iterator[Tile], turns: bool) -> float:
         tiles = (tile for part in parts for tile in part)
         return simulate(tiles, queries, handoff if turns else None, begin_at)
 
-    if not causal:
-        plain = time(in_sections(0, heads, 1, up), turns=False)
-        return {"in sections": plain / time(in_sections(0, heads, section, up))}
-    if seqlen <= (2048 if head_dim <= 64 else 4096):  # a pool
+    def time_in_two(inner: int, outer: int, order: range, turns: bool) -> float:
+        """Of sections of `inner` heads in this order, and a last one of `outer`, the longest tiles
+        first."""
+        first = in_sections(0, heads - outer, inner, order)
+        return time(first, in_sections(heads - outer, heads, outer, up), turns=turns)
+
+    has_pool = seqlen <= POOLED_QUERIES[head_dim]
+    if not causal or has_pool:
         plain = time(in_sections(0, heads, 1, up), turns=False)
     else:
         # The last section has two rounds of tiles, as far as 128 MB allow.
         rounds = max(section, min(2 * SMS // blocks, last))
-        plain = time(
-            in_sections(0, heads - rounds, max(section, SMS // blocks), up),
-            in_sections(heads - rounds, heads, rounds, up),
-            turns=False,
-        )
-    last_up = in_sections(heads - last, heads, last, up)
-    return {
-        "shortest first": plain / time(in_sections(0, heads, section, down)),
-        "longest first at last": plain / time(in_sections(0, heads - last, section, down), last_up),
-    }
+        plain = time_in_two(max(section, SMS // blocks), rounds, up, turns=False)
+    ratios = {}
+    if seqlen / (2 if causal else 1) > SEEN_IN_ORDER[head_dim]:
+        in_order = time(in_sections(0, heads, section, down if causal else up), turns=True)
+        ratios["shortest first" if causal else "in sections"] = plain / in_order
+        if causal:
+            longest_at_last = time_in_two(section, last, down, turns=True)
+            ratios["longest first at last"] = plain / longest_at_last
+    if causal and has_pool:
+        ratios["plain, a last section"] = plain / time_in_two(1, LAST_HEADS, up, turns=False)
+    return ratios
 
 
 def main() -> int:
@@ -95,10 +112,15 @@ def main() -> int:
     parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
     parser.add_argument("--handoff", type=float, default=1.2, help="iterations; default 1.2")
     args = parser.parse_args()
-    for head_dim in (64, 128):
+    seqlens = [int(word) for word in args.seqlens.split(",")]
+    if wrong := [n for n in seqlens if n <= 0 or n % KEYS or TOKENS % n]:
+        parser.error(f"--seqlens: expected multiples of {KEYS} that divide {TOKENS}, got {wrong}")
+    for head_dim in POOLED_QUERIES:
         for causal in (False, True):
-            for seqlen in map(int, args.seqlens.split(",")):
+            for seqlen in seqlens:
                 ratios = compare(head_dim, seqlen, causal, args.handoff)
+                if not ratios:
+                    continue
                 figures = ", ".join(f"{order} {ratio:.3f}" for order, ratio in ratios.items())
                 mask = "causal" if causal else "full"
                 print(f"d={head_dim} seqlen={seqlen} {mask}: {figures}")

@@ -68,7 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Comes last: what pytest's own -m and -k leave is dealt to parts, so that these are alike."""
+    """It comes last, so that parts are dealt from what pytest's own -m and -k leave, and are of one
+    size."""
     if "FLASH_ATTN_SIMULATED" in os.environ:
         keep_only(config, items, [i for i in items if _is_simulated(i)])
     device = config.getoption("--device")

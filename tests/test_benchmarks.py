@@ -285,13 +285,39 @@ def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_turns_cost_most_where_the_longest_tiles_come_last():
+def test_the_order_of_tiles_costs_more_than_turns():
     from benchmarks import turns
 
     causal = turns.compare(128, 8192, True, 1.2)
-    assert causal["shortest first"] < causal["longest first at last"] <= 1.02
-    # Without a handoff nobody waits for a turn whose order is that of the tiles.
-    assert turns.compare(128, 2048, False, 0.0) == {"in sections": 1.0}
+    assert causal["shortest first"] < causal["longest first at last"] <= 1
+    turn, none = (turns.compare(128, 8192, False, n)["in sections"] for n in (1.2, 0.0))
+    assert causal["shortest first"] < turn < none == 1
+    # Sections that do not divide the heads: the first one is the smaller.
+    assert [head for head, _ in turns.in_sections(1, 6, 2, range(1))] == [1, 2, 3, 4, 5]
+    assert list(turns.in_sections(0, 3, 2, range(2))) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+        (1, 1),
+        (2, 1),
+    ]
+
+
+def test_lengths_that_cannot_be_simulated_are_refused():
+    done = run("-m", "benchmarks.turns", "--seqlens", "2048,100,32768")
+    assert done.returncode == 2 and "[100, 32768]" in done.stderr
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_each_contestant_of_a_step_begins_equally_often(names):
+    from benchmarks.train_step import orders
+
+    rounds = list(orders(list(names)))
+    assert all(sorted(order) == list(names) for order in rounds)
+    for place in range(len(names)):
+        there = [order[place] for order in rounds]
+        assert len({there.count(name) for name in names}) == 1
 
 
 def test_a_duel_runs_the_builds_it_names(tmp_path):

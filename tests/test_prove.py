@@ -50,7 +50,7 @@ def test_prove_fills_memory_and_cores(mib, cores, processes, tmp_path, monkeypat
     prove["count_processes"].__globals__["mib_of_gpus"] = lambda: mib
     assert prove["count_processes"]() == processes
     stage = prove["Stage"]("tests", tmp_path)
-    monkeypatch.setattr(prove["Stage"], "side_by_side", lambda *_: None)
+    monkeypatch.setattr(prove["Stage"], "side_by_side", lambda *_, **__: None)
     prove["pytest"](stage, tmp_path, [], {"whole": []})
     assert stage.seconds == prove["SECONDS"]["tests"] * max(1, 16 / processes)
 
@@ -77,27 +77,36 @@ def test_prove_soaks_for_as_long_as_it_is_told(tmp_path, monkeypatch):
     """Random calls last that long, and the stage as much longer."""
     prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
     ran = []
-    monkeypatch.setattr(prove["Stage"], "step", lambda self, command, env: ran.append(command))
-    prove["soak"].__globals__["SOAK_SECONDS"] = 1234
-    stage = prove["Stage"]("soak", tmp_path)
-    prove["soak"](stage, tmp_path)
-    assert ran[0][ran[0].index("--seconds") + 1] == "1234"
-    assert stage.seconds == prove["SECONDS"]["soak"] + 1234
+    monkeypatch.setattr(
+        prove["Stage"], "step", lambda self, command, env: ran.append((self.seconds, command))
+    )
+    words = ["prove", "--out", str(tmp_path), "--stages", "soak", "--soak", "1234"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert prove["main"]() == 0
+    ((seconds, command),) = ran
+    assert command[command.index("--seconds") + 1] == "1234"
+    assert seconds == prove["SECONDS"]["soak"] + 1234
 
 
+@pytest.mark.parametrize("code, is_failure", [(0, False), (5, False), (1, True)])
+def test_a_part_without_tests_is_no_failure(code, is_failure, tmp_path, monkeypatch):
+    """pytest ends with 5 where fewer tests are selected than there are processes."""
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    prove["pytest"].__globals__["count_processes"] = lambda: 1
+    stage = prove["Stage"]("tests", tmp_path)
+    before = [sys.executable, "-c", f"raise SystemExit({code})"]
+    prove["pytest"](stage, tmp_path, [], {"whole": before})
+    assert any("exit code" in words for words in stage.failures) == is_failure
+
+
+@pytest.mark.slow
 def test_parts_share_what_is_selected():
-    """pytest's -k and -m come first: a part of few tests would end long before another."""
+    """pytest's -k comes first: a part of few tests would end long before another."""
     words = ["-m", "pytest", "tests/test_layering.py", "-o", "addopts=", "--collect-only", "-q"]
-
-    def collect(*more: str) -> list[str]:
-        done = run(*words, "-k", "prose and (masks or tiles)", *more)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line for line in done.stdout.splitlines() if "::" in line]
-
-    whole = collect()
-    parts = [collect(f"--part={i}/{len(whole)}") for i in range(len(whole))]
-    assert [len(part) for part in parts] == [1] * len(whole)
-    assert sorted(x for part in parts for x in part) == sorted(whole) and len(whole) > 1
+    words += ["-k", "prose and (api/masks or kernels/masks or are-tiles)"]
+    parts = [run(*words, f"--part={i}/3") for i in range(3)]
+    named = [[x for x in part.stdout.splitlines() if "::" in x] for part in parts]
+    assert [len(part) for part in named] == [1, 1, 1] and len({part[0] for part in named}) == 3
 
 
 def test_prove_has_a_deadline_for_each_stage(tmp_path):

@@ -43,7 +43,8 @@ struct BwdPairConsumer {
 };
 
 // Stores the gradient of this warp's keys, dK or dV, through the slabs that held K or V, and says
-// that the next tile's may come there. Slabs that no load writes keep their zeros.
+// that the next tile's may come there as far as this thread is concerned. Slabs that no load writes
+// keep their zeros.
 template <typename Traits, int kSlabs, int kCols>
 __device__ __forceinline__ void store_key_gradient(
     const BwdPairConsumer<Traits>& self, const BwdWork& work,

@@ -165,8 +165,8 @@ struct BwdPairSharedStorage {
     p_ring.init(kWarps, Traits::kBlocks * kWarps);  // both read dS; or D alone reads P
     ds_ring.init(kWarps, 1);
     // Each lane of a loading warp may write zeros. Each thread of D, who comes last to K, or of S,
-    // who does to V, reads what it stores; and each of the other role reads the slabs that it holds.
-    // That one has met the last in a barrier since, but racecheck follows arrivals alone.
+    // who does to V, reads what it stores. Each of the other role has read the slabs that it holds:
+    // both have met in a barrier since, but racecheck follows no chain of a barrier and an arrival.
     k_ring.init(32, 32 * kWarps * (1 + (Traits::kHeldSlabsK > 0)));
     v_ring.init(32, 32 * kWarps * (1 + (Traits::kHeldSlabsV > 0)));
     turn_ring.init(1, 1);
