@@ -12,7 +12,7 @@ from test_masks import MASKS, PACKED, SQUARE, lowered, random_ids
 
 from flash_attn import masks
 from flash_attn.masks import lowering
-from flash_attn.masks.forms import Window, intersection, split
+from flash_attn.masks.mask import Window, intersection, split
 
 
 def spelled_out(seen: Callable[[int, int], bool], seqlen_q: int, seqlen_k: int) -> torch.Tensor:

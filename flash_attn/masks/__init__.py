@@ -37,12 +37,11 @@ from flash_attn.masks.forms import (
     BlockSparse,
     Bool,
     Documents,
-    Mask,
     PackedDocuments,
     Prefix,
-    Window,
     expect,
 )
+from flash_attn.masks.mask import Mask, Window
 
 __all__ = [
     "Mask",

@@ -6,14 +6,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn.masks.forms import (
-    Mask,
-    PackedDocuments,
-    any_tiled,
-    intersection,
-    narrower,
-    split,
-)
+from flash_attn.masks.forms import PackedDocuments
+from flash_attn.masks.mask import Mask, any_tiled, intersection, narrower, split
 from flash_attn.masks.tensors import can_wait, in_line
 from flash_attn.masks.tiles import Geometry, Tiled
 
