@@ -151,6 +151,10 @@ MANY_TILES = [
         ("bf16", 1, 40, 40, 256, 40, dict(seqlen_q=700, seqlen_k=660), {"window": (600, 300)}),
         ("fp16", 4, 80, 40, 256, None, dict(seqlen_q=130, seqlen_k=200), {"causal": True}),
         (
+            *("bf16", 2, 24, 3, 192, None, dict(seqlen_q=1536, seqlen_k=1540)),
+            {"causal": True, "deterministic": True},
+        ),
+        (
             *("bf16", 5, 48, 24, 192, None),
             dict(lengths_q=(130, 0, 65, 1, 200), lengths_k=(64, 60, 190, 0, 129)),
             {"causal": True, "deterministic": True},

@@ -288,10 +288,13 @@ def run(*command: str) -> subprocess.CompletedProcess:
 def test_the_order_of_tiles_costs_more_than_turns():
     from benchmarks import turns
 
-    causal = turns.compare(128, 8192, True, 1.2)
-    assert causal["shortest first"] < causal["longest first at last"] <= 1
-    turn, none = (turns.compare(128, 8192, False, n)["in sections"] for n in (1.2, 0.0))
-    assert causal["shortest first"] < turn < none == 1
+    causal, of_groups = (turns.compare(128, 8192, True, group, 1.2) for group in (1, 8))
+    assert of_groups["last blocks first"] < of_groups["first blocks first"] < 1
+    assert of_groups["last blocks first"] < causal["last blocks first"]
+    short = turns.compare(64, 1024, True, 8, 1.2)
+    assert short["first blocks first"] < short["last blocks first"]
+    turn, none = (turns.compare(128, 8192, False, 1, n)["in sections"] for n in (1.2, 0.0))
+    assert causal["last blocks first"] < turn < none == 1
     # Sections that do not divide the heads: the first one is the smaller.
     assert [head for head, _ in turns.in_sections(1, 6, 2, range(1))] == [1, 2, 3, 4, 5]
     assert list(turns.in_sections(0, 3, 2, range(2))) == [

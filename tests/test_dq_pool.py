@@ -115,6 +115,9 @@ POOL_CASES = [
         ("fp16", 1024, 800, 2, 2, 120, {"window": (300, 40), "deterministic": True}),
         ("bf16", 1025, None, 2, 2, 128, {"causal": True, "deterministic": True}),
         ("fp16", 2100, None, 2, 2, 128, {"window": (500, 0), "deterministic": True}),
+        ("bf16", 2500, None, 6, 2, 128, {"deterministic": True}),
+        ("bf16", 1600, None, 8, 2, 128, {"causal": True, "deterministic": True}),
+        ("fp16", 1601, None, 8, 1, 64, {"causal": True, "deterministic": True}),
     ]
 ]
 

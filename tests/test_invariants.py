@@ -34,6 +34,7 @@ VARIANTS = [
     BASE.with_(dtype="fp16", causal=False, d=128, heads_q=6),
     BASE.with_(seqlen_q=200, window=(70, 0), causal=False),
     BASE.with_(dtype="fp16", d=256, d_v=64, seqlen_q=65),
+    BASE.with_(seqlen_q=300, seqlen_k=400),  # blocks enough for the order of their sums to show
 ]
 
 

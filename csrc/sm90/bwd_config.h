@@ -23,6 +23,9 @@ struct BwdTile {
   int pooled_queries = 0;
   // The same where the sums come in the same order every time; kBwdMostSeenInOrder as well.
   int queries_pooled_in_order = 0;
+  // Where sums come in order, a causal mask has the last blocks of keys come first; but where so
+  // many query heads or more share a kv head, the first ones.
+  int group_first_first = 8;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
@@ -43,13 +46,14 @@ inline constexpr BwdTile kBwdTile<80> = {
     .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true, .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true};
+    .block_m = 64, .stages = 2, .group_first_first = 4, .folds_rows = true, .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
                                           .stages = 2,
                                           .pool_rounds = 2.5,
                                           .pooled_queries = 4096,
                                           .queries_pooled_in_order = 1024,
+                                          .group_first_first = 4,
                                           .folds_rows = true};
 
 // A class's tiles in shared memory, and its sums of dQ, have so many columns.
@@ -71,6 +75,12 @@ inline constexpr int kBwdStretchRows = 1024;
 // The heads that come last may together read and add to so much, which is two to three times what
 // the L2 cache has.
 inline constexpr int64_t kBwdLastSectionBytes = 128 << 20;
+// Where sums come in order and query heads share kv heads, so many kv heads run together at least,
+// so that few blocks of one head wait for each other: with full masks; and where the first blocks
+// of keys come first with causal ones.
+inline constexpr int kBwdGroupsInOrder = 8, kBwdHeadsFirstFirst = 32;
+// With fewer queries more is lost at the diagonals.
+inline constexpr int kBwdLeastQueriesFirstFirst = 1536;
 
 // Tiles may be split in two classes (bwd_split.cuh). kBwdSplitCost is what a split costs beside its
 // queries, in queries: K and V are loaded once more, and its sums go to memory and back.
@@ -89,6 +99,7 @@ struct BwdPairTile {
   // How many registers a thread has that computes dQ; P and dV; or dS and dK. What the last two
   // leave free holds slabs of K and V.
   int dq_registers, s_registers, d_registers;
+  int group_first_first = 8;  // as BwdTile's
 };
 template <int kHeadDim>
 inline constexpr BwdPairTile kBwdPairTile = {};
@@ -108,7 +119,8 @@ inline constexpr BwdPairTile kBwdPairTile<256> = {.q_stages = 8,
                                                   .folds_rows = false,
                                                   .dq_registers = 72,
                                                   .s_registers = 208,
-                                                  .d_registers = 208};
+                                                  .d_registers = 208,
+                                                  .group_first_first = 4};
 
 // The widest class has a second form, in which a kernel of its own computes dQ (bwd_wide_dq.cuh).
 // Then thread blocks are no pairs, and what dQ would take of registers and shared memory is free.

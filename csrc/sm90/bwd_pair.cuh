@@ -377,8 +377,8 @@ void launch_bwd_pair_kernel(const BwdParams& params, const cuda::DeviceInfo& dev
   using Storage = BwdPairSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   const int clusters = device.num_sms / Traits::kBlocks;
-  const auto scheduler =
-      make_bwd_scheduler<typename Traits::Scheduler>(params, Traits::kHeadDim, clusters);
+  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
+      params, Traits::kHeadDim, clusters, Traits::kTile.group_first_first);
   const int num_tiles = scheduler.num_tiles();
   if (num_tiles == 0) return;
   const BwdTensorMaps maps =

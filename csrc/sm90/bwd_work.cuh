@@ -139,42 +139,56 @@ inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows)
                          slab_cols, rows);
 }
 
-// Where additions to dQ wait for their turn, this says whether the last block of keys that a block
-// of queries sees comes first. Then blocks of keys that start together, each at its diagonal, need
-// not wait.
-inline bool adds_last_blocks_first(const BwdParams& params) {
-  return params.dq_turns != nullptr && params.window_right >= 0;
-}
-
 // Deals out the blocks of kBlockN keys of a call, of which `running` run at a time.
+// group_first_first: as BwdTile's; it counts where sums come in order.
 template <typename Scheduler>
-Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running) {
-  const int64_t group = params.heads_q / params.heads_kv;
+Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running,
+                             int group_first_first = 0) {
+  const int group = params.heads_q / params.heads_kv, pairs = params.batch * params.heads_kv;
   // This is what the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
   const int64_t bytes = params.seqlen_q *
                         (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
                         group;
   Scheduler scheduler = Scheduler::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
                                         params.batch, params.heads_kv, bytes);
+  const auto heads_of = [&](int tiles) {
+    return std::min(tiles / std::max(scheduler.blocks_per_head, 1), pairs);
+  };
+  const bool alike = sequences_are_alike(params), takes_turns = params.dq_turns != nullptr;
+  const bool is_causal = params.window_left < 0 && params.window_right >= 0;
   // Tiles come head after head: the thread blocks walk over the same Q and dO together, and a
   // pool's sums are complete soon. But blocks of one head that take turns come one behind the
   // other, so as few of them as the L2 cache allows run together.
-  const bool together = sequences_are_alike(params) && params.dq_turns == nullptr;
-  if (together || params.dq_pool.places > 0) {
-    scheduler.section_heads = 1;
-  } else if (params.dq_turns == nullptr) {
-    // A section with fewer tiles than run at a time would spare no memory, and put off the longest
-    // tiles of the heads behind it. In the last one short tiles have to fill the gaps that long
-    // ones leave, so it holds two rounds, unless they would read far more than the L2 cache has.
-    const auto heads_of = [&](int tiles) {
-      return std::min(tiles / scheduler.blocks_per_head, params.batch * params.heads_kv);
-    };
-    const int64_t few = kBwdLastSectionBytes / std::max<int64_t>(bytes, 1);
-    const auto last_heads = static_cast<int>(std::min<int64_t>(heads_of(2 * running), few));
-    scheduler.section_heads = std::max(scheduler.section_heads, heads_of(running));
-    scheduler.last_section_heads = std::max(scheduler.section_heads, last_heads);
+  const bool together = params.dq_pool.places > 0 || (alike && !takes_turns);
+  if (together) scheduler.section_heads = 1;
+  // Where additions to dQ wait for their turn and the last block of keys that a block of queries
+  // sees comes first, blocks of keys that start together, each at its diagonal, need not wait.
+  scheduler.last_blocks_first = takes_turns && params.window_right >= 0;
+  if (!takes_turns) {
+    // In the last section short tiles have to fill the gaps that long ones leave, so it holds two
+    // rounds, unless they would read far more than the L2 cache has.
+    const auto last_heads = static_cast<int>(std::min<int64_t>(
+        heads_of(2 * running), kBwdLastSectionBytes / std::max<int64_t>(bytes, 1)));
+    if (!together) {
+      // A section with fewer tiles than run at a time would spare no memory, and put off the
+      // longest tiles of the heads behind it.
+      scheduler.section_heads = std::max(scheduler.section_heads, heads_of(running));
+      scheduler.last_section_heads = std::max(scheduler.section_heads, last_heads);
+    } else if (is_causal) {
+      // Its sums have half of the pool, while those of the heads before leave the other half.
+      scheduler.last_section_heads = std::min(last_heads, params.dq_pool.places / 2);
+    }
+  } else if (!together && group > 1 && params.cu_seqlens_k == nullptr) {
+    // A tile walks over the heads of a group one after the other, so that of each kv head the L2
+    // cache has to hold one query head. The longer the walk, the more is lost in the end if the
+    // longest tiles come last, and the less where tiles wait at their diagonals instead. Which
+    // block comes first may not depend on the batch, as the bits depend on it.
+    const bool first_first =
+        is_causal && group >= group_first_first && params.seqlen_q >= kBwdLeastQueriesFirstFirst;
+    if (first_first) scheduler.last_blocks_first = false;
+    const int least_heads = first_first ? kBwdHeadsFirstFirst : alike ? kBwdGroupsInOrder : 0;
+    scheduler.section_heads = std::min(std::max(scheduler.section_heads, least_heads), pairs);
   }
-  scheduler.last_blocks_first = adds_last_blocks_first(params);
   return scheduler;
 }
 
