@@ -161,8 +161,7 @@ def test_order_of_batch_and_heads(case: Case, target: Target, seed: int) -> None
         assert torch.equal(after[name], reorder(before[name], per_kv)), name
 
 
-@each_case(VARIANTS)
-def test_a_sequence_alone_has_the_same_bits(case: Case, target: Target, seed: int) -> None:
+def check_a_sequence_alone(case: Case, target: Target, seed: int) -> None:
     problem = Problem(case, seed, target.device)
     together = run(problem, target.backend, deterministic=True)
     alone = Problem(case.with_(batch=1), seed, target.device)
@@ -171,6 +170,22 @@ def test_a_sequence_alone_has_the_same_bits(case: Case, target: Target, seed: in
     results = run(alone, target.backend, deterministic=True)
     for name in ("out", "lse", "dq", "dk", "dv"):
         assert torch.equal(results[name], together[name][1:2]), name
+
+
+@each_case(VARIANTS)
+def test_a_sequence_alone_has_the_same_bits(case: Case, target: Target, seed: int) -> None:
+    check_a_sequence_alone(case, target, seed)
+
+
+@each_case(
+    [BASE.with_(batch=17, seqlen_q=1600, seqlen_k=1600, heads_q=8, d=128)],
+    [SM90],
+    marks=[pytest.mark.real_gpu],
+)
+def test_a_sequence_alone_has_the_same_bits_in_many_tiles(
+    case: Case, target: Target, seed: int
+) -> None:
+    check_a_sequence_alone(case, target, seed)
 
 
 @each_target(*BITWISE_TARGETS)
