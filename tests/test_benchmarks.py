@@ -310,6 +310,8 @@ def test_the_order_of_tiles_costs_more_than_turns():
 def test_lengths_that_cannot_be_simulated_are_refused():
     done = run("-m", "benchmarks.turns", "--seqlens", "2048,100,32768")
     assert done.returncode == 2 and "[100, 32768]" in done.stderr
+    done = run("-m", "benchmarks.turns", "--group", "3")
+    assert done.returncode == 2 and "got 3" in done.stderr
 
 
 @pytest.mark.parametrize("names", ["ab", "abc"])

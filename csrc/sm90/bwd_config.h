@@ -24,8 +24,8 @@ struct BwdTile {
   // The same where the sums come in the same order every time; kBwdMostSeenInOrder as well.
   int queries_pooled_in_order = 0;
   // Where sums come in order, a causal mask has the last blocks of keys come first; but where so
-  // many query heads or more share a kv head, the first ones.
-  int group_first_first = 8;
+  // many query heads or more share a kv head, the first ones. 0: never.
+  int group_first_first = 0;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
@@ -39,8 +39,12 @@ template <>
 inline constexpr BwdTile kBwdTile<48> = {
     .block_m = 128, .stages = 2, .folds_rows = true, .holds_k = true};
 template <>
-inline constexpr BwdTile kBwdTile<64> = {
-    .block_m = 128, .stages = 2, .pool_rounds = 3, .pooled_queries = 2048, .folds_rows = true};
+inline constexpr BwdTile kBwdTile<64> = {.block_m = 128,
+                                         .stages = 2,
+                                         .pool_rounds = 3,
+                                         .pooled_queries = 2048,
+                                         .group_first_first = 8,
+                                         .folds_rows = true};
 template <>
 inline constexpr BwdTile kBwdTile<80> = {
     .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true, .holds_v = true};
@@ -99,7 +103,7 @@ struct BwdPairTile {
   // How many registers a thread has that computes dQ; P and dV; or dS and dK. What the last two
   // leave free holds slabs of K and V.
   int dq_registers, s_registers, d_registers;
-  int group_first_first = 8;  // as BwdTile's
+  int group_first_first = 0;  // as BwdTile's
 };
 template <int kHeadDim>
 inline constexpr BwdPairTile kBwdPairTile = {};
@@ -111,7 +115,8 @@ inline constexpr BwdPairTile kBwdPairTile<192> = {.q_stages = 9,
                                                   .folds_rows = true,
                                                   .dq_registers = 64,
                                                   .s_registers = 216,
-                                                  .d_registers = 208};
+                                                  .d_registers = 208,
+                                                  .group_first_first = 8};
 template <>
 inline constexpr BwdPairTile kBwdPairTile<256> = {.q_stages = 8,
                                                   .dout_stages = 6,

@@ -140,7 +140,7 @@ inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows)
 }
 
 // Deals out the blocks of kBlockN keys of a call, of which `running` run at a time.
-// group_first_first: as BwdTile's; it counts where sums come in order.
+// group_first_first: as BwdTile's.
 template <typename Scheduler>
 Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running,
                              int group_first_first = 0) {
@@ -183,8 +183,8 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int run
     // cache has to hold one query head. The longer the walk, the more is lost in the end if the
     // longest tiles come last, and the less where tiles wait at their diagonals instead. Which
     // block comes first may not depend on the batch, as the bits depend on it.
-    const bool first_first =
-        is_causal && group >= group_first_first && params.seqlen_q >= kBwdLeastQueriesFirstFirst;
+    const bool first_first = is_causal && group_first_first > 0 && group >= group_first_first &&
+                             params.seqlen_q >= kBwdLeastQueriesFirstFirst;
     if (first_first) scheduler.last_blocks_first = false;
     const int least_heads = first_first ? kBwdHeadsFirstFirst : alike ? kBwdGroupsInOrder : 0;
     scheduler.section_heads = std::min(std::max(scheduler.section_heads, least_heads), pairs);

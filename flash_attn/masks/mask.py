@@ -176,6 +176,20 @@ class Both(Mask):
     def tensors(self):
         return self.left.tensors() + self.right.tensors()
 
+    def joined(self, states: Tensor, tiles: Tensor) -> Tensor:
+        """The states of tiles of this mask, where one mask has only whole tiles of these states."""
+        raise NotImplementedError
+
+    def tiled_at(self, at):
+        tiled = super().tiled_at(at)
+        if tiled is not None:
+            return tiled
+        parts = self._with_whole_tiles(at)
+        if parts is None:
+            return None
+        states, other = parts
+        return other._replace(tiles=self.joined(states, other.tiles))
+
     def _with_whole_tiles(self, at: Geometry) -> tuple[Tensor, Tiled] | None:
         """The states of the one that has only whole tiles, and the other."""
         left, right = self.left.tiled_at(at), self.right.tiled_at(at)
@@ -202,15 +216,8 @@ class And(Both):
         end = torch.minimum(left.ends[..., 1], right.ends[..., 1])
         return Intervals(torch.stack([first, end], -1))
 
-    def tiled_at(self, at):
-        tiled = super().tiled_at(at)
-        if tiled is not None:
-            return tiled
-        parts = self._with_whole_tiles(at)
-        if parts is None:
-            return None
-        states, other = parts
-        return other._replace(tiles=torch.where(states == SEEN, other.tiles, HIDDEN))
+    def joined(self, states, tiles):
+        return torch.where(states == SEEN, tiles, HIDDEN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,15 +232,8 @@ class Or(Both):
         shape = torch.broadcast_shapes(left.ends.shape[:3], right.ends.shape[:3])
         return Intervals(torch.cat([x.ends.expand(*shape, 1, 2) for x in (left, right)], -2))
 
-    def tiled_at(self, at):
-        tiled = super().tiled_at(at)
-        if tiled is not None:
-            return tiled
-        parts = self._with_whole_tiles(at)
-        if parts is None:
-            return None
-        states, other = parts
-        return other._replace(tiles=torch.where(states == SEEN, SEEN, other.tiles))
+    def joined(self, states, tiles):
+        return torch.where(states == SEEN, SEEN, tiles)
 
 
 @dataclass(frozen=True, eq=False)
