@@ -17,6 +17,7 @@ import math
 from benchmarks import results
 from flash_attn.context_parallel.heads import heads_of_a_group
 from flash_attn.context_parallel.plan import Documents, Mask, Rectangle, calls
+from flash_attn.context_parallel.schemes import LAUNCH_SECONDS, LINK_BYTES, step_seconds
 from flash_attn.context_parallel.shards import Shards, size_of
 
 HEADS_Q, HEADS_KV, D = 32, 8, 128
@@ -39,14 +40,14 @@ class Assumptions:
     # Elementwise passes (merging, adding gradients, packing), of 4.8 TB/s.
     memory: float = 3.8e12
     # What arrives at a GPU, of 450 GB/s and of 50 GB/s; and what a transfer costs beside its bytes.
-    in_host: float = 370e9
-    between_hosts: float = 45e9
+    in_host: float = LINK_BYTES[True]
+    between_hosts: float = LINK_BYTES[False]
     in_host_latency: float = 20e-6
     between_hosts_latency: float = 40e-6
     # Of the GPU's time, to NCCL's own kernels while they run beside a computation.
     transfer_share: float = 0.04
     # The host's work for a step of the ring, in Python, and for a call of another scheme.
-    launch: float = 150e-6
+    launch: float = LAUNCH_SECONDS
 
 
 ASSUMED = Assumptions()
@@ -96,6 +97,11 @@ def kernel_time(
         shorter = min(r.rows, r.keys)
         seconds += products * 2 * D * heads * seen_pairs(r) / (peak * shorter / (shorter + half))
     return seconds
+
+
+def overlapped(computing: float, moving: float, a: Assumptions) -> float:
+    """How long a step of the ring or a group of heads takes with the transfers beside it."""
+    return step_seconds(computing + a.transfer_share * min(moving, computing), moving, a.launch)
 
 
 def split_workspace(length: float, heads_kv: float) -> float:
@@ -151,21 +157,21 @@ def ring(
 
     seconds = []
     for backward in (False, True):
-        parts = groups
-        total = 0.0
+        gradients = wide_keys if backward and ranks > 1 else 0
+        total = transfer_time(gradients / groups, between_hosts, a)  # the last ones, beside nothing
         for step in range(ranks):
             work = max(
                 kernel_time(planned(held[rank], held[rank - step], length), heads_q, backward)
                 for rank in {0, ranks // 2, ranks - 1}
             )
             passes = of_queries(step, backward) + (of_keys(step) if backward else 0)
-            computing = (work + passes / a.memory) / parts
-            moved = keys * (step + 1 < ranks) + (wide_keys * (step > 0) if backward else 0)
-            moving = transfer_time(moved / parts, between_hosts, a)
-            computing += a.transfer_share * min(moving, computing)
-            total += parts * max(computing, moving, a.launch)
-        if backward and ranks > 1:  # the last block's gradient, of the last heads
-            total += transfer_time(wide_keys / parts, between_hosts, a)
+            computing = (work + passes / a.memory) / groups
+            # The second step's gradients are the first to travel, beside the third step. Those of a
+            # group's last step travel beside the first one of the next group.
+            for count, returning in ((1, step > 1), (groups - 1, step != 1)):
+                moved = keys * (step + 1 < ranks) + gradients * returning
+                moving = transfer_time(moved / groups, between_hosts, a)
+                total += count * overlapped(computing, moving, a)
         seconds.append(total)
     # q, out, dout, dq and k, v, dk, dv; and of one group of heads: the call's dq and its fp32 sum;
     # own keys and those that come; dk and dv of the call; and of the group before our own dk and
@@ -186,8 +192,11 @@ def in_groups(
     """Seconds of groups of heads whose bytes come while the group before is computed, and leave
     while the next one is."""
     first, last = (transfer_time(x / groups, between_hosts, a) for x in (comes, leaves))
-    computing += a.transfer_share * min((groups - 1) * (first + last), computing)
-    return first + groups * max(computing / groups, first + last, a.launch) + last
+    seconds = first + last  # beside nothing
+    for group in range(groups):
+        moving = first * (group + 1 < groups) + last * (group > 0)
+        seconds += overlapped(computing / groups, moving, a)
+    return seconds
 
 
 def all_gather(length: int, ranks: int, between_hosts: bool, a: Assumptions = ASSUMED) -> Cost:

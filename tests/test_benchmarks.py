@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -386,6 +388,39 @@ def test_scaling_predicts_more_from_longer_sequences():
         assert 1 < speedups[0] < speedups[1] < 2, name
     assert "ulysses" not in scaling.schemes(1 << 17, 64)  # more ranks than heads
     assert "ring x ulysses" not in scaling.schemes(1 << 17, 8)  # one host
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("tokens", [1 << 12, 1 << 14, 1 << 17])
+def test_scaling_counts_each_transfer_once(tokens, ranks, monkeypatch):
+    """Where nothing else takes time, a scheme lasts as long as its bytes travel: those of one group
+    of heads and those of many."""
+    from benchmarks import scaling
+
+    monkeypatch.setattr(scaling, "kernel_time", lambda *_: 0.0)
+    nothing = dict(memory=math.inf, in_host_latency=0.0, launch=0.0)
+    moves = dataclasses.replace(scaling.ASSUMED, **nothing)
+    rows, away = tokens / ranks, ranks - 1
+    queries, keys = rows * 32 * 128, 2 * rows * 8 * 128  # of one rank, and keys with values
+    blocks = away * 2 * keys, away * (2 * keys + 4 * keys)  # gradients in fp32
+    heads = away / ranks * 2 * (2 * queries + keys), away / ranks * 2 * (4 * queries + 2 * keys)
+    schemes = ("ring", blocks), ("all_gather", blocks), ("ulysses", heads)
+    for name, expected in schemes:
+        cost = getattr(scaling, name)(tokens, ranks, False, a=moves)
+        moved = [moves.in_host * seconds for seconds in (cost.forward, cost.backward)]
+        assert moved == pytest.approx(expected), name
+    groups = {scaling.head_groups(n / 2, 32, 8) for n in (1 << 12, 1 << 14, 1 << 17)}
+    assert groups == {1, 2, 8}
+
+
+def test_scaling_hides_transfers_behind_the_groups_beside_them():
+    from benchmarks import scaling
+
+    seconds = dict(in_host=1.0, in_host_latency=0.0, transfer_share=0.0, launch=0.0)
+    a = dataclasses.replace(scaling.ASSUMED, **seconds)
+    assert scaling.in_groups(1.5, 2.0, 1.0, 1, False, a) == 2 + 1.5 + 1
+    # The first group is computed beside 2 s, the second beside 2 + 1 s, the third beside 1 s.
+    assert scaling.in_groups(3 * 1.5, 6.0, 3.0, 3, False, a) == 2 + 2 + 3 + 1.5 + 1
 
 
 def test_pictures_show_each_contestant(tmp_path):

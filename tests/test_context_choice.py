@@ -69,6 +69,8 @@ def test_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chosen() == "ring"
         assert chosen(**UNEVEN, seqlen_q=1 << 14) == "ring"
         assert chosen(**UNEVEN, seqlen_q=1 << 11) == "all-gather"
+        # What both passes bring takes longer than one launch, but each of them has one.
+        assert chosen(**UNEVEN, seqlen_q=6 << 10) == "all-gather"
 
 
 def test_two_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +86,7 @@ def test_two_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_is_nearly_the_fastest_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 10 % of the best scheme over one dimension, in all that the simulation tells."""
+    """Within 5 % of the best scheme over one dimension, in all that the simulation tells."""
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks import scaling
 
@@ -104,9 +106,36 @@ def test_the_default_is_nearly_the_fastest_predicted(monkeypatch: pytest.MonkeyP
         with world(ranks):
             name = chosen(seqlen_q=tokens, **shape)
         longer = times[name] / min(times.values())
-        if longer > 1.1:
+        if longer > 1.05:
             slow.append(f"{tokens} tokens, {ranks} ranks: {name} takes {longer:.2f} of the best")
     assert not slow, "\n".join(slow)
+
+
+@pytest.mark.parametrize("heads_q, heads_kv", [(32, 8), (8, 8), (12, 3), (96, 96)])
+def test_short_steps_take_nearly_the_fastest_predicted(
+    heads_q: int, heads_kv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of more ranks than deal heads evenly has 32 to 16k tokens. Where the ring is taken,
+    all-gather may be 10 % faster, as it holds more."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import scaling
+
+    ranks = 64
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(scaling.RANKS_OF_HOST))
+    monkeypatch.setattr(scaling, "HEADS_Q", heads_q)
+    monkeypatch.setattr(scaling, "HEADS_KV", heads_kv)
+    taken = {}
+    for tokens in (1 << n for n in range(11, 21)):
+        times = {
+            "ring": scaling.ring(tokens, ranks, True).both,
+            "all-gather": scaling.all_gather(tokens, ranks, True).both,
+        }
+        with world(ranks):
+            name = chosen(seqlen_q=tokens, heads_q=heads_q, heads_kv=heads_kv)
+        taken[tokens] = name
+        allowed = 1.05 if name == "all-gather" else 1.1
+        assert times[name] <= allowed * min(times.values()), (tokens, name, times)
+    assert set(taken.values()) == {"ring", "all-gather"}
 
 
 def check_asked(device: str) -> None:

@@ -23,6 +23,13 @@ LAUNCH_SECONDS = 150e-6
 # A ring hides what it moves behind steps that compute for so long: on two ranks, where nothing else
 # is lost. On more each step is also added to sums in fp32, which then is 3 % of its time.
 HIDING_SECONDS, MERGING_SECONDS = 2e-3, 8e-3
+# The ring may take so many times as long as all-gather, which copies and holds all ranks' keys.
+GATHERING = 1.1
+
+
+def step_seconds(computing: float, moving: float, launch: float = LAUNCH_SECONDS) -> float:
+    """How long a step of the ring takes, which computes, brings and launches at the same time."""
+    return max(computing, moving, launch)
 
 
 @explained(of_torch=True)
@@ -53,9 +60,12 @@ def choose_scheme(
        is "ring", unless rounds_parts. A rank is taken to compute 600 T/s. It receives 370 GB/s in
        a host, or 45 GB/s between hosts. For 32 causal heads of 128 the two limits are 12k and 24k
        tokens on each rank.
-    5. "ring" where computing with a block of keys takes longer than to launch such a step (150 µs),
-       or bringing it twice and its gradients back in fp32 does. Shorter steps are better taken at
-       once: "all-gather".
+    5. "ring", unless a block of keys takes it more than 1.1 times as long as "all-gather", forward
+       and backward together. A step of the ring lasts as long as the longest of computing, bringing
+       and a launch (150 µs), in each pass. All-gather is taken to compute and to bring one after
+       the other: where steps are short, it has one group of heads. The backward computes 2.5 times
+       as much, and brings the keys again and their gradients in fp32. So steps much shorter than
+       their launch are better taken at once.
 
     benchmarks/scaling.py predicts what each scheme costs.
 
@@ -87,8 +97,10 @@ def choose_scheme(
     if not two_dimensions and _deals_evenly(heads_q, heads_kv, ranks.size):
         long = max(moving, HIDING_SECONDS if ranks.size == 2 else MERGING_SECONDS)
         return "ring" if computing >= long and not rounds_parts else "ulysses"
-    # Keys and values come in the forward and in the backward, and gradients are twice as wide.
-    return "ring" if max(computing, 4 * moving) >= LAUNCH_SECONDS else "all-gather"
+    # Gradients are in fp32, twice as wide as the keys.
+    in_steps = step_seconds(computing, moving) + step_seconds(2.5 * computing, 3 * moving)
+    at_once = 3.5 * computing + 4 * moving
+    return "ring" if in_steps <= GATHERING * at_once else "all-gather"
 
 
 def _deals_evenly(heads_q: int, heads_kv: int, ranks: int) -> bool:
