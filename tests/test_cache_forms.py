@@ -300,6 +300,8 @@ INVARIANT = [
         dict(rows=True, dtype="fp32", heads_q=16, heads_kv=1),
         dict(page_size=16, heads_q=40, heads_kv=1, seqlen_q=2, window=(2500, 0)),
         dict(page_size=16, softcap=4.0, alibi=True, leftpad=True),
+        dict(d=192, d_v=128, page_size=16),
+        dict(d=256, softcap=4.0, page_size=64, seqlen_q=2),
     )
 ]
 

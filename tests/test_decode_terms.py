@@ -46,8 +46,8 @@ FORMS = dict(
     new=[0, 1, 1, 3, 7],
     capacity=[70, 33, 300],
     heads=[(4, 2), (6, 1), (16, 1), (40, 2)],
-    d=[48, 64, 96, 128, 192],
-    d_v=[None],
+    d=[48, 64, 96, 128, 192, 256],
+    d_v=[None, None, 40, 256],
     dtype=DTYPES,
     cache=[""],
     descale=[""],
@@ -75,7 +75,7 @@ def test_forms(case: CacheCase, target: Target, seed: int) -> None:
 @each_cache(
     [
         CacheCase(batch=1, capacity=1500, lengths="int" if form.get("new") else "none", **form)
-        for d in (64, 128, 192)
+        for d in (64, 128, 192, 256)
         for form in (
             dict(d=d, softcap=4.0, num_splits=1, heads_q=1, heads_kv=1),
             dict(d=d, rotary="halves", new=2, page_size=16, heads_q=16, heads_kv=1),
@@ -91,7 +91,7 @@ def test_long(case: CacheCase, target: Target, seed: int) -> None:
 
 
 @each_target(*TARGETS)
-@pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_max_logits_of_rotated_queries(page_size: int, d: int, target: Target, seed: int) -> None:
     case = CacheCase(

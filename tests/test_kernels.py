@@ -191,7 +191,7 @@ def cache_kernel_cases() -> list[CacheCase]:
         for d in classes
         for cache, page_size, rotary in forms
     ]
-    # The second instances of decode.cuh, and what kvcache.cuh keeps of 16 bits.
+    # The second instances of decode.cuh.
     cases += [
         CacheCase(d=d, dtype=dtype, capacity=130, leftpad=True, **form)
         for d in (64, 128, 192, 256)
@@ -199,9 +199,15 @@ def cache_kernel_cases() -> list[CacheCase]:
         for form in (
             dict(softcap=8.0, num_splits=3),
             dict(alibi=True, page_size=7, batch_invariant=True),
-            dict(d_v=40, softcap=8.0),
+            dict(d_v=40, softcap=8.0, page_size=16),
             dict(new=2, rotary="interleaved", batch_invariant=True),
         )
+    ]
+    # Keys and values of unlike widths: the wider one has the class.
+    cases += [
+        CacheCase(d=d, d_v=d_v, capacity=130, num_splits=3, **form)
+        for d, d_v in ((192, 128), (64, 200), (128, 40))
+        for form in (dict(leftpad=True), dict(page_size=16, new=2, batch_invariant=True))
     ]
     # Where an SM takes two blocks: long calls, by what the table could hold.
     cases += [
@@ -250,6 +256,10 @@ def chunk_cases() -> list[CacheCase]:
         )
     ] + [
         CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16"),
+        CacheCase(
+            d=256, seqlen_q=70, new=33, capacity=140, page_size=7, garbage=True, rotary="halves"
+        ),
+        CacheCase(d=192, d_v=128, seqlen_q=70, capacity=140, page_size=16, garbage=True),
         CacheCase(
             d=128, seqlen_q=70, new=33, capacity=140, page_size=7, dtype="fp32", garbage=True
         ),

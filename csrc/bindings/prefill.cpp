@@ -87,7 +87,9 @@ void prefill_paged(const Plan& plan, FwdParams params, DecodeParams& call, const
   launch_forward(plan, params, call, results);
 
   call.sequence_mask = packed.missed;
-  call.splits = Splits::alike(1);
+  call.splits = plan.rest_splits;
+  call.partial = {};
+  if (plan.rest == Kernel::kDecode) return cuda::run_decode(call, stream_of(q));
   cuda::run_kvcache(call, plan.grid, stream_of(q));
 }
 

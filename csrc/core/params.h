@@ -281,6 +281,9 @@ struct CacheParams {
 
   DType dtype = DType::kFp16;  // of q, out, and k, v to append
   int batch = 0, heads_kv = 0, head_dim = 0, head_dim_v = 0;
+
+  // K and V share the class of the wider one.
+  int widest_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
 };
 
 struct AppendParams : CacheParams {
@@ -299,24 +302,32 @@ struct Splits {
   // longer where there would be more than most_pieces and one for each sequence. If most_pieces is
   // 0, they keep `keys`.
   int least_pieces = 0, most_pieces = 0;
+  // The pieces of a sequence are merged in the same order whatever the other sequences.
+  bool in_any_batch = false;
 
   // The keys of the whole call are dealt out evenly, whatever the lengths.
   static constexpr Splits dealt_out() { return {}; }
   // Each sequence into so many equal pieces; 1: not cut.
-  static constexpr Splits alike(int pieces) { return {.count = pieces}; }
+  static constexpr Splits alike(int pieces, bool in_any_batch = false) {
+    return {.count = pieces, .in_any_batch = in_any_batch};
+  }
   // Into pieces of so many keys, of sequences that have at most `pieces` of them: no bit of a
   // result depends on the other sequences.
   static constexpr Splits by_length(int keys, int pieces) {
-    return {.count = pieces, .keys = keys};
+    return {.count = pieces, .keys = keys, .in_any_batch = true};
   }
   // The same, with longer or shorter pieces where there would be too many or too few of them.
   static constexpr Splits by_length(int keys, int pieces, int least_pieces, int most_pieces) {
-    return {pieces, keys, least_pieces, most_pieces};
+    return {.count = pieces,
+            .keys = keys,
+            .least_pieces = least_pieces,
+            .most_pieces = most_pieces,
+            .in_any_batch = true};
   }
 };
 
-// A call is plain if its cache has q's dtype or 8 bits, head_dim_v = head_dim, and if there is no
-// softcap, no slopes, and nothing to rotate.
+// A call is plain if its cache has q's dtype or 8 bits, and if there is no softcap, no slopes, and
+// nothing to rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
 
@@ -332,8 +343,8 @@ struct DecodeParams : CacheParams {
 
   Splits splits;  // dealt out: by cuda/decode/kvcache.cuh alone
 
-  // (batch) or null, of calls of cuda/decode/kvcache.cuh that are not cut. A sequence whose entry
-  // is 0 is left to other kernels.
+  // (batch) or null, of calls on pages that are not cut. A sequence whose entry is 0 is left to
+  // other kernels.
   const int32_t* sequence_mask = nullptr;
 
   PartialResults partial;  // null where nothing is cut

@@ -27,6 +27,9 @@ struct Plan {
   bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
   const DeviceInfo* device = nullptr;  // null: not on CUDA
   int prefix_pieces = 0;  // > 0: leading pages that sequences share are read once, in so many
+  // What serves the sequences that a forward over copied pages leaves, and how it walks over them.
+  Kernel rest = Kernel::kKvcache;
+  Splits rest_splits = Splits::alike(1);
 };
 
 }  // namespace flash_attn

@@ -5,7 +5,8 @@
 
 namespace flash_attn::cuda {
 
-// Writes the tokens. A run_kvcache with the same seqlen_new that follows on the stream overlaps it.
+// Writes the tokens. A decode kernel with the same seqlen_new that follows on the stream overlaps
+// it.
 void run_append(const AppendParams& params, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -7,7 +7,7 @@
 namespace flash_attn::cuda {
 
 // Copies the keys that any query of a paged call sees, of 16 bits or fp32. What it leaves out,
-// run_kvcache serves by sequence_mask.
+// decode's kernels serve by sequence_mask.
 void run_gather_pages(const DecodeParams& params, const PackedCache& packed,
                       const DeviceInfo& device, Stream stream);
 

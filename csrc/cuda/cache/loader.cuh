@@ -88,42 +88,44 @@ class CacheLoader {
   static constexpr int kTilesAhead = Traits::kTilesAhead;
 
  public:
-  // Loads from the keys [first_key, end_key), which lie below capacity. next_key is where the
-  // warp's first tile begins, a multiple of kKeys. first_row is the row of KvTile where the warp's
-  // tiles go, a multiple of 8.
+  // Loads from the keys [first_key, end_key), which lie below capacity. tile_key is where the
+  // warp's first tile begins, a multiple of kKeys. The next one begins behind first_key, which so
+  // matters to the first one alone. first_row is the row of KvTile where the warp's tiles go, a
+  // multiple of 8.
   __device__ __forceinline__ CacheLoader(const DecodeParams& params, int batch_idx, int kv_head,
-                                         int first_key, int end_key, int next_key, int lane,
+                                         int first_key, int end_key, int tile_key, int lane,
                                          int first_row = 0)
       : params_(params),
         lane_(lane),
         first_row_(first_row),
         kv_head_(kv_head),
-        first_key_(first_key),
         end_key_(end_key),
-        next_key_(next_key),
         sequence_(params, batch_idx) {
 #pragma unroll
-    for (int tile = 0; tile < kTilesAhead; ++tile) look_up(tile);
+    for (int tile = 0; tile < kTilesAhead; ++tile) {
+      look_up(tile, tile_key + tile * Traits::kBlockKeys, first_key);
+    }
   }
 
-  // Finds where the rows of the next tile lie, whose page numbers were asked for before.
-  __device__ __forceinline__ void locate() {
+  // Finds where the rows of the next tile lie, whose page numbers were asked for before. It begins
+  // at tile_key.
+  __device__ __forceinline__ void locate(int tile_key) {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const CachePlace place = sequence_.place(params_, key_of(0, i), page_[0][i]);
+      const CachePlace place = sequence_.place(params_, tile_key + row_of(i), page_[0][i]);
       const bool exists = place.page >= 0;
       const int64_t page = exists ? place.page : 0, row = exists ? place.row : 0;
       k_row_[i] = address(params_.k_cache, params_.k_strides, page, row);
       v_row_[i] = address(params_.v_cache, params_.v_strides, page, row);
       valid_[i] = __ballot_sync(~0u, exists) & ~0u >> (32 - kStepRows);
     }
-    next_key_ += Traits::kBlockKeys;
 #pragma unroll
     for (int ahead = 1; ahead < kTilesAhead; ++ahead) {
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) page_[ahead - 1][i] = page_[ahead][i];
     }
-    look_up(kTilesAhead - 1);
+    const int ahead_key = tile_key + kTilesAhead * Traits::kBlockKeys;
+    look_up(kTilesAhead - 1, ahead_key, ahead_key);
   }
   // Starts the copies of the located tile of K. Rows that do not exist become 0 unread, and their
   // bits of `valid` 0.
@@ -147,16 +149,14 @@ class CacheLoader {
                kElementBytes;
   }
 
-  // The lane's i-th key of the tile so many ahead. Lanes beyond kStepRows repeat the first ones.
-  __device__ __forceinline__ int key_of(int ahead, int i) const {
-    return next_key_ + ahead * Traits::kBlockKeys + i * kStepRows + lane_ % kStepRows;
-  }
-  __device__ __forceinline__ void look_up(int ahead) {
+  // The lane's i-th row of a tile. Lanes beyond kStepRows repeat the first ones.
+  __device__ __forceinline__ int row_of(int i) const { return i * kStepRows + lane_ % kStepRows; }
+  __device__ __forceinline__ void look_up(int ahead, int tile_key, int first_key) {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const int key = key_of(ahead, i);
+      const int key = tile_key + row_of(i);
       page_[ahead][i] =
-          key >= first_key_ && key < end_key_ ? sequence_.page_number(params_, key) : -1;
+          key >= first_key && key < end_key_ ? sequence_.page_number(params_, key) : -1;
     }
   }
 
@@ -173,7 +173,7 @@ class CacheLoader {
   }
 
   const DecodeParams& params_;
-  int lane_, first_row_, kv_head_, first_key_, end_key_, next_key_;
+  int lane_, first_row_, kv_head_, end_key_;
   CacheSequence sequence_;
   int page_[kTilesAhead][kLaneRows];  // of the lane's rows in the next tiles
   const char *k_row_[kLaneRows], *v_row_[kLaneRows];

@@ -12,6 +12,10 @@ namespace flash_attn::cuda {
 
 inline constexpr int kDecodeWarps = 4;
 
+// Where sequences are cut by length, pieces are made of so many keys, which begin at multiples of
+// it.
+inline constexpr int kLineKeys = 256;
+
 struct DecodeTile {
   int keys;    // that a warp takes at once
   int stages;  // tiles of K or V that it holds or has under way
@@ -50,11 +54,9 @@ inline int64_t decode_pieces(int batch, const Splits& splits) {
 }
 // How many of these have thread blocks of their own: least_pieces fill the device once.
 inline int64_t decode_grid_pieces(const DecodeParams& params) {
-  constexpr int kWaves = 4;
   const int64_t pieces = decode_pieces(params.batch, params.splits);
-  return params.splits.keys == 0
-             ? pieces
-             : std::min<int64_t>(pieces, int64_t{kWaves} * params.splits.least_pieces);
+  const int64_t waves = params.sequence_mask == nullptr ? 4 : 1;  // most that it masks have no work
+  return params.splits.keys == 0 ? pieces : std::min(pieces, waves * params.splits.least_pieces);
 }
 
 // Turns the index of a thread block into what it reads.
@@ -76,8 +78,8 @@ struct DecodeGrid {
   }
 };
 
-// It serves any head_dim up to kHeadDim that is a multiple of 8 (8 bits: of 16). Calls that are not
-// plain have 16 bits.
+// It serves any head_dim and head_dim_v up to kHeadDim that are multiples of 8 (8 bits: of 16).
+// Calls that are not plain have 16 bits.
 template <DType kCacheDType, int kHeadDim, bool kPlain>
 void launch_decode(const DecodeParams& params, Stream stream);
 

@@ -9,13 +9,12 @@ namespace flash_attn::cuda {
 namespace {
 
 void combine(const DecodeParams& params, const SharedPrefix& prefix, Stream stream) {
-  const bool by_length = params.splits.keys > 0;
   // By length all blocks are alike, in four groups of threads, whatever the other sequences.
   const int pieces =
-      by_length ? kPiecesAtOnce * kPiecesAtOnce : params.splits.count + prefix.pieces;
+      params.splits.keys > 0 ? kPiecesAtOnce * kPiecesAtOnce : params.splits.count + prefix.pieces;
   launch_combine<PiecesOfDecode>(params, {}, prefix,
                                  int64_t{params.batch} * params.heads_q * params.seqlen_q, pieces,
-                                 /*in_any_batch=*/by_length, stream);
+                                 params.splits.in_any_batch, stream);
 }
 
 // As core/params.h has it, of a cache that decode.cuh serves.
@@ -27,10 +26,11 @@ bool is_plain(const DecodeParams& params) {
 template <DType kDType>
 void launch_with_terms(const DecodeParams& params, Stream stream) {
   constexpr bool kPlain = false;
-  if (params.head_dim <= 64) return launch_decode<kDType, 64, kPlain>(params, stream);
-  if (params.head_dim <= 128) return launch_decode<kDType, 128, kPlain>(params, stream);
-  if (params.head_dim <= 192) return launch_decode<kDType, 192, kPlain>(params, stream);
-  launch_decode<kDType, 256, kPlain>(params, stream);
+  const int head_dim = params.widest_head_dim();
+  if (head_dim <= 64) return launch_decode<kDType, 64, kPlain>(params, stream);
+  if (head_dim <= 128) return launch_decode<kDType, 128, kPlain>(params, stream);
+  if (head_dim <= 192) return launch_decode<kDType, 192, kPlain>(params, stream);
+  launch_decode<kDType, kDecodeHeadDim, kPlain>(params, stream);
 }
 
 }  // namespace
@@ -38,8 +38,9 @@ void launch_with_terms(const DecodeParams& params, Stream stream) {
 void run_decode(const DecodeParams& params, Stream stream) {
   constexpr bool kPlain = true;
   const auto run_8bit = [&]<DType kCacheDType> {
-    params.head_dim <= 64 ? launch_decode<kCacheDType, 64, kPlain>(params, stream)
-                          : launch_decode<kCacheDType, kDecode8BitHeadDim, kPlain>(params, stream);
+    params.widest_head_dim() <= 64
+        ? launch_decode<kCacheDType, 64, kPlain>(params, stream)
+        : launch_decode<kCacheDType, kDecode8BitHeadDim, kPlain>(params, stream);
   };
   if (params.cache_dtype == DType::kFp8E4M3) {
     run_8bit.template operator()<DType::kFp8E4M3>();
@@ -48,7 +49,7 @@ void run_decode(const DecodeParams& params, Stream stream) {
   } else {
     with_dtype(params.dtype, [&]<DType kDType> {
       if (!is_plain(params)) return launch_with_terms<kDType>(params, stream);
-      with_head_dim_class(params.head_dim, [&]<int kHeadDim> {
+      with_head_dim_class(params.widest_head_dim(), [&]<int kHeadDim> {
         launch_decode<kDType, kHeadDim, kPlain>(params, stream);
       });
     });

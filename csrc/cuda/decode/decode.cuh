@@ -14,11 +14,11 @@
 // so that stages - 1 tiles of the warp are under way whenever it waits, and the memory does not see
 // the arithmetic between.
 //
-// It serves dense caches, by any row of the batch dimension, and pages, whether just appended to or
-// not. Calls of 16 bits that are not plain (core/params.h) have instances of their own, which
-// rotate Q as they load it (decode_queries.cuh) and finish S before the mask (score_terms.cuh).
-// Other forms belong to kvcache.cuh. Dense caches of 8 bits are widened to fp16 between ldmatrix
-// and mma (widened_gemm.cuh), and then Q and P are fp16, whatever q's dtype.
+// It serves every form of a cache of 16 bits. Calls that are not plain (core/params.h) have
+// instances of their own, which rotate Q as they load it (decode_queries.cuh) and finish S before
+// the mask (score_terms.cuh). Caches of 8 bits are served where they are dense and the call is
+// plain; they are widened to fp16 between ldmatrix and mma (widened_gemm.cuh), and then Q and P are
+// fp16, whatever q's dtype.
 //
 // Shared memory, 96 KiB (8 bits: 64), holds the rings in the loop and the warps' outputs in the
 // end. Q, S, P and O are in registers.
@@ -57,7 +57,6 @@ struct DecodeTraits {
   static constexpr int kStages = k8Bit ? kDecode8BitStages : kDecodeTile<kHeadDim>.stages;
   static constexpr int kBlockKeys = kKeys * kDecodeWarps;
   static constexpr bool kPaged = kPagedCache;
-  static constexpr bool kAppends = kHeadDim <= kDecodeFormsHeadDim;
   static constexpr int kElementBytes = sizeof(Stored);
   static constexpr int kTilesAhead = kHeadDim <= 128 ? 4 : 2;  // whose pages a warp looks up
   static constexpr int kThreads = 32 * kDecodeWarps;
@@ -94,7 +93,7 @@ struct DenseLoader {
       : K(params.k_cache, params.k_strides, piece.cache_row, piece.kv_head, piece.first_key,
           piece.end_key, params.head_dim, lane),
         V(params.v_cache, params.v_strides, piece.cache_row, piece.kv_head, piece.first_key,
-          piece.end_key, params.head_dim, lane),
+          piece.end_key, params.head_dim_v, lane),
         warp(warp_of_block) {}
   __device__ __forceinline__ void load(const KvTile& tile, int i, typename Traits::KeyBits&) const {
     (i % 2 == 0 ? K : V).load(tile, (warp + i / 2 * kDecodeWarps) * Traits::kKeys);
@@ -103,16 +102,18 @@ struct DenseLoader {
 };
 template <typename Traits>
 struct PagedLoader {
+  int warp_first_key;
   CacheLoader<Traits> cache;
 
   __device__ __forceinline__ PagedLoader(const DecodeParams& params, const DecodePiece& piece,
                                          int warp, int lane)
-      : cache(params, piece.batch_idx, piece.kv_head, max(piece.first_key, piece.first_seen),
-              piece.end_key, piece.first_key + warp * Traits::kKeys, lane) {}
+      : warp_first_key(piece.first_key + warp * Traits::kKeys),
+        cache(params, piece.batch_idx, piece.kv_head, max(piece.first_key, piece.first_seen),
+              piece.end_key, warp_first_key, lane) {}
   __device__ __forceinline__ void load(const typename Traits::KvTile& tile, int i,
                                        typename Traits::KeyBits& valid) {
     if (i % 2 == 0) {
-      cache.locate();
+      cache.locate(warp_first_key + i / 2 * Traits::kBlockKeys);
       cache.keys(tile, valid);
     } else {
       cache.values(tile);
@@ -170,6 +171,7 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
   constexpr int kStages = Traits::kStages, kKeys = Traits::kKeys;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   WarpLoader<Traits> cache(params, piece, warp, lane);
+  const int warp_first_key = piece.first_key + warp * kKeys;
   const int piece_tiles = (piece.end_key - piece.first_key + kKeys - 1) / kKeys;
   const auto of_this_warp = [&](int tiles) {
     return (tiles - warp + kDecodeWarps - 1) / kDecodeWarps;
@@ -180,14 +182,12 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
   };
   // The appended tokens are the cache's last; the tiles before them need not wait for the append.
   const int old_keys = piece.len_k - params.seqlen_new - piece.first_key;
-  const int new_tile = Traits::kAppends && params.seqlen_new > 0
-                           ? of_this_warp(max(old_keys, 0) / kKeys)
-                           : num_tiles;
+  const int new_tile = params.seqlen_new > 0 ? of_this_warp(max(old_keys, 0) / kKeys) : num_tiles;
   // Load i is K(i / 2) or, if odd, V(i / 2). Each is a group, also those beyond the last tile, so
   // that the number of younger groups is the same at every wait.
   const auto load = [&](int i) {
     if (i / 2 < num_tiles) {
-      if (Traits::kAppends && i / 2 >= new_tile) ptx::wait_for_prerequisites();
+      if (i / 2 >= new_tile) ptx::wait_for_prerequisites();
       cache.load(stage(i), i, smem.valid[warp][static_cast<unsigned>(i) % kStages]);
     }
     ptx::cp_async_commit();
@@ -198,7 +198,7 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
   for (int i = 0; i < kLoadsBeforeQ; ++i) load(i);
 
   const auto queries = [&] {
-    if constexpr (!Traits::kPlain && Traits::kAppends) {
+    if constexpr (!Traits::kPlain) {
       if (params.rotary_cos != nullptr)
         return load_rotated_queries<Traits>(smem.ring, params, piece);
     }
@@ -242,7 +242,7 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     load(2 * j + kStages);
     if constexpr (Traits::k8Bit) scale_rows(S, row_scale);
 
-    const int first_key = piece.first_key + (warp + j * kDecodeWarps) * kKeys;
+    const int first_key = warp_first_key + j * Traits::kBlockKeys;
     if constexpr (!Traits::kPlain) {
       terms.finish</*kWide=*/false>(S, params.score, first_key, lane);
     }
@@ -277,7 +277,7 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
 #pragma unroll 1
   for (int i = threadIdx.x; i < piece.num_rows * kChunks; i += Traits::kThreads) {
     const int row = i / kChunks, col = i % kChunks * kChunk;
-    if (col >= params.head_dim) continue;
+    if (col >= params.head_dim_v) continue;
     float max_lse = -INFINITY, sum = 0.f, weight[kDecodeWarps];
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
@@ -304,7 +304,7 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
       const int64_t partial_row = workspace_row(params, piece.workspace_idx, head, token);
       if (col == 0) params.partial.lse[partial_row] = lse;
       auto* destination =
-          reinterpret_cast<float4*>(params.partial.o + partial_row * params.head_dim + col);
+          reinterpret_cast<float4*>(params.partial.o + partial_row * params.head_dim_v + col);
       destination[0] = {o[0], o[1], o[2], o[3]};
       destination[1] = {o[4], o[5], o[6], o[7]};
       continue;
@@ -324,7 +324,7 @@ __device__ __forceinline__ void merge_warps(const DecodeStorage<Traits>& smem,
 // Computes one piece. The whole thread block calls it.
 template <typename Traits>
 __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
-                                             const DecodeParams& params, const DecodePiece& piece) {
+                                             const DecodeParams& params, DecodePiece piece) {
   if (!piece.whole() && piece.first_key >= piece.end_key) {
     const int row = threadIdx.x;
     if (row >= piece.num_rows) return;
@@ -338,6 +338,8 @@ __device__ __forceinline__ void decode_piece(DecodeStorage<Traits>& smem,
   O.fill(0.f);
   auto softmax = start_softmax<Traits>(params);
   const float descale = attend<Traits>(O, softmax, smem, params, piece);
+  // Which rows these are is found anew where the loop has no registers to keep it.
+  if constexpr (Traits::kHeadDim > 128) piece.find_rows(params);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   __syncthreads();  // every warp is done with its ring
@@ -383,14 +385,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   const DecodeBlock block(params, grid, blockIdx.x);
   // Lengths may be another kernel's results: neither this one nor the merge, whose blocks come when
   // all of these are resident or done, reads any before. Behind an append they are older than that.
-  if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
+  const bool masked = Traits::kPaged && kByLength && params.sequence_mask != nullptr;
+  if (params.seqlen_new == 0 || masked) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
   if constexpr (kByLength) {
-    const PieceLine line(params);
 #pragma unroll 1
     for (int number = block.number;; number += grid.pieces) {
+      const PieceLine line(params);  // anew for each piece, as registers are short
       const PieceRange range = line.find(number);
       if (range.count == 0) return;
+      if (masked && params.sequence_mask[range.batch_idx] == 0) continue;
       decode_piece<Traits>(smem, params,
                            DecodePiece::of_line<Traits::kKeys, Traits::kPaged>(
                                params, grid, block, line, number, range));
@@ -416,7 +420,7 @@ void launch_decode(const DecodeParams& params, Stream stream) {
   const bool by_length = params.splits.keys > 0;
   if (params.block_table == nullptr) {
     by_length ? run.template operator()<false, true>() : run.template operator()<false, false>();
-  } else if constexpr (kHeadDim <= kDecodeFormsHeadDim && !is_8bit(kCacheDType)) {
+  } else if constexpr (!is_8bit(kCacheDType)) {
     by_length ? run.template operator()<true, true>() : run.template operator()<true, false>();
   }
 }

@@ -17,14 +17,14 @@ void combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream)
   const int64_t rows = int64_t{sequences} * params.heads_q * params.seqlen_q;
   if (rows == 0) return;
   launch_combine<PiecesOfKvcache<kKeys>, kWide>(params, parts, {}, rows, pieces,
-                                                /*in_any_batch=*/params.splits.count > 0, stream);
+                                                params.splits.in_any_batch, stream);
 }
 
 }  // namespace
 
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
   with_kvcache_class(
-      params.cache_dtype, kvcache_head_dim(params), [&]<DType kCacheDType, int kHeadDim> {
+      params.cache_dtype, params.widest_head_dim(), [&]<DType kCacheDType, int kHeadDim> {
         launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
         if (params.splits.count == 1) return;
         combine<kvcache_tile_keys(kCacheDType, kHeadDim), kCacheDType == DType::kFp32>(params, grid,

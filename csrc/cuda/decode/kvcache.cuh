@@ -1,6 +1,6 @@
-// Split-KV decode against every form of cache: paged, indexed, left-padded, of 8 bits, just
-// appended to; with every term of the score. decode.cuh is the faster one where it serves: most
-// caches of 16 bits, and plain calls on dense ones of 8.
+// Split-KV decode against the caches that decode.cuh does not serve: of 8 bits and of fp32, and
+// those of 16 bits above a head dim of 256. They may have any form: paged, indexed, left-padded,
+// just appended to; with every term of the score.
 //
 //   S = softmax_scale · Q Kᵀ → softcap → ALiBi → mask → online softmax → O = P V
 //
@@ -110,7 +110,7 @@ __device__ __forceinline__ void produce(const DecodeParams& params,
           (tile + 1) * Traits::kKeys > piece.keys.end - params.seqlen_new) {
         ptx::wait_for_prerequisites();
       }
-      cache.locate();
+      cache.locate(tile * Traits::kKeys + first_row);
       wait_empty();
       cache.keys(ring.tiles[at.stage], smem.valid[at.stage][warp]);
       arrive_full();
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(Traits::kAllThreads, kBlocksPerSm)
   extern __shared__ __align__(1024) char smem_bytes[];
   // Lengths may be another kernel's results: neither this one nor the merge, whose blocks come when
   // all of these are resident or done, reads any before. Behind an append they are older than that.
-  if (params.seqlen_new == 0) ptx::wait_for_prerequisites();
+  if (params.seqlen_new == 0 || params.sequence_mask != nullptr) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
   const KvcacheTiles<Traits> ring(smem_bytes, stages);
   ring.init(kKvcacheArrivals, params.head_dim, params.head_dim_v);

@@ -1,4 +1,5 @@
-// Decode of every form of cache and with every term of the score.
+// Decode against caches of 8 bits and of fp32, and of 16 bits with wide heads, in every form and
+// with every term of the score.
 #pragma once
 
 #include "../../core/plan.h"
@@ -6,6 +7,7 @@
 namespace flash_attn::cuda {
 
 // Any head_dim and head_dim_v up to 512 (fp32: 256) that are multiples of 8 (8-bit caches: of 16).
+// With 16 bits the wider one should be above 256: decode.h has the others.
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -1,5 +1,6 @@
-// Tiles of kvcache.cuh, and its instances: one a cache dtype and head-dim class, in
-// inst/kvcache_d*.cu.
+// Tiles of kvcache.cuh, and its instances, in inst/kvcache_*.cu: one a head-dim class for each
+// dtype of 8 bits and for fp32. Caches of 16 bits have the widest class alone, as decode.cuh serves
+// the others.
 #pragma once
 
 #include <stdexcept>
@@ -18,18 +19,12 @@ inline constexpr int kKvcacheHeadDim = 512;
 inline constexpr int kKvcachePortableHeadDim = 256, kKvcacheLargeSmemBytes = 163 * 1024;
 inline constexpr int kKvcacheWideHeadDim = 256;  // of fp32
 
-// Keys of a tile. It has 16 KB of K or V at head_dim 64 and 128, enough for one barrier a tile not
-// to be felt. 8-bit tiles have twice the keys, as the work a key is the same. Those of fp32 have
-// 32 KB, so that a warp splits its operand of Q for many keys, and two tiles fit the least shared
-// memory in every class.
+// Keys of a tile. Those of 8 bits have so many that one barrier a tile is not felt: 16 KB of K or V
+// at head_dim 128. Those of fp32 have 32 KB, so that a warp splits its operand of Q for many keys,
+// and two tiles fit the least shared memory in every class.
 constexpr int kvcache_tile_keys(DType cache_dtype, int head_dim_class) {
   if (cache_dtype == DType::kFp32 && head_dim_class > 128) return 32;
   return head_dim_class <= 64 || is_8bit(cache_dtype) ? 128 : 64;
-}
-
-// K and V share the class of the wider one.
-inline int kvcache_head_dim(const DecodeParams& params) {
-  return params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
 }
 
 // Calls f.template operator()<cache dtype, class>().
@@ -43,27 +38,28 @@ auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
       return f.template operator()<DType::kFp32, kHeadDim>();
     });
   }
-  const auto with_dtype = [&]<int kHeadDim> {
-    switch (cache_dtype) {
-      case DType::kFp16:
-        return f.template operator()<DType::kFp16, kHeadDim>();
-      case DType::kBf16:
-        return f.template operator()<DType::kBf16, kHeadDim>();
-      case DType::kFp8E4M3:
-        return f.template operator()<DType::kFp8E4M3, kHeadDim>();
-      case DType::kInt8:
-        return f.template operator()<DType::kInt8, kHeadDim>();
-      default:
-        throw std::invalid_argument(
-            "flash_attn: k_cache: expected fp32, or a dtype of 16 or 8 bits");
-    }
+  if (head_dim > kKvcacheHeadDim) {
+    throw std::invalid_argument("flash_attn: head_dim: expected at most 512");
+  }
+  const auto of_8bit = [&]<DType kCacheDType> {
+    if (head_dim <= 64) return f.template operator()<kCacheDType, 64>();
+    if (head_dim <= 128) return f.template operator()<kCacheDType, 128>();
+    if (head_dim <= 192) return f.template operator()<kCacheDType, 192>();
+    if (head_dim <= 256) return f.template operator()<kCacheDType, 256>();
+    return f.template operator()<kCacheDType, kKvcacheHeadDim>();
   };
-  if (head_dim <= 64) return with_dtype.template operator()<64>();
-  if (head_dim <= 128) return with_dtype.template operator()<128>();
-  if (head_dim <= 192) return with_dtype.template operator()<192>();
-  if (head_dim <= 256) return with_dtype.template operator()<256>();
-  if (head_dim <= kKvcacheHeadDim) return with_dtype.template operator()<kKvcacheHeadDim>();
-  throw std::invalid_argument("flash_attn: head_dim: expected at most 512");
+  switch (cache_dtype) {
+    case DType::kFp16:
+      return f.template operator()<DType::kFp16, kKvcacheHeadDim>();
+    case DType::kBf16:
+      return f.template operator()<DType::kBf16, kKvcacheHeadDim>();
+    case DType::kFp8E4M3:
+      return of_8bit.template operator()<DType::kFp8E4M3>();
+    case DType::kInt8:
+      return of_8bit.template operator()<DType::kInt8>();
+    default:
+      throw std::invalid_argument("flash_attn: k_cache: expected fp32, or a dtype of 16 or 8 bits");
+  }
 }
 
 // What the merge has to know of KvcacheGrid.

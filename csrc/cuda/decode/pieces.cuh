@@ -16,6 +16,7 @@
 #include <climits>
 
 #include "../cache/sequence_keys.cuh"
+#include "../ptx/opaque.cuh"
 #include "config.h"
 
 namespace flash_attn::cuda {
@@ -29,11 +30,8 @@ struct PieceRange {
 // Used by whole warps; lane i looks at sequence i of 32.
 class PieceLine {
  public:
-  // Pieces are made of tiles of so many keys, which begin at multiples of it.
-  static constexpr int kTileKeys = 256;
-
   __device__ __forceinline__ explicit PieceLine(const DecodeParams& params)
-      : params_(params), lane_(threadIdx.x % 32), piece_tiles_(params.splits.keys / kTileKeys) {
+      : params_(params), lane_(threadIdx.x % 32), piece_tiles_(params.splits.keys / kLineKeys) {
     if (params.splits.most_pieces == 0) return;
     int total = 0;
 #pragma unroll 4
@@ -86,7 +84,7 @@ class PieceLine {
 
  private:
   __device__ __forceinline__ int tiles(int batch_idx) const {
-    return SequenceKeys(params_, batch_idx).tiles<kTileKeys>();
+    return SequenceKeys(params_, batch_idx).tiles<kLineKeys>();
   }
   __device__ __forceinline__ int pieces(int batch_idx) const {
     return (tiles(batch_idx) + piece_tiles_ - 1) / piece_tiles_;
@@ -100,12 +98,14 @@ class PieceLine {
 // A thread block's kv head and rows. Neighbouring blocks read the same keys (row tiles), then
 // neighbouring memory (kv heads).
 struct DecodeBlock {
+  int index;  // of the thread block, among those of DecodeGrid
   int kv_head;
   int first_row, num_rows;  // row r is token r / group and head kv_head · group + r % group
   int number;               // of its piece, among those of all sequences
 
   __device__ __forceinline__ DecodeBlock(const DecodeParams& params, const DecodeGrid& grid,
-                                         int index) {
+                                         int block_index)
+      : index(block_index) {
     const int tile = grid.row_tiles.divide(index), piece = grid.heads_kv.divide(tile);
     first_row = (index - tile * grid.num_row_tiles) * kDecodeRows;
     num_rows = min(kDecodeRows, params.seqlen_q * params.group - first_row);
@@ -159,13 +159,12 @@ struct DecodePiece : DecodeBlock {
                                                         const PieceRange& range) {
     DecodePiece piece(params, grid, block, range.batch_idx);
     piece.workspace_idx = range.count == 1 ? -1 : number;
-    constexpr int kTileKeys = PieceLine::kTileKeys;
     const SequenceKeys keys(params, range.batch_idx);
     const int first_tile =
-        keys.first_tile<kTileKeys>() + (number - range.first) * line.piece_tiles();
+        keys.first_tile<kLineKeys>() + (number - range.first) * line.piece_tiles();
     const int end_tile =
-        min(first_tile + line.piece_tiles(), (keys.end + kTileKeys - 1) / kTileKeys);
-    piece.template clip<kKeys, kPaged>(params, first_tile * kTileKeys, end_tile * kTileKeys);
+        min(first_tile + line.piece_tiles(), (keys.end + kLineKeys - 1) / kLineKeys);
+    piece.template clip<kKeys, kPaged>(params, first_tile * kLineKeys, end_tile * kLineKeys);
     return piece;
   }
 
@@ -173,6 +172,11 @@ struct DecodePiece : DecodeBlock {
   __device__ __forceinline__ int token(int row) const { return grid.group.divide(first_row + row); }
   __device__ __forceinline__ int head(int row, int token_of_row) const {
     return kv_head * group + first_row + row - token_of_row * group;
+  }
+  // Finds the block's kv head and rows once more.
+  __device__ __forceinline__ void find_rows(const DecodeParams& params) {
+    static_cast<DecodeBlock&>(*this) =
+        DecodeBlock(params, grid, static_cast<int>(ptx::opaque(index)));
   }
   // The keys that one row sees.
   __device__ __forceinline__ SequenceKeys seen_by(const DecodeParams& params, int row) const {

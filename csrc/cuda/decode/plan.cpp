@@ -16,6 +16,8 @@ constexpr int kInvariantKeys = 2048;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int64_t widest(const CallShape& call) { return std::max(call.head_dim, call.head_dim_v); }
+
 // Tiles of the rows that read one kv head of one sequence.
 int64_t row_tiles(const CallShape& call) {
   return ceil_div(call.tokens * call.heads_q / call.heads_kv, kDecodeRows);
@@ -68,7 +70,7 @@ int64_t all_row_tiles(const CallShape& call) {
 // Into how many equal pieces each sequence is cut, by the cost of a call.
 int best_num_splits(const CallShape& call) {
   constexpr int kMaxSplits = 256, kAlwaysTried = 4;
-  const int tile_keys = with_head_dim_class(static_cast<int>(call.head_dim), [&]<int kHeadDim> {
+  const int tile_keys = with_head_dim_class(static_cast<int>(widest(call)), [&]<int kHeadDim> {
     return kDecodeTile<kHeadDim>.keys * kDecodeWarps;
   });
   const DecodeCost cost{
@@ -105,38 +107,49 @@ bool cuts_by_length(const CallShape& call) {
   // There are enough whole sequences for blocks that come and go to even out.
   const bool even = keys <= kShortKeys && all_row_tiles(call) >= 2 * resident_blocks(call);
   return call.paged && call.batch > 1 && !even &&
-         4 * call.batch * keys * call.heads_kv * call.head_dim > kLongBytes;
+         2 * call.batch * keys * call.heads_kv * (call.head_dim + call.head_dim_v) > kLongBytes;
+}
+
+// Pieces that run at a time.
+int pieces_at_once(const CallShape& call) {
+  const int64_t blocks_per_piece = row_tiles(call) * call.heads_kv;
+  return static_cast<int>(std::max<int64_t>(resident_blocks(call) / blocks_per_piece, 1));
+}
+
+// Whole sequences, of which a thread block takes one after the other: most have nothing to do.
+Splits rest_splits(const CallShape& call) {
+  const auto keys = static_cast<int>(ceil_div(call.capacity, kLineKeys) * kLineKeys);
+  return Splits::by_length(keys, 1, pieces_at_once(call), 0);
 }
 
 Splits decode_splits(const CallShape& call) {
   // 4096 rather than 2048: half the merges.
   constexpr int kPieceKeys = 4096, kMostWaves = 8;
-  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
+  if (call.num_splits > 0) {
+    return Splits::alike(static_cast<int>(call.num_splits), call.batch_invariant);
+  }
   if (!call.batch_invariant && !cuts_by_length(call)) {
     return Splits::alike(best_num_splits(call));
   }
   const int keys = call.batch_invariant ? kInvariantKeys : kPieceKeys;
-  const int64_t blocks_per_piece = row_tiles(call) * call.heads_kv;
-  const int least_pieces =
-      static_cast<int>(std::max<int64_t>(resident_blocks(call) / blocks_per_piece, 1));
+  const int least_pieces = pieces_at_once(call);
   return Splits::by_length(keys, static_cast<int>((call.capacity - 1) / keys + 1), least_pieces,
                            call.batch_invariant ? 0 : kMostWaves * least_pieces);
 }
 
 KvcacheGrid kvcache_grid(const CallShape& call) {
-  // 16 bits: one block an SM reads as fast as two and leaves half as many pieces; two fill the
-  // device better where there are many heads. 8 bits: four warps that compute wait for one another
-  // more than for memory, so two blocks, unless the call is short. 1 KiB a block is the system's,
-  // and the blocks that merge want to be there early.
+  // fp32: one block an SM reads as fast as two and leaves half as many pieces; two fill the device
+  // better where there are many heads. 8 bits: four warps that compute wait for one another more
+  // than for memory, so two blocks, unless the call is short. 1 KiB a block is the system's, and
+  // the blocks that merge want to be there early.
   constexpr int kSystemBytes = 1024, kCombineBytes = 17 * 1024, kTwoBlocksBytes = 160 * 1024;
   constexpr int64_t kLongElements = int64_t{64} << 20;
   const DeviceInfo& device = *call.device;
   const int items = static_cast<int>(call.heads_kv * row_tiles(call));
-  const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
-  const int64_t elements = call.batch * call.capacity * call.heads_kv * head_dim;
+  const int64_t elements = call.batch * call.capacity * call.heads_kv * widest(call);
   const bool profits =
       is_8bit(call.cache_dtype) ? elements > kLongElements : items > device.num_sms / 5;
-  const bool two = profits && head_dim <= 128 && device.smem_optin_bytes >= kTwoBlocksBytes;
+  const bool two = profits && widest(call) <= 128 && device.smem_optin_bytes >= kTwoBlocksBytes;
   const int smem_bytes = device.smem_optin_bytes - kCombineBytes;
   return {.parts = std::max(device.num_sms * (two ? 2 : 1) / items, 1),
           .blocks_per_sm = two ? 2 : 1,
@@ -153,7 +166,9 @@ bool keeps_whole(const CallShape& call, const KvcacheGrid& grid) {
 }
 
 Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
-  if (call.num_splits > 0) return Splits::alike(static_cast<int>(call.num_splits));
+  if (call.num_splits > 0) {
+    return Splits::alike(static_cast<int>(call.num_splits), call.batch_invariant);
+  }
   if (!call.batch_invariant) {
     return keeps_whole(call, grid) ? Splits::alike(1) : Splits::dealt_out();
   }
@@ -164,19 +179,14 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
 bool has_terms(const CallShape& call) { return call.softcap || call.alibi; }
 
 // What decode.cuh serves, the faster kernel.
-bool serves_some_cache(const CallShape& call) {
-  return !(call.batch_invariant && call.num_splits > 0) && call.dtype != DType::kFp32 &&
-         call.head_dim == call.head_dim_v;
-}
 bool serves_16bit(const CallShape& call) {
-  return serves_some_cache(call) && call.cache_dtype == call.dtype &&
-         call.head_dim <= kKvcachePortableHeadDim &&
-         ((!call.paged && !call.appends && !call.rotates) || call.head_dim <= kDecodeFormsHeadDim);
+  return call.cache_dtype == call.dtype && call.dtype != DType::kFp32 &&
+         widest(call) <= kDecodeHeadDim;
 }
 // Pages of 8 bits are read faster by kvcache.cuh.
 bool serves_8bit(const CallShape& call) {
-  return serves_some_cache(call) && is_8bit(call.cache_dtype) && !has_terms(call) &&
-         !call.rotates && call.head_dim <= kDecode8BitHeadDim && !call.paged;
+  return is_8bit(call.cache_dtype) && !has_terms(call) && !call.rotates &&
+         widest(call) <= kDecode8BitHeadDim && !call.paged;
 }
 
 int64_t sequence_rows(const CallShape& call) { return call.tokens * call.heads_q / call.heads_kv; }
@@ -185,7 +195,8 @@ int64_t sequence_rows(const CallShape& call) { return call.tokens * call.heads_q
 bool reads_prefix_once(const CallShape& call) {
   return call.shares_prefix && call.paged && serves_16bit(call) && !has_terms(call) &&
          !call.batch_invariant && call.head_dim <= kPrefixHeadDim &&
-         call.batch <= kPrefixMostSequences && sequence_rows(call) <= kPrefixRows;
+         call.head_dim == call.head_dim_v && call.batch <= kPrefixMostSequences &&
+         sequence_rows(call) <= kPrefixRows;
 }
 
 // A shared prefix is cut into as many pieces as fill the device if all sequences share one.
@@ -243,7 +254,12 @@ Plan plan_forward_on_cache(const CallShape& call, int pieces) {
   Plan plan = {.kernel = Kernel::kFwd, .splits = Splits::alike(pieces)};
   if (is_empty(call)) return plan;
   if (pieces > 1) plan.workspace_rows = call.batch * pieces * call.heads_q * call.tokens;
-  if (call.paged) plan.grid = kvcache_grid(call);
+  if (call.paged && serves_16bit(call)) {
+    plan.rest = Kernel::kDecode;
+    plan.rest_splits = rest_splits(call);
+  } else if (call.paged) {
+    plan.grid = kvcache_grid(call);
+  }
   return plan;
 }
 

@@ -213,8 +213,9 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
   constexpr int kRows = 2 * kRowBlocks;
   const int warp = threadIdx.x / 32, thread_lane = threadIdx.x % 32;
   const int tiles = (end_key - first_key + kBlockKeys - 1) / kBlockKeys;
-  CacheLoader<Traits> cache(params, source, block.kv_head, first_key, end_key,
-                            first_key + warp * Traits::kKeys, thread_lane, warp * Traits::kKeys);
+  const int warp_first_key = first_key + warp * Traits::kKeys;
+  CacheLoader<Traits> cache(params, source, block.kv_head, first_key, end_key, warp_first_key,
+                            thread_lane, warp * Traits::kKeys);
   // Appended tokens are the source's last.
   if (params.seqlen_new > 0 && end_key > kvcache_len_k(params, source) - params.seqlen_new) {
     ptx::wait_for_prerequisites();
@@ -222,7 +223,7 @@ __device__ __forceinline__ void attend_shared(Accumulator<kRowBlocks, Traits::kH
   int stage = 0;  // of the next copy in the ring, and the oldest one's, once all are taken
   const auto load = [&](int tile) {
     if (tile < tiles) {
-      cache.locate();
+      cache.locate(warp_first_key + tile * kBlockKeys);
       cache.keys(smem.ring.k[stage], smem.valid[stage][warp]);
       cache.values(smem.ring.v[stage]);
     }

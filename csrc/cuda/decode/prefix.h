@@ -28,9 +28,9 @@ struct SharedPrefix {
   }
 };
 
-// Of what DecodeParams calls plain: a paged cache, no leftpad, keys cut alike, a workspace for
-// splits.count + prefix.pieces results of each sequence, heads_q / heads_kv · seqlen_q of at most
-// kPrefixRows, and head_dim of at most kPrefixHeadDim.
+// Of what DecodeParams calls plain: a paged cache of q's dtype, no leftpad, keys cut alike, a
+// workspace for splits.count + prefix.pieces results of each sequence, heads_q / heads_kv · seqlen_q
+// of at most kPrefixRows, and head_dim = head_dim_v of at most kPrefixHeadDim.
 void run_decode_shared(const DecodeParams& params, const SharedPrefix& prefix, Stream stream);
 
 }  // namespace flash_attn::cuda

@@ -2,8 +2,6 @@
 
 namespace flash_attn::cuda {
 
-template void launch_kvcache<DType::kFp16, 128>(const DecodeParams&, const KvcacheGrid&, Stream);
-template void launch_kvcache<DType::kBf16, 128>(const DecodeParams&, const KvcacheGrid&, Stream);
 template void launch_kvcache<DType::kFp8E4M3, 128>(const DecodeParams&, const KvcacheGrid&, Stream);
 template void launch_kvcache<DType::kInt8, 128>(const DecodeParams&, const KvcacheGrid&, Stream);
 

@@ -2,8 +2,6 @@
 
 namespace flash_attn::cuda {
 
-template void launch_kvcache<DType::kFp16, 64>(const DecodeParams&, const KvcacheGrid&, Stream);
-template void launch_kvcache<DType::kBf16, 64>(const DecodeParams&, const KvcacheGrid&, Stream);
 template void launch_kvcache<DType::kFp8E4M3, 64>(const DecodeParams&, const KvcacheGrid&, Stream);
 template void launch_kvcache<DType::kInt8, 64>(const DecodeParams&, const KvcacheGrid&, Stream);
 
