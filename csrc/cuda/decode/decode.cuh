@@ -389,12 +389,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   if (params.seqlen_new == 0 || masked) ptx::wait_for_prerequisites();
   ptx::launch_dependents();
   if constexpr (kByLength) {
+    // With a mask each sequence has one piece, whose number is the sequence's.
+    const auto is_left_out = [&](int number) {
+      return Traits::kPaged && params.sequence_mask != nullptr && number < params.batch &&
+             params.sequence_mask[number] == 0;  // not `masked`, which would take a register
+    };
 #pragma unroll 1
     for (int number = block.number;; number += grid.pieces) {
+      if (is_left_out(number)) continue;
       const PieceLine line(params);  // anew for each piece, as registers are short
       const PieceRange range = line.find(number);
       if (range.count == 0) return;
-      if (masked && params.sequence_mask[range.batch_idx] == 0) continue;
       decode_piece<Traits>(smem, params,
                            DecodePiece::of_line<Traits::kKeys, Traits::kPaged>(
                                params, grid, block, line, number, range));
