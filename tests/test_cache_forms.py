@@ -303,6 +303,11 @@ INVARIANT = [
         dict(d=192, d_v=128, page_size=16),
         dict(d=256, softcap=4.0, page_size=64, seqlen_q=2),
     )
+] + [
+    # Alone it has few rows, which the merge would take in slices, and pieces enough for an order.
+    CacheCase(
+        batch=5, capacity=1000, num_splits=8, batch_invariant=True, d=128, heads_q=16, heads_kv=1
+    )
 ]
 
 
