@@ -302,6 +302,18 @@ def test_sink_gradient_without_keys(target: Target, seed: int) -> None:
         Case(dtype="fp16", seqlen_q=65, seqlen_k=90, causal=True, lse_grad=True),
         Case(dtype="fp32", seqlen_q=65, seqlen_k=90, causal=True, lse_grad=True),
         DQ_APART[0].with_(lse_grad=True),
+        DQ_IN_MEMORY[-1].with_(lse_grad=True),
+        *(
+            Case(dtype=dtype, seqlen_q=65, seqlen_k=90, causal=d < 128, d=d, d_v=d_v, lse_grad=True)
+            for dtype, d, d_v in [
+                ("bf16", 64, None),
+                ("bf16", 80, None),
+                ("fp16", 96, None),
+                ("bf16", 128, None),
+                ("fp16", 192, None),
+                ("bf16", 192, 128),
+            ]
+        ),
     ]
 )
 def test_gradient_through_the_lse_alone(case: Case, target: Target, seed: int) -> None:

@@ -6,7 +6,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import ATTENTION_TARGETS, Case, Problem, Target, each_target, op_arguments, run, use
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    OP_TARGETS,
+    SM80,
+    SM90,
+    Case,
+    Problem,
+    Target,
+    each_target,
+    op_arguments,
+    run,
+    use,
+)
 
 import flash_attn
 
@@ -73,11 +86,14 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
         assert torch.equal(a, e), name
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all"])
 def test_views(which: str, layout: str, target: Target, seed: int) -> None:
-    problem = problem_of(target, seed)
+    check_views(which, layout, problem_of(target, seed), target)
+
+
+def check_views(which: str, layout: str, problem: Problem, target: Target) -> None:
     named = {name: getattr(problem, name) for name in ("q", "k", "v", "dout")}
     expected = attend(target, (named["q"], named["k"], named["v"]), named["dout"])
     views = {n: LAYOUTS[layout](x) if which in (n, "all") else x for n, x in named.items()}
@@ -86,7 +102,18 @@ def test_views(which: str, layout: str, target: Target, seed: int) -> None:
     assert_same(attend(target, (views["q"], views["k"], views["v"]), views["dout"]), expected)
 
 
-@each_target(*ATTENTION_TARGETS)
+# What sm90 has for them: pairs of thread blocks, and at d = 256 two kernels.
+WIDE = {"d192": dict(d=192), "d192-dv128": dict(d=192, d_v=128), "d256": dict(d=256, seqlen_q=130)}
+
+
+@each_target(SM80, SM90)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", WIDE)
+def test_views_of_wide_heads(shape: str, layout: str, target: Target, seed: int) -> None:
+    check_views("all", layout, problem_of(target, seed, **WIDE[shape]), target)
+
+
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("dim", range(4))
 def test_expanded_inputs(dim: int, target: Target, seed: int) -> None:
     """Stride 0 in any dimension, inputs and incoming gradient."""
@@ -97,7 +124,7 @@ def test_expanded_inputs(dim: int, target: Target, seed: int) -> None:
     assert_same(attend(target, tuple(tensors), dout), expected)
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 def test_gradient_of_a_sum(target: Target, seed: int) -> None:
     """out.sum() sends back one number with strides 0."""
     problem = problem_of(target, seed)
@@ -111,7 +138,7 @@ def test_gradient_of_a_sum(target: Target, seed: int) -> None:
     )
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 def test_interleaved_qkv(target: Target, seed: int) -> None:
     """Views of one (b, s, 3, h, d) and one (b, s, h, 3, d) tensor."""
     problem = problem_of(target, seed, seqlen_k=50, heads_q=2)
@@ -121,7 +148,7 @@ def test_interleaved_qkv(target: Target, seed: int) -> None:
         assert_same(attend(target, torch.stack(tensors, dim).unbind(dim), problem.dout), expected)
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 def test_strides_of_dimensions_of_one(target: Target, seed: int) -> None:
     """A dimension of size 1 may have any stride, the last one too."""
     problem = problem_of(target, seed, batch=1, seqlen_q=1, seqlen_k=1, heads_q=1, heads_kv=1)
@@ -137,7 +164,7 @@ def test_strides_of_dimensions_of_one(target: Target, seed: int) -> None:
     assert_same(attend(target, tuple(odd), single.dout), expected)
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("layout", ["heads first", "wider rows, odd", "every second row"])
 def test_result_layout_does_not_follow_the_inputs(layout: str, target: Target, seed: int) -> None:
     """out and the gradients are contiguous, as the meta kernels say."""
@@ -149,7 +176,7 @@ def test_result_layout_does_not_follow_the_inputs(layout: str, target: Target, s
     assert all(gradient.is_contiguous() for gradient in attend(target, tensors, problem.dout))
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("row_padding", [8, 3])
 def test_nan_between_the_rows(row_padding: int, target: Target, seed: int) -> None:
     for case in (
@@ -163,7 +190,7 @@ def test_nan_between_the_rows(row_padding: int, target: Target, seed: int) -> No
             assert torch.equal(actual[name], expected[name]), name
 
 
-@each_target(*ATTENTION_TARGETS[:2])
+@each_target(ATEN_CPU, ATEN_CUDA)
 @pytest.mark.parametrize("form", ["expanded", "transposed", "sliced", "reversed heads"])
 def test_bias_views(form: str, target: Target, seed: int) -> None:
     problem = problem_of(target, seed, bias="full", bias_fp32=True)

@@ -18,6 +18,7 @@ from cases import (
     Problem,
     Target,
     compare,
+    each_case,
     each_target,
     expect,
     param,
@@ -308,12 +309,20 @@ def test_extreme_terms_of_decode(target: Target, dtype: str, name: str) -> None:
         close(lse.cpu().double(), expected_lse)
 
 
-@KERNELS
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_all_scores_far_below_zero(d: int, target: Target, seed: int) -> None:
+@each_case(
+    [
+        Case(dtype=dtype, d=d, d_v=d_v, spread="shifted", **lengths)
+        for dtype in ("bf16", "fp16")
+        for d, d_v in [(d, None) for d in (64, 80, 96, 128, 192, 256)] + [(192, 128)]
+        for lengths in (
+            dict(seqlen_q=70, seqlen_k=75),
+            dict(lengths_q=(130, 0, 200), lengths_k=(75, 9, 140), heads_kv=1),
+        )
+    ]
+)
+def test_all_scores_far_below_zero(case: Case, target: Target, seed: int) -> None:
     """What a kernel computes of keys behind the last, whose scores are 0, overflows: none of it may
     reach a gradient."""
-    case = Case(dtype="bf16", seqlen_q=70, seqlen_k=75, d=d, spread="shifted")
     problem = Problem(case, seed, target.device)
     for x, middle in ((problem.q, 4), (problem.k, -4)):
         x.mul_(0.1).add_(middle)
@@ -369,14 +378,21 @@ def test_gradients_of_products_far_from_one(
 
 
 @KERNELS
-@pytest.mark.parametrize("d", [64, 96, 128, 192])
+@pytest.mark.parametrize(
+    "d, d_v, rows, keys",
+    [(d, d, 70, 140) for d in (64, 96, 128, 192, 256)]
+    + [(192, 128, 70, 140), (256, 256, 200, 200), (256, 256, 140, 900)],
+)
 @pytest.mark.parametrize("scale", [0.0, -0.2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gradients_of_a_scale_of_zero_or_below(
-    dtype: str, scale: float, d: int, target: Target
+    dtype: str, scale: float, d: int, d_v: int, rows: int, keys: int, target: Target
 ) -> None:
     """scaled_dot_product_attention takes one, as torch's does."""
-    q, k, v, dout = (torch.randn(1, n, 2, d).to(DTYPES[dtype]) for n in (70, 140, 140, 70))
+    q, k, v, dout = (
+        torch.randn(1, n, 2, width).to(DTYPES[dtype])
+        for n, width in ((rows, d), (keys, d), (keys, d_v), (rows, d_v))
+    )
     leaves = [x.transpose(1, 2).to(target.device).requires_grad_() for x in (q, k, v)]
     with use(target):
         out = flash_attn.scaled_dot_product_attention(*leaves, scale=scale)
@@ -387,3 +403,37 @@ def test_gradients_of_a_scale_of_zero_or_below(
         wanted, size = getattr(gradients, name), getattr(conditions, name)
         largest = conditions.largest_score
         assert_close(name, x.transpose(1, 2), wanted, size, q.dtype, largest_score=largest)
+
+
+@each_case(
+    [
+        Case(dtype="fp16", seqlen_q=70, seqlen_k=140, d=d, d_v=d_v, causal=d == 96, spread="large")
+        for d, d_v in [(d, None) for d in (64, 80, 96, 128, 192, 256)] + [(192, 128)]
+    ]
+    + [Case(dtype="fp16", batch=1, seqlen_q=140, seqlen_k=140, d=256, spread="large")]
+)
+def test_a_query_whose_dS_overflows_fp16(case: Case, target: Target, seed: int) -> None:
+    """Its dq, and dk of the keys that it overflows at, are no numbers, or they are right: a dS kept
+    in fp32 is finite. Neither reaches dv, other keys, other queries or other heads."""
+    problem = Problem(case, seed, target.device)
+    problem.v.mul_(8)
+    problem.dout[0, 33, 1] = problem.dout[0, 33, 1].clamp(-3, 3) * 20000
+    expected, results = expect(problem), run_case(problem, target.backend)
+
+    q, k, v, dout = (x.cpu().double() for x in (problem.q, problem.k, problem.v, problem.dout))
+    keys = case.keys - case.seqlen_q + 34 if case.causal else case.keys
+    key_head = 1 // (case.heads_q // case.heads_kv)
+    scores = k[0, :keys, key_head] @ q[0, 33, 1] * case.d**-0.5
+    dP = v[0, :keys, key_head] @ dout[0, 33, 1]
+    P = scores.softmax(0)
+    overflows = (P * (dP - P @ dP)).abs() > 65000
+    assert 0 < overflows.sum() < keys
+
+    may_overflow = {name: torch.zeros(results[name].shape[:-1]).bool() for name in ("dq", "dk")}
+    may_overflow["dq"][0, 33, 1] = True
+    may_overflow["dk"][0, :keys, key_head] = overflows
+    for name, where in may_overflow.items():
+        lost = where[..., None] & ~results[name].cpu().isfinite()
+        results[name][lost.to(target.device)] = 0
+        expected.values[name][lost] = 0
+    compare(problem, results, expected)
