@@ -155,7 +155,7 @@ def assert_close(
     largest_score: max |score|, whose rounding in the fp32 accumulator bounds what the exponential
     can give. besides: what more each element may be off by (underflow_of).
     """
-    actual, expected, condition = actual.detach().cpu(), expected.cpu(), condition.cpu()
+    actual, condition = actual.detach().to(expected.device), condition.to(expected.device)
     assert actual.shape == expected.shape, (
         f"{name}: shape {actual.shape}, expected {expected.shape}"
     )
@@ -226,7 +226,7 @@ def underflow_of(
 def assert_lse_close(actual: torch.Tensor, expected: torch.Tensor, largest_score: float) -> None:
     """|error| <= 1e-5 + 1e-6 max |score| (fp32), and -inf exactly where a row has nothing to attend
     to."""
-    actual, expected = actual.detach().cpu(), expected.cpu()
+    actual = actual.detach().to(expected.device)
     assert actual.shape == expected.shape, f"lse: shape {actual.shape}, expected {expected.shape}"
     assert_same_anomalies("lse", actual, expected)
     absolute, relative = LSE_LIMITS[actual.dtype]
