@@ -10,9 +10,16 @@ from cases import (
     DECODE_CUDA,
     PREFILL_TARGETS,
     SM80,
+    SM90,
+    Case,
+    Problem,
     Target,
+    compare,
+    each_case,
     each_target,
+    expect,
     leaves_of,
+    op_arguments,
     use,
 )
 
@@ -32,7 +39,7 @@ def capture(function, warm_up: int = 3) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@each_target(ATEN_CUDA, SM80)
+@each_target(ATEN_CUDA, SM80, SM90)
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_graph_forward_and_backward(varlen: bool, target: Target) -> None:
     """Replayed on other data (and other lengths): what eager gives, bit for bit."""
@@ -62,6 +69,54 @@ def test_graph_forward_and_backward(varlen: bool, target: Target) -> None:
     step("eager")
     for a, e in zip(results["graph"], results["eager"], strict=True):
         assert torch.equal(a, e)
+
+
+# sm90's forms of the backward (csrc/sm90/bwd.cu): sums of dq as a pool, in any order and in one, in
+# stretches, or of the whole call; splits of a tile's queries; a pair of thread blocks; two kernels.
+BACKWARD_FORMS = {
+    "pool": dict(batch=4, seqlen_q=600, d=64, causal=True),
+    "pool in order": dict(batch=4, seqlen_q=500, d=128, deterministic=True),
+    "pool in stretches": dict(batch=1, seqlen_q=2200, d=64, window=(100, 0)),
+    "turns": dict(batch=1, seqlen_q=700, d=96, causal=True, deterministic=True),
+    "splits": dict(batch=1, seqlen_q=1500, seqlen_k=140, d=64, heads_kv=1),
+    "splits of 128": dict(batch=1, seqlen_q=900, seqlen_k=200, d=128, heads_kv=1),
+    "pair": dict(batch=1, seqlen_q=300, d=192, causal=True),
+    "pair in order": dict(batch=1, seqlen_q=300, d=192, causal=True, deterministic=True),
+    "pair of 256": dict(batch=1, seqlen_q=140, seqlen_k=1300, d=256, deterministic=True),
+    "two kernels": dict(batch=1, seqlen_q=200, seqlen_k=350, d=256, causal=True),
+}
+
+
+@each_case(
+    [Case(dtype="bf16", **form) for form in BACKWARD_FORMS.values()], [ATEN_CUDA, SM80, SM90]
+)
+def test_graph_of_each_form_of_the_backward(case: Case, target: Target, seed: int) -> None:
+    """Each replay counts its tiles, its turns and its sums anew: on other data it agrees with
+    float64, and with eager bit for bit where sums come in order."""
+    problem = Problem(case, seed, target.device)
+    names = ("q", "k", "v")
+    given = {name: getattr(problem, name).requires_grad_() for name in names}
+    arguments = op_arguments(problem) | given | {"backend": target.backend}
+    results: dict[str, dict] = {}
+
+    def step(name: str) -> None:
+        out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
+        gradients = torch.autograd.grad(out, list(given.values()), problem.dout)
+        found = {"out": out.detach(), "lse": lse.detach()}
+        results[name] = found | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+    graph = capture(lambda: step("graph"))
+    for draw in (1, 2):
+        other = Problem(case, seed + draw, target.device)
+        with torch.no_grad():
+            for name in (*names, "dout"):
+                getattr(problem, name).copy_(getattr(other, name))
+        graph.replay()
+        compare(other, results["graph"], expect(other))
+        if case.deterministic:
+            step("eager")
+            for name, found in results["graph"].items():
+                assert torch.equal(found, results["eager"][name]), name
 
 
 @each_target(DECODE_CUDA)
