@@ -7,7 +7,18 @@ import sys
 
 import pytest
 import torch
-from cases import ATEN_CUDA, SM80, SM90, Target, each_target, use
+from cases import (
+    ATEN_CUDA,
+    SM80,
+    SM90,
+    Case,
+    Problem,
+    Target,
+    each_case,
+    each_target,
+    op_arguments,
+    use,
+)
 
 import flash_attn
 
@@ -107,13 +118,13 @@ def cuda_peak_mib(target: Target, seqlen: int, backward: bool) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-@each_target(ATEN_CUDA, SM80)
+@each_target(ATEN_CUDA, SM80, SM90)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_cuda_memory_is_linear(backward: bool, target: Target) -> None:
     cuda_peak_mib(target, 128, backward)
     short, long = (cuda_peak_mib(target, n, backward) for n in (4096, 16384))
     assert long < 4.4 * short + 1
-    if target.backend == "sm80":
+    if target.backend != "aten":
         output_mib = 16384 * 4 * 64 * 2 / 2**20
         lse_mib = 16384 * 4 * 4 / 2**20
         # Backward: dout, dq, dk, dv in 16 bits, delta, and dq in fp32 (twice an output).
@@ -162,6 +173,64 @@ def test_dq_of_short_calls_needs_no_sums(seqlen_k: int, sums: int, target: Targe
     results = sum(x.numel() * x.element_size() for x in gradients)
     sums_bytes = queries * heads * 256 * 4
     assert results + sums * sums_bytes <= peak < results + (sums + 0.5) * sums_bytes
+
+
+# The columns that sums of dq have (csrc/sm90/bwd_config.h), by q's head dim.
+SUM_COLUMNS = {40: 64, 64: 64, 72: 96, 80: 96, 96: 96, 120: 128, 128: 128}
+SUM_COLUMNS |= {136: 192, 192: 192, 200: 256, 256: 256}
+LONG = dict(dtype="bf16", batch=1, seqlen_q=8192, heads_q=8, heads_kv=8)
+IN_SUMS = [Case(**LONG, d=d, causal=d % 64 > 0) for d in SUM_COLUMNS] + [
+    Case(**LONG, d=192, d_v=128),
+    *(Case(**LONG, d=d, causal=True, deterministic=True) for d in (64, 96, 128, 192, 256)),
+    *(Case(**LONG | dict(heads_kv=2), d=d) for d in (192, 256)),
+    *(
+        Case(dtype="bf16", lengths_q=(4000, 7, 0, 3001, 129) * 4, heads_q=8, heads_kv=8, d=d)
+        for d in (64, 128, 192)
+    ),
+]
+# Few tiles, so several thread blocks share the queries of each.
+IN_SPLITS = [
+    Case(**LONG | dict(seqlen_k=n_k, heads_kv=h_kv), d=d, causal=n_k is None)
+    for n_k, h_kv, d in [(128, 1, 128), (256, 8, 64), (None, 1, 128), (None, 2, 40)]
+]
+
+
+def bytes_beside_the_results(case: Case, target: Target, seed: int) -> int:
+    """The most that a backward has beside its inputs and its results."""
+    problem = Problem(case, seed, target.device)
+    leaves = {name: getattr(problem, name).requires_grad_() for name in ("q", "k", "v")}
+    arguments = op_arguments(problem) | leaves | {"backend": target.backend}
+    out, *_ = torch.ops.flash_attn.fwd(**arguments)
+    torch.cuda.empty_cache()  # so that no tensor gets a block that is larger than it asks for
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = torch.autograd.grad(out, list(leaves.values()), problem.dout)
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak - sum(x.numel() * x.element_size() for x in gradients)
+
+
+@each_case(IN_SUMS + IN_SPLITS, [SM90], marks=[pytest.mark.real_gpu])
+def test_the_backward_needs_sums_of_dq_and_rows(case: Case, target: Target, seed: int) -> None:
+    """An fp32 dq and two numbers for each query and head. This dq has the columns of a class, of up
+    to 1.6 times as many as q, and 16 rows more for each sequence and 128 for each head.
+
+    Where tiles are split there are sums of dk and dv besides, of a tile for each split: at most
+    four for each multiprocessor, so they do not grow with the sequences. They are more than an
+    fp32 dq where that is small.
+    """
+    rows, sequences = case.batch * case.seqlen_q, case.batch
+    if case.is_varlen:
+        rows, sequences = sum(case.lengths_q), len(case.lengths_q)
+    columns = SUM_COLUMNS[case.d]
+    sums = 4 * case.heads_q * rows * columns
+    padding = 4 * case.heads_q * (16 * sequences + 128) * columns
+    row_vectors = 8 * case.heads_q * rows
+    splits = 0
+    if case in IN_SPLITS:
+        tile = 4 * 128 * 2 * (64 if columns == 64 else 128)
+        splits = 4 * torch.cuda.get_device_properties(0).multi_processor_count * tile
+    found = bytes_beside_the_results(case, target, seed)
+    assert sums <= found <= sums + padding + row_vectors + splits + 4 * 2**20
 
 
 @each_target(SM80)

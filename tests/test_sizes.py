@@ -200,7 +200,7 @@ def test_more_than_2_31_elements_of_varlen(target: Target) -> None:
     check_rows(picks, out[None], lse[None], *(x[None] for x in (q, k, v)))
 
 
-@each_target(SM80)
+@each_target(SM80, SM90)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["batch", "stride"])
 def test_offsets_of_gradients_beyond_32_bits(where: str, target: Target) -> None:
@@ -230,6 +230,37 @@ def test_offsets_of_gradients_beyond_32_bits(where: str, target: Target) -> None
     for actual, e in zip(gradients, expected_gradients, strict=True):
         assert torch.equal(actual[-1:], e)
         assert not actual[:-1].count_nonzero()
+
+
+@each_target(SM80, SM90)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
+def test_an_incoming_gradient_of_tokens_far_apart(is_varlen: bool, target: Target) -> None:
+    """A view whose last tokens begin beyond 2^31 elements: the bits of its contiguous copy."""
+    skip_unless_free(6)
+    tokens, apart = 150, 2**24
+    buffer = torch.full((tokens * apart,), torch.nan, device="cuda", dtype=torch.bfloat16)
+    assert (tokens - 1) * apart > 2**31
+    options = dict(causal=True, deterministic=True)
+    cu_seqlens = torch.tensor([0, 13, tokens], device="cuda", dtype=torch.int32)
+    for d, d_v in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)):
+        q, k, v = (
+            torch.randn(tokens, 4, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for width in (d, d, d_v)
+        )
+        dout = buffer.as_strided((tokens, 4, d_v), (apart, d_v, 1)).normal_()
+        with use(target):
+            if is_varlen:
+                lengths = (cu_seqlens, cu_seqlens, tokens, tokens)
+                out = flash_attn.flash_attn_varlen_func(q, k, v, *lengths, **options)
+            else:
+                out = flash_attn.flash_attn_func(*(x[None] for x in (q, k, v)), **options)
+                dout = dout[None]
+            found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            expected = torch.autograd.grad(out, (q, k, v), dout.contiguous())
+        for name, a, e in zip(("dq", "dk", "dv"), found, expected, strict=True):
+            assert torch.equal(a, e), f"{name} of d = {d}, {d_v}"
+            assert e.count_nonzero()
 
 
 @each_target(SM80, SM90)
