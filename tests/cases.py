@@ -439,7 +439,12 @@ def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return max(a, b, key=UNIT_ROUNDOFF.__getitem__)
 
 
-def compare(problem: Problem, results: dict[str, torch.Tensor], expected: Expected) -> None:
+def compare(
+    problem: Problem,
+    results: dict[str, torch.Tensor],
+    expected: Expected,
+    few_rows: bool = True,
+) -> None:
     c = problem.case
     spread = c.spread if c.is_plain else None
     largest = expected.largest_score
@@ -456,6 +461,7 @@ def compare(problem: Problem, results: dict[str, torch.Tensor], expected: Expect
                 spread,
                 largest,
                 underflow_of(name, expected.conditions, dtype),
+                few_rows,
             )
 
 

@@ -147,13 +147,15 @@ def assert_close(
     spread: str | None = None,
     largest_score: float = 0.0,
     besides: torch.Tensor | float = 0.0,
+    few_rows: bool = True,
 ) -> None:
     """The standard above for one tensor.
 
     name: "out", "dq", "dk", "dv", "dbias" or "dsink". dtype: of the attention inputs. spread:
     "normal" or "wide" for N(0, 1) and N(0, 9) inputs, else only `comp` and the exact checks apply.
     largest_score: max |score|, whose rounding in the fp32 accumulator bounds what the exponential
-    can give. besides: what more each element may be off by (underflow_of).
+    can give. besides: what more each element may be off by (underflow_of). few_rows: hold the worst
+    row to `row`, too, which says something of some thousand rows; of more it is a matter of luck.
     """
     actual, condition = actual.detach().to(expected.device), condition.to(expected.device)
     assert actual.shape == expected.shape, (
@@ -200,7 +202,7 @@ def assert_close(
             assert error <= rms_limit, (
                 f"{part}: rms error {error / unit:.3f} u, limit {rms_limit / unit:.3f} u"
             )
-    if not wide_type and spread in limits.row and actual.size(-1) >= MIN_ROW:
+    if few_rows and not wide_type and spread in limits.row and actual.size(-1) >= MIN_ROW:
         row = row_error(actual, expected, condition, limits.row_floor, unit, UNDERFLOW[dtype])
         assert row <= limits.row[spread], (
             f"{name}: worst row {row:.3f} u, limit {limits.row[spread]} u"

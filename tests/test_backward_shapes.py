@@ -104,7 +104,8 @@ def expect_in_parts(problem: Problem, scores: int = SCORES) -> Expected:
 
 def check(case: Case, target: Target, seed: int) -> None:
     problem = Problem(case, seed, target.device)
-    compare(problem, run(problem, target.backend), expect_in_parts(problem))
+    expected = expect_in_parts(problem)
+    compare(problem, run(problem, target.backend), expected, few_rows=False)
 
 
 @each_case(
@@ -117,7 +118,10 @@ def check(case: Case, target: Target, seed: int) -> None:
 def test_a_reference_in_parts_is_the_reference(case: Case, target: Target, seed: int) -> None:
     problem = Problem(case, seed, target.device)
     whole, parts = expect(problem), expect_in_parts(problem, scores=4000)
-    assert parts.largest_score == pytest.approx(whole.largest_score)
+    if case.causal:  # scores that nobody sees count in one of them alone
+        assert 0 < parts.largest_score <= whole.largest_score + 1e-9
+    else:
+        assert parts.largest_score == pytest.approx(whole.largest_score)
     for a, e in ((parts.values, whole.values), (parts.conditions, whole.conditions)):
         for name in a:
             torch.testing.assert_close(a[name].cpu(), e[name], rtol=1e-9, atol=1e-12)
@@ -139,9 +143,11 @@ LAST_BLOCKS = range(128, 256)
 def test_every_length_of_a_last_block(
     d: int, d_v: int | None, causal: bool, target: Target, seed: int
 ) -> None:
-    """Of queries and of keys; what lies behind the last row is nobody's."""
+    """Of queries and of keys; what lies behind the last row is nobody's. A quarter of the lengths,
+    which one depends on the class; side by side each class has all of them."""
     wrong = []
-    for n in LAST_BLOCKS:
+    quarter = (CLASSES.index((d, d_v)) + 2 * causal) % 4
+    for n in LAST_BLOCKS[quarter::4]:
         n_k = n if causal else other_length(n)
         shape = dict(batch=1, heads_q=1, heads_kv=1, seqlen_q=n, seqlen_k=n_k, d=d, d_v=d_v)
         try:

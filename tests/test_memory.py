@@ -199,8 +199,8 @@ def bytes_beside_the_results(case: Case, target: Target, seed: int) -> int:
     """The most that a backward has beside its inputs and its results."""
     problem = Problem(case, seed, target.device)
     leaves = {name: getattr(problem, name).requires_grad_() for name in ("q", "k", "v")}
-    arguments = op_arguments(problem) | leaves | {"backend": target.backend}
-    out, *_ = torch.ops.flash_attn.fwd(**arguments)
+    arguments = op_arguments(problem) | problem.index_tensors() | leaves
+    out, *_ = torch.ops.flash_attn.fwd(**arguments, backend=target.backend)
     torch.cuda.empty_cache()  # so that no tensor gets a block that is larger than it asks for
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
