@@ -18,8 +18,9 @@
 //                         warp 2: the order of dQ's
 //                         sums; or warps 2, 3: their
 //                         pool; or a bias and its
-//                         gradient; or dropout's words
-//                         of queries
+//                         gradient
+//   another one, with     what dropout keeps
+//   dropout
 //
 // Scores are computed transposed, Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, with keys as rows. Then Pᵀ and dSᵀ are
 // register operands of dV and dK as they come, and only dS goes through shared memory, for dQ,
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool stores_dbias = loads_bias && params.dbias.form != BiasGradientParams::Form::kNone;
   if (threadIdx.x == 0) {
     smem.init_barriers(kTurnReaders<Traits> + Traits::kCountsTiles + loads_bias + stores_dbias +
-                       32 * Traits::kDrops);
+                       128 * Traits::kDrops);
   }
   smem.zero_absent_slabs(params);
   __syncthreads();
@@ -163,9 +164,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kAdditive) {
         if (ptx::elect_one()) store_bias_gradient_loop<Traits>(params, maps.dbias, smem);
       }
-    } else if (Traits::kDrops && this_warp() == 2) {
-      if constexpr (Traits::kDrops) draw_query_words_loop<Traits>(params, smem);
     }
+  } else if (Traits::kDrops && this_warp() >= 4 * (1 + Traits::kConsumers)) {
+    ptx::lower_registers<Traits::kProducerRegisters>();
+    if constexpr (Traits::kDrops) find_kept_loop<Traits>(params, this_warp() % 4, smem);
   } else {
     ptx::raise_registers<Traits::kConsumerRegisters>();
     bwd_consumer_loop<Traits>(params, smem, static_cast<int>(this_warp() / 4) - 1);

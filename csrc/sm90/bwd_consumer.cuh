@@ -110,9 +110,9 @@ struct BwdConsumer : BwdTermPlace<Traits> {
     return q_ring.in(smem.dout_ring);
   }
   __device__ __forceinline__ Ring<1> v_ring() const { return k_ring.in(smem.v_ring); }
-  // The ring of dropout's words.
-  __device__ __forceinline__ Ring<Traits::kStages> words_ring() const {
-    return q_ring.in(smem.term_ring);
+  // The ring of what dropout keeps.
+  __device__ __forceinline__ Ring<Traits::kScoreStages> kept_ring() const {
+    return ds_ring.in(smem.term_ring);
   }
 
   // Reads this warp's keys of K or V into an operand in registers, once they are there.

@@ -165,28 +165,59 @@ __device__ __forceinline__ void store_bias_gradient_loop(const BwdParams& params
   }
 }
 
-// Draws dropout's words of each block of queries. A whole warp calls it.
+// Finds out what dropout keeps of each block of queries. The four warps of a warpgroup call it, one
+// on each partition of the multiprocessor, where it takes turns with two warps of consumers. Each
+// has 64 of the queries, and all keys or half or a quarter of them. A lane has the pairs of queries
+// and the fours of keys that a consumer's lane has.
 template <typename Traits>
-__device__ __forceinline__ void draw_query_words_loop(const BwdParams& params,
-                                                      BwdSharedStorage<Traits>& smem) {
-  constexpr int kWords = Traits::kBlockM / 2;  // of a block
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void find_kept_loop(const BwdParams& params, int warp,
+                                               BwdSharedStorage<Traits>& smem) {
+  constexpr int kParts = Traits::kBlockM / 64;
+  constexpr int kFours = Traits::kBlockN / 32 * kParts / 4;  // of a lane
+  static_assert(kFours > 0);
+  const int lane = threadIdx.x % 32, part = warp % kParts, first_eight = warp / kParts * kFours;
+  const DropoutParams& dropout = params.dropout;
+  auto& words = smem.dropout.query_words[warp];
+  // The lane draws the word of this pair. Then what a lane reads lies side by side.
+  const int pair_of_block = part * 32 + lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
   Ring<Traits::kTermStages> ring(smem.term_ring);
   WorkReader queue(smem.queue);
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
     DropoutHead head;
+    uint32_t of_keys[kFours];
     bool new_head = true;
 #pragma unroll 1
     for (QueryBlocks block(*work); block.more(); new_head = block.advance(), ring.advance()) {
       if (new_head) {
-        head =
-            DropoutHead::of(params.dropout, int64_t{work->batch_idx} * params.heads_q + block.head);
-      }
-      ring.wait_empty();
+        head = DropoutHead::of(dropout, int64_t{work->batch_idx} * params.heads_q + block.head);
 #pragma unroll
-      for (int i = lane; i < kWords; i += 32) {
-        smem.dropout.query_words[ring.stage()][i] = head.query_word(block.m * kWords + i);
+        for (int i = 0; i < kFours; ++i) {
+          of_keys[i] = head.key_word(work->first_key / 4 + (first_eight + i) * 8 + lane / 4);
+        }
+      }
+      __syncwarp();
+      words[lane] = head.query_word(block.m * (Traits::kBlockM / 2) + pair_of_block);
+      __syncwarp();
+      ring.wait_empty();
+      auto& of_threads = smem.dropout.kept[ring.stage()][part];
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) {
+        KeptBits kept(dropout.mirror);
+#pragma unroll
+        for (int pair = 0; pair < 8; pair += 4) {
+          const uint4 of_queries = *reinterpret_cast<const uint4*>(&words[lane % 4 * 8 + pair]);
+          const auto add = [&](int index, uint32_t of_query) {
+            kept.add(index, of_query, of_keys[i], head.words.last, dropout.bound);
+          };
+          add(pair, of_queries.x);
+          add(pair + 1, of_queries.y);
+          add(pair + 2, of_queries.z);
+          add(pair + 3, of_queries.w);
+        }
+        const int thread = (first_eight + i) * 64 + lane;
+        of_threads[thread] = kept.of_keys(false);
+        of_threads[thread + 32] = kept.of_keys(true);
       }
       ring.arrive_full();
     }

@@ -64,8 +64,7 @@ class QueryWalk {
     if constexpr (kFirst) self.await_start();
     self.q_ring.wait_full();
     self.start_scores(S, K);  // Sᵀ = K Qᵀ
-    [[maybe_unused]] uint2 of_key;
-    if constexpr (Traits::kDrops) of_key = draw_key_word();
+    if constexpr (Traits::kDrops) self.kept_ring().wait_full();
     if constexpr (Traits::kAdditive) bring_key_bias();
     typename decltype(rows.lse)::template OfLane<Traits::kBlockM> lse;
     if constexpr (kReadsAhead) rows.lse.read(lse, 0, self.lane);
@@ -95,13 +94,16 @@ class QueryWalk {
       if constexpr (Traits::kDrops) {
         rows.lse.read(lse, 0, self.opaque_lane());
         exponentiate(S, self.scale_log2, lse);
-        negate_dropped(S, of_key);
+        // The bound has no signs.
+        negate_dropped(
+            S, [&](int part) { return kept(part); },
+            __uint_as_float(0xbf800000 ^ (self.params.dropout.bound & 0x80000000)));
         // This comes behind the signs: otherwise ptxas copies P to other registers for them, and
         // spills.
         if (masked) {
           hide_unseen(S, work, self.warp_row, block.m * Traits::kBlockM, self.opaque_lane());
         }
-        round_kept<Element>(P, self.smem.late_p, self.thread(), S);
+        round_kept<Element, 0, kEarly>(P, S);
       } else {
         const auto& score = self.smem.score(work, block.head);
         exponentiate_capped<Element>(P, self.smem.late_p, self.thread(), S, score.softcap_tanh(),
@@ -111,10 +113,15 @@ class QueryWalk {
       self.template start_key_gradient<0, kEarly>(dV, P, dout);
       ptx::wgmma_wait<1>();
       pin(dP);
-      differentiate_weighted<kEarly>(S, dP, rows.delta);
-      take_late(P, self.smem.late_p, self.thread());
-      self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
+      if constexpr (Traits::kDrops) {
+        differentiate_late<kEarly>(P, S, dP, rows.delta, dout);
+      } else {
+        differentiate_weighted<kEarly>(S, dP, rows.delta);
+        take_late(P, self.smem.late_p, self.thread());
+        self.template start_key_gradient<kEarly, Traits::kBlockM>(dV, P, dout);
+      }
       differentiate_weighted<0>(S, dP, rows.delta);
+      if constexpr (Traits::kDrops) self.kept_ring().arrive_empty();
     } else {
       if constexpr (kGeneral) finish_scores(S);
       if constexpr (!kReadsAhead) rows.lse.read(lse, 0, self.lane);
@@ -153,12 +160,12 @@ class QueryWalk {
     self.release(self.dout_ring());
     start_dk();
     if constexpr (!kFirst) {
+      await_turn();
       ptx::wgmma_wait<1>();
       end_dq(dQ);
     }
     ptx::wgmma_wait<0>();
     end_dk();
-    if constexpr (Traits::kOrders && !kFirst) say_added();
     self.q_ring.advance();
     self.ds_ring.advance();
     if constexpr (Traits::kMasked) {
@@ -223,38 +230,39 @@ class QueryWalk {
                                          score.template bias_of_key<Element>(bias, key + 8)};
   }
 
-  // Draws dropout's word of the lane's keys, beside the product that is under way: registers are
-  // too short to keep it.
-  __device__ __forceinline__ uint2 draw_key_word() const {
-    self.words_ring().wait_full();
-    uint2& of_key = self.smem.dropout.of_keys[self.thread()];
-    if (block.starts_head()) {
-      const auto& score = self.smem.score(work, block.head);
-      of_key = {score.draw_key_word(self.params.dropout, place().key, self.lane),
-                score.last_dropout_word()};
-    }
-    return {flash_attn::ptx::opaque(of_key.x), flash_attn::ptx::opaque(of_key.y)};
-  }
-  // Marks what is dropped of P by its sign.
-  __device__ __forceinline__ void negate_dropped(typename Traits::Scores& P, uint2 of_key) const {
-    sm90::negate_dropped(P, self.params.dropout, place().key, of_key,
-                         self.smem.dropout.query_words[self.q_ring.stage()], self.opaque_lane());
-    self.words_ring().arrive_empty();
+  // What dropout keeps of this thread's scores. It is read where it is used.
+  __device__ __forceinline__ uint2 kept(int part) const {
+    return self.smem.dropout
+        .kept[self.ds_ring.stage()][part][flash_attn::ptx::opaque(threadIdx.x) - 128];
   }
 
-  // Computes dS of half of the queries, from kFirst on, from what stands in the place of P.
+  // Computes dS of kEarly of the queries, from kFirst on, from what stands in the place of P.
   template <int kFirst, typename Delta>
   __device__ __forceinline__ void differentiate_weighted(const typename Traits::Scores& weights,
                                                          const typename Traits::Scores& dP,
                                                          const Delta& delta) {
     if constexpr (Traits::kDrops) {
-      differentiate_kept<Element, kFirst, kFirst + kEarly, Traits::kHalvesP>(
-          dS, weights, dP, delta.numbers, self.opaque_lane());
+      differentiate_kept<Element, kFirst, kFirst + kEarly>(dS, weights, dP, kept(kFirst / 64),
+                                                           delta.numbers, self.opaque_lane());
     } else {
       typename Delta::template OfLane<kEarly> of_lane;
       delta.read(of_lane, kFirst, self.opaque_lane());
       differentiate<Element, kFirst>(dS, weights, dP, of_lane);
     }
+  }
+
+  // With dropout, computes dS of the queries from kFirst on, kEarly at a time, and goes on with dV.
+  template <int kFirst, typename Delta>
+  __device__ __forceinline__ void differentiate_late(typename Traits::ScoresOperand& P,
+                                                     const typename Traits::Scores& weights,
+                                                     const typename Traits::Scores& dP,
+                                                     const Delta& delta,
+                                                     const typename Traits::QTile& dout) {
+    constexpr int kEnd = kFirst + kEarly;
+    differentiate_weighted<kFirst>(weights, dP, delta);
+    round_kept<Element, kFirst, kEnd>(P, weights);
+    self.template start_key_gradient<kFirst, kEnd>(dV, P, dout);
+    if constexpr (kEnd < Traits::kBlockM) differentiate_late<kEnd>(P, weights, dP, delta, dout);
   }
 
   // Blocks from first_full() to end_full() need no mask. With score terms registers are too short
@@ -286,12 +294,19 @@ class QueryWalk {
   }
   __device__ __forceinline__ void end_dq(typename Traits::QueryGradient& dQ) {
     pin(dQ);
-    if constexpr (Traits::kOrders) self.turn_ring.wait_full();
     reduction.add(dQ);
-    if constexpr (Traits::kOrders) self.turn_ring.advance();
+    if constexpr (Traits::kOrders) {
+      self.turn_ring.advance();
+      say_added();
+    }
   }
-  // Says that dQ of the block before has been added. It comes behind the next product, when the
-  // reductions are on their way.
+  // Waits for this tile's turn at the block before. It comes beside the product of dQ, as that does
+  // not need the turn.
+  __device__ __forceinline__ void await_turn() const {
+    if constexpr (Traits::kOrders) self.turn_ring.wait_full();
+  }
+  // Says that dQ of the block before has been added. The warp that passes turns on waits for the
+  // reductions.
   __device__ __forceinline__ void say_added() const {
     __syncwarp();
     if (self.lane == 0) self.turn_ring.before().in(self.smem.added_ring).arrive_full();
@@ -302,11 +317,11 @@ class QueryWalk {
     self.release(self.v_ring());
     self.ds_ring.before().wait_full();
     start_dq(dQ);
+    await_turn();
     ptx::wgmma_wait<0>();
     self.release(self.k_ring);
     self.k_ring.advance();
     end_dq(dQ);
-    if constexpr (Traits::kOrders) say_added();
   }
 
   const BwdWork& work;

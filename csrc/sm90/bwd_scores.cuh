@@ -185,57 +185,59 @@ __device__ __forceinline__ void exponentiate_capped(OperandA<1, kBlockM>& P,
   }
 }
 
-// Rounds P as dV needs it, likewise into registers or late_p. P is negative where it is dropped.
-template <typename Element, int kBlockM, int kLate, int kThreads>
+// Rounds P likewise, of the queries from kFirst to kEnd. P is negative where it is dropped.
+template <typename Element, int kFirst, int kEnd, int kBlockM>
 __device__ __forceinline__ void round_kept(OperandA<1, kBlockM>& P,
-                                           uint4 (&late_p)[kLate][kThreads], int thread,
                                            const Accumulator<1, kBlockM>& S) {
 #pragma unroll
-  for (int k = 0; k < kBlockM / 16; ++k) {
-    uint32_t rounded[4];
+  for (int n = kFirst / 8; n < kEnd / 8; ++n) {
+    const float (&s)[4] = S.data[0][n];
+    P.data[0][n / 2][n % 2 * 2] = flash_attn::ptx::pack_positive<Element>(s[0], s[1]);
+    P.data[0][n / 2][n % 2 * 2 + 1] = flash_attn::ptx::pack_positive<Element>(s[2], s[3]);
+  }
+}
+
+// Whether dropout keeps the lane's i-th element of the n-th eight queries, by the bits of their 64
+// queries (KeptBits::of_keys). Tests of all bits of a byte become one instruction.
+__device__ __forceinline__ bool is_kept(uint2 bits, int n, int i) {
+  return ((n % 8 < 4 ? bits.x : bits.y) & 1u << (n % 4 * 8 + i)) != 0;
+}
+
+// Changes the sign of what is dropped of P, whose columns are queries, by a predicated
+// multiplication. A select would take the pipe of integers and comparisons, which has half as many
+// lanes. minus_one: -1, as a number that ptxas does not know; of one that it knows it makes a
+// select. kept(n): the bits of the n-th 64 queries.
+template <int kN, typename Kept>
+__device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const Kept& kept,
+                                               float minus_one) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const float* const s = S.data[0][2 * k + r / 2] + r % 2 * 2;
-      rounded[r] = flash_attn::ptx::pack_positive<Element>(s[0], s[1]);
+  for (int part = 0; part < kN / 64; ++part) {
+    const uint2 bits = kept(part);
+#pragma unroll
+    for (int n = part * 8; n < part * 8 + 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!is_kept(bits, n, i)) P.data[0][n][i] *= minus_one;
+      }
     }
-    put_early_or_late(P, late_p, thread, k, rounded);
-  }
-}
-// Changes the sign of what is dropped of P, whose columns are queries. of_key is what the thread
-// has in BwdDropoutStorage::of_keys.
-template <int kN>
-__device__ __forceinline__ void negate_dropped(Accumulator<1, kN>& P, const DropoutParams& params,
-                                               int first_key, uint2 of_key,
-                                               const uint32_t* query_words, int lane) {
-  const DropoutMask<true> mask(params, of_key.y, first_key % 32 != 0);
-#pragma unroll
-  for (int n = 0; n < kN / 8; n += 2) {
-    const uint2 pair = *reinterpret_cast<const uint2*>(query_words + n * 4 + lane % 4 * 2);
-    mask.negate_dropped(P.data[0][n], P.data[0][n + 1], of_key.x, {pair.x, pair.y});
   }
 }
 
-// dS / ρ = P ∘ (m ∘ dP - delta / ρ), from P that is negative where it is dropped. kHalved: p is
-// half of P, and delta is doubled. This takes no comparison: p + |p| is twice p or 0, and the other
-// way costs a maximum.
-template <bool kHalved>
-__device__ __forceinline__ float differentiate_kept(float p, float dp, float delta) {
-  if constexpr (kHalved) return fmaf(p + fabsf(p), dp, -(fabsf(p) * delta));
-  return fmaf(-fabsf(p), delta, fmaxf(p, 0.f) * dp);
-}
-
-// The same of the queries from kFirst to kEnd.
-template <typename Element, int kFirst, int kEnd, bool kHalved, int kBlockM>
+// dS / ρ = P ∘ (m ∘ dP - delta / ρ), of the queries from kFirst to kEnd, from P with any sign.
+// `kept` has the bits of their 64 queries.
+template <typename Element, int kFirst, int kEnd, int kBlockM>
 __device__ __forceinline__ void differentiate_kept(OperandA<1, kBlockM>& dS,
                                                    const Accumulator<1, kBlockM>& P,
-                                                   const Accumulator<1, kBlockM>& dP,
+                                                   const Accumulator<1, kBlockM>& dP, uint2 kept,
                                                    const float (&delta)[kBlockM], int lane) {
 #pragma unroll
   for (int n = kFirst / 8; n < kEnd / 8; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8 + lane % 4 * 2);
     const auto of = [&](int i) {
-      return differentiate_kept<kHalved>(P.data[0][n][i], dP.data[0][n][i],
-                                         i % 2 == 0 ? pair.x : pair.y);
+      const float p = fabsf(P.data[0][n][i]);
+      float ds = -p * (i % 2 == 0 ? pair.x : pair.y);
+      if (is_kept(kept, n, i)) ds = fmaf(p, dP.data[0][n][i], ds);
+      return ds;
     };
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

@@ -69,21 +69,22 @@ struct BwdTraits {
   // shared memory, not in registers.
   static constexpr bool kStashesWeights = kForm == BwdForm::kScores;
   // Here dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign
-  // that tells what is dropped. The consumers share dropout's words of queries.
+  // that tells what is dropped.
   static constexpr bool kCaps = kForm == BwdForm::kSoftcap, kDrops = kForm == BwdForm::kDropout;
   static constexpr bool kWeighted = kCaps || kDrops;
-  // With dropout in bf16, half of P stands there (differentiate_kept). In fp16 it would lose a bit
-  // of its smallest numbers.
-  static constexpr bool kHalvesP = kDrops && kDType == DType::kBf16;
-  static constexpr float kScaleOfP = kStashesWeights ? kExactScale : kHalvesP ? 0.5f : 1.f;
+  static constexpr float kScaleOfP = kStashesWeights ? kExactScale : 1.f;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass;
   static constexpr BwdTile kTile = kBwdTile<kHeadDim>;
   static constexpr int kConsumers = kBwdConsumers;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kBwdBlockN, kStages = kTile.stages;
   // dV may begin with so many queries: their P is rounded beside the P from which dS comes.
-  static constexpr int kEarly = kBlockM / 2;
-  static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
+  // With dropout there are fewer registers, and dV goes on with so many at a time.
+  static constexpr int kEarly = kDrops ? 32 : kBlockM / 2;
+  static constexpr int kConsumerThreads = 128 * kConsumers;
+  // With dropout a second warpgroup of producers stands behind the consumers.
+  static constexpr int kProducers = kDrops ? 2 : 1;
+  static constexpr int kThreads = 128 * kProducers + kConsumerThreads;
   // LSE and delta are columns in bf16 alone, as three numbers of fp16 would not have their bits. A
   // pool takes the shared memory that this needs with 128 queries.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
@@ -105,7 +106,7 @@ struct BwdTraits {
   using HeldK = HeldRows<kTile.holds_k>;
   using HeldV = HeldRows<kTile.holds_v>;
   // The 64 K registers of a multiprocessor are dealt out as in the forward.
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = kProducers == 2 ? 232 : 240;
 
   static constexpr int kTileCols = bwd_tile_cols(kHeadDim);
   using QTile = SmemTile<Element, kBlockM, kTileCols>;  // dO too
@@ -136,11 +137,12 @@ struct BwdTraits {
   static_assert(!kStretches || kBwdStretchRows % kBlockM == 0);
   using BandSlab = SmemTile<Element, kBandRows, 64>;  // rounded sums, at the start of the band
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
-  static constexpr int kTermStages = kDrops ? kStages : kHeadDim <= 64 ? 1 : 2;
 
   // A consumer that stores dS(i) has seen all dS(i - 1). Whoever stored that had finished
   // dQ(i - 3).
   static constexpr int kScoreStages = 3;
+  // Of a bias; or of what dropout keeps, which is visited in step with dS.
+  static constexpr int kTermStages = kDrops ? kScoreStages : kHeadDim <= 64 ? 1 : 2;
   // It holds some columns of dK or dV on their way out, in an empty stage of dS.
   using GradientTile = SmemTile<Element, kBlockN, 64>;
   static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
@@ -174,15 +176,11 @@ template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kScores> {
   float4 stash[Traits::kBlockM / 8][Traits::kConsumerThreads];
 };
-// Holds the rounded P of the queries with which dV does not begin.
 template <typename Traits>
-struct BwdLateStorage {
+struct BwdTermStorage<Traits, BwdForm::kSoftcap> {
+  // The rounded P of the queries with which dV does not begin.
   uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
 };
-template <typename Traits>
-struct BwdTermStorage<Traits, BwdForm::kSoftcap> : BwdLateStorage<Traits> {};
-template <typename Traits>
-struct BwdTermStorage<Traits, BwdForm::kDropout> : BwdLateStorage<Traits> {};
 
 // A block of queries that the mask does not hide from a block of keys.
 class FoundQueries {
@@ -251,15 +249,14 @@ struct BwdTermMaps<true> : BwdTensorMaps {
   CUtensorMap bias, dbias;  // if there is one, and its gradient is to be stored
 };
 
-// Holds dropout's words (DropoutHead::query_word) of each block of queries.
+// Holds what dropout keeps of the scores of each consumer thread (KeptBits::of_keys), and the words
+// (DropoutHead::query_word) from which each of the warps that find it out comes to it.
 template <typename Traits, bool kDrops = Traits::kDrops>
 struct BwdDropoutStorage {};
 template <typename Traits>
 struct BwdDropoutStorage<Traits, true> {
-  alignas(8) uint32_t query_words[Traits::kTermStages][Traits::kBlockM / 2];
-  // What each consumer thread draws once a head: the word of its keys, and what all words of the
-  // head are mixed with.
-  alignas(8) uint2 of_keys[Traits::kConsumerThreads];
+  alignas(8) uint2 kept[Traits::kTermStages][Traits::kBlockM / 64][Traits::kConsumerThreads];
+  alignas(16) uint32_t query_words[4][32];
 };
 
 template <typename Traits>
@@ -286,7 +283,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
   WorkQueue<BwdWork, 2> queue;
   // The score terms of a head and of the next one.
   alignas(ScorePolicy) unsigned char score_storage[2][sizeof(ScorePolicy)];
-  RingBarriers<Traits::kTermStages> term_ring;  // of a bias, or of query_words
+  RingBarriers<Traits::kTermStages> term_ring;  // of a bias, or of what is kept
   // With a pool of sums, a full stage of band_ring says that a band has come, and one of
   // summed_ring that the consumers have issued all reductions of a tile.
   RingBarriers<Traits::kBandStages> band_ring;
@@ -332,8 +329,8 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     added_ring.init(kConsumerWarps, 1);
     queue.init(1 + helpers + 32 * kConsumerWarps);
     if constexpr (Traits::kAdditive) term_ring.init(1, kConsumerWarps);
-    // Each thread of a warp writes words, and each of the consumers' reads them.
-    if constexpr (Traits::kDrops) term_ring.init(32, 32 * kConsumerWarps);
+    // Each thread of a warpgroup writes what is kept, and each of the consumers' reads it.
+    if constexpr (Traits::kDrops) term_ring.init(128, 32 * kConsumerWarps);
     if constexpr (Traits::kMasked) mask.ring.init(1, 1);
     band_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);

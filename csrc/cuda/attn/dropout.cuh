@@ -135,42 +135,12 @@ class DropoutMask {
     });
   }
 
-  // What is dropped of two blocks of 8 columns of an accumulator changes its sign.
-  __device__ __forceinline__ void negate_dropped(float (&first)[4], float (&second)[4],
-                                                 uint32_t row_word,
-                                                 const uint32_t (&col_words)[2]) const {
-    // A sign is changed by a predicated multiplication. A select would take the pipe of integers
-    // and comparisons, which has half as many lanes and is the one that the comparisons above fill.
-    // The factor is -1, as the bound has no signs; but ptxas, which makes a select of a
-    // multiplication by a factor that it knows, does not know that.
-    const float minus_one = __uint_as_float(0xbf800000 ^ (params_.bound & 0x80000000));
-    for_each_number_pair(row_word, col_words, [&](int index, uint32_t numbers) {
-      bool kept[2];
-      ptx::greater_equal_or_nan2(numbers, params_.bound, params_.mirror != 0, kept[0], kept[1]);
-#pragma unroll
-      for (int neighbour = 0; neighbour < 2; ++neighbour) {
-        float& element = (index < 2 ? first : second)[index % 2 * 2 + neighbour];
-        ptx::multiply_unless(element, minus_one, kept[neighbour]);
-      }
-    });
-  }
-
  private:
   // step(index, kept) for each register of an operand's block: all bits of a half where its element
   // is kept.
   template <typename Step>
   __device__ __forceinline__ void for_each_pair(uint32_t row_word, const uint32_t (&col_words)[2],
                                                 const Step& step) const {
-    for_each_number_pair(row_word, col_words, [&](int index, uint32_t numbers) {
-      step(index, ptx::greater_equal_or_nan2(numbers, params_.bound) ^ params_.mirror);
-    });
-  }
-
-  // step(index, numbers) likewise: what is compared with the bound.
-  template <typename Step>
-  __device__ __forceinline__ void for_each_number_pair(uint32_t row_word,
-                                                       const uint32_t (&col_words)[2],
-                                                       const Step& step) const {
     uint32_t words[2][2];
 #pragma unroll
     for (int neighbour = 0; neighbour < 2; ++neighbour) {
@@ -186,7 +156,9 @@ class DropoutMask {
         // bits, but for the sign, are the element's own.
         const uint32_t bytes = s == 0 ? (odd_ ? 0x6723 : 0x4501) : (odd_ ? 0x7632 : 0x5410);
         const uint32_t numbers = ptx::permute_bytes(words[0][r], words[1][r], bytes);
-        step(kTransposed ? s + 2 * r : r + 2 * s, ptx::absolute2(numbers));
+        const uint32_t kept =
+            ptx::greater_equal_or_nan2(ptx::absolute2(numbers), params_.bound) ^ params_.mirror;
+        step(kTransposed ? s + 2 * r : r + 2 * s, kept);
       }
     }
   }
@@ -194,6 +166,44 @@ class DropoutMask {
   const DropoutParams& params_;
   uint32_t last_;
   bool odd_;
+};
+
+// What is kept of a lane's elements of 64 queries and one four of keys, as bits. All eight numbers
+// of a pair of queries and a four of keys are used here; a lane of a product has no more than four
+// of them. The lane has eight pairs, i and i + 8: two neighbours of every 16 queries.
+class KeptBits {
+ public:
+  // mirror, bound: DropoutParams'.
+  __device__ __forceinline__ explicit KeptBits(uint32_t mirror)
+      : bits_{{mirror, mirror}, {mirror, mirror}} {}
+
+  __device__ __forceinline__ void add(int pair, uint32_t of_query, uint32_t of_key,
+                                      uint32_t of_head, uint32_t bound) {
+    uint32_t word[2];
+    mix_dropout_words(word, of_query, of_key, of_head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Each half has a byte above its partner: a number whose upper eight bits, but for the sign,
+      // are the element's own. Of each half's mask one bit stays.
+      const uint32_t even_bit = 0x00010001u << (pair / 2 % 2 * 8 + pair % 2);
+      const uint32_t exchanged = ptx::permute_bytes(word[r], 0, 0x2301);
+      uint32_t& bits = bits_[pair / 4][r];
+      bits ^= ptx::greater_equal_or_nan2(ptx::absolute2(exchanged), bound) & even_bit;
+      bits ^= ptx::greater_equal_or_nan2(ptx::absolute2(word[r]), bound) & even_bit << 2;
+    }
+  }
+
+  // Of keys j and j + 8, or of j + 16 and j + 24, in the order of an accumulator with keys as rows:
+  // a byte for each of eight blocks of eight queries, whose bit i belongs to the lane's i-th
+  // element of the block. The other four bits mean nothing.
+  __device__ __forceinline__ uint2 of_keys(bool last_two) const {
+    const uint32_t bytes = last_two ? 0x7362 : 0x5140;
+    return {ptx::permute_bytes(bits_[0][0], bits_[0][1], bytes),
+            ptx::permute_bytes(bits_[1][0], bits_[1][1], bytes)};
+  }
+
+ private:
+  uint32_t bits_[2][2];  // of 32 queries each, and of i or i + 8; a half for two of the keys
 };
 
 // Where a lane's rows and columns lie among the pairs of queries and the fours of keys of the

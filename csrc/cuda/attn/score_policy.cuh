@@ -257,8 +257,6 @@ class TermScores {
     if (!kTerms.dropout || params.rng_state == nullptr) return;
     find_key_words(words, params, first_key, local(lane));
   }
-  // What all words of the head are mixed with.
-  __device__ __forceinline__ uint32_t last_dropout_word() const { return dropout_.last; }
 
   // dO Vᵀ becomes dS / ρ, and what is dropped of P becomes 0.
   template <bool kTransposed = false, int kMBlocks, int kN>

@@ -20,27 +20,6 @@ __device__ __forceinline__ uint32_t greater_equal_or_nan2(uint32_t a, uint32_t b
   return result;
 }
 
-// setp.geu.xor.f16x2, PTX ISA "setp": low and high tell the same of the two halves, or the opposite
-// if `opposite`.
-__device__ __forceinline__ void greater_equal_or_nan2(uint32_t a, uint32_t b, bool opposite,
-                                                      bool& low, bool& high) {
-  int of_low, of_high;
-  asm("{\n.reg .pred low, high, opposite;\nsetp.ne.s32 opposite, %4, 0;\n"
-      "setp.geu.xor.f16x2 low|high, %2, %3, opposite;\n"
-      "selp.s32 %0, 1, 0, low;\nselp.s32 %1, 1, 0, high;\n}"
-      : "=r"(of_low), "=r"(of_high)
-      : "r"(a), "r"(b), "r"(static_cast<int>(opposite)));
-  low = of_low != 0;
-  high = of_high != 0;
-}
-
-// mul.f32, PTX ISA "mul", under a predicate: x becomes x · factor, unless it is kept.
-__device__ __forceinline__ void multiply_unless(float& x, float factor, bool kept) {
-  asm("{\n.reg .pred kept;\nsetp.ne.s32 kept, %2, 0;\n@!kept mul.f32 %0, %0, %1;\n}"
-      : "+f"(x)
-      : "f"(factor), "r"(static_cast<int>(kept)));
-}
-
 // min.NaN.bf16x2, PTX ISA "min": of each half, NaN where one of them is.
 __device__ __forceinline__ uint32_t minimum2_or_nan_bf16(uint32_t a, uint32_t b) {
   uint32_t result;

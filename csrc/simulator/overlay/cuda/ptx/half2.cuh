@@ -13,17 +13,9 @@ inline float half_of(uint32_t pair, int which) {
   return __half2float(std::bit_cast<__half>(static_cast<uint16_t>(pair >> 16 * which)));
 }
 inline uint32_t absolute2(uint32_t pair) { return pair & 0x7fff7fff; }
-inline void greater_equal_or_nan2(uint32_t a, uint32_t b, bool opposite, bool& low, bool& high) {
-  low = !(half_of(a, 0) < half_of(b, 0)) != opposite;
-  high = !(half_of(a, 1) < half_of(b, 1)) != opposite;
-}
 inline uint32_t greater_equal_or_nan2(uint32_t a, uint32_t b) {
-  bool low, high;
-  greater_equal_or_nan2(a, b, false, low, high);
+  const bool low = !(half_of(a, 0) < half_of(b, 0)), high = !(half_of(a, 1) < half_of(b, 1));
   return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
-}
-inline void multiply_unless(float& x, float factor, bool kept) {
-  if (!kept) x *= factor;
 }
 inline uint32_t minimum2_or_nan_bf16(uint32_t a, uint32_t b) {
   const auto least = [](uint32_t x, uint32_t y) {  // the upper halves
