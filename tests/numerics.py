@@ -155,7 +155,8 @@ def assert_close(
     "normal" or "wide" for N(0, 1) and N(0, 9) inputs, else only `comp` and the exact checks apply.
     largest_score: max |score|, whose rounding in the fp32 accumulator bounds what the exponential
     can give. besides: what more each element may be off by (underflow_of). few_rows: hold the worst
-    row to `row`, too, which says something of some thousand rows; of more it is a matter of luck.
+    row to `row`, too. A row of two or three keys comes close to it, so among very many rows or
+    draws one exceeds it by chance.
     """
     actual, condition = actual.detach().to(expected.device), condition.to(expected.device)
     assert actual.shape == expected.shape, (

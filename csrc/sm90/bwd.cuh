@@ -46,7 +46,7 @@
 //
 // dS comes from P as fp32 and dV from P as rounded, and there are no registers for both. So only
 // half of P is rounded beside the P in fp32, and dV begins with that half. The other half is
-// rounded in its place, when its dS is done.
+// rounded in its place, when its dS is done. With dropout these are parts of 32 queries.
 //
 // The kernel is compiled for several forms (BwdForm): without score terms, with all of them
 // (cuda/attn/score_policy.cuh), with some, and without them for a mask whose hidden tiles are

@@ -32,7 +32,7 @@ struct BwdTile {
 };
 
 // dK and dV take kHeadDim registers of a thread, and S and dP take block_m. Together these are at
-// most 192 of the 240 registers that a thread has.
+// most 192 of the 240 registers that a thread has, or of 232 with dropout.
 template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>

@@ -167,7 +167,7 @@ __device__ __forceinline__ void store_bias_gradient_loop(const BwdParams& params
 
 // Finds out what dropout keeps of each block of queries. The four warps of a warpgroup call it, one
 // on each partition of the multiprocessor, where it takes turns with two warps of consumers. Each
-// has 64 of the queries, and all keys or half or a quarter of them. A lane has the pairs of queries
+// has 64 of the queries, and half of the keys or a quarter of them. A lane has the pairs of queries
 // and the fours of keys that a consumer's lane has.
 template <typename Traits>
 __device__ __forceinline__ void find_kept_loop(const BwdParams& params, int warp,

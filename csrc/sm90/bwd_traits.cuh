@@ -69,7 +69,7 @@ struct BwdTraits {
   // shared memory, not in registers.
   static constexpr bool kStashesWeights = kForm == BwdForm::kScores;
   // Here dS comes from what stands in the place of P: P times the softcap's slope, or P with a sign
-  // that tells what is dropped.
+  // by which dV leaves out what is dropped.
   static constexpr bool kCaps = kForm == BwdForm::kSoftcap, kDrops = kForm == BwdForm::kDropout;
   static constexpr bool kWeighted = kCaps || kDrops;
   static constexpr float kScaleOfP = kStashesWeights ? kExactScale : 1.f;
