@@ -352,12 +352,14 @@ def bwd(
     deterministic,
     dropout_place=None,
     wide_key_gradients=False,
+    wide_query_gradient=False,
 ):
     """Runs the op `bwd` for q, k and v. Returns dq, dk, dv.
 
     k and v may be some of the keys only, where out and softmax_lse belong to all of them: the
     results then are what these keys contribute to dq, and dk and dv of these keys.
-    wide_key_gradients: dk and dv come in fp32, as whoever adds them up wants them.
+    wide_key_gradients: dk and dv come in fp32, as whoever adds them up wants them;
+    wide_query_gradient: so does dq.
     """
     window_left, window_right = window_sides(window_size)
     dq, dk, dv, _, _ = _ops().bwd(
@@ -395,6 +397,7 @@ def bwd(
         dropout_place,
         forced_backend(),
         wide_key_gradients,
+        wide_query_gradient,
     )
     return dq, dk, dv
 

@@ -177,11 +177,16 @@ def test_many_tiles_of_wide_heads(case: Case, target: Target, seed: int) -> None
 @each_case(
     [
         Case(dtype=dtype, heads_q=4, heads_kv=2, seqlen_q=n, seqlen_k=140, d=d, causal=True)
-        for dtype, n, d in [("bf16", 1030, 64), ("fp16", 1500, 128), ("bf16", 90, 192)]
+        for dtype, n, d in [
+            ("bf16", 1030, 64),
+            ("fp16", 1500, 128),
+            ("bf16", 90, 192),
+            ("fp16", 150, 256),
+        ]
     ]
 )
-def test_wide_key_gradients(case: Case, target: Target, seed: int) -> None:
-    """dk and dv in fp32 are what is rounded otherwise."""
+def test_wide_gradients(case: Case, target: Target, seed: int) -> None:
+    """dq, dk and dv in fp32 are what is rounded otherwise."""
     problem = Problem(case, seed, target.device)
     tensors = problem.float_tensors()
     arguments = op_arguments(problem) | {n: tensors[n] for n in ("q", "k", "v")}
@@ -189,8 +194,8 @@ def test_wide_key_gradients(case: Case, target: Target, seed: int) -> None:
     out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
     del arguments["return_probs"]
 
-    def gradients(**options: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        _, dk, dv, _, _ = torch.ops.flash_attn.bwd(
+    def gradients(**options: bool) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
             dout=problem.dout,
             dlse=None,
             out=out,
@@ -199,13 +204,21 @@ def test_wide_key_gradients(case: Case, target: Target, seed: int) -> None:
             **arguments,
             **options,
         )
-        return dk, dv
+        return dq, dk, dv
 
-    for rounded, wide in zip(gradients(), gradients(wide_key_gradients=True), strict=True):
+    wide_gradients = gradients(wide_key_gradients=True, wide_query_gradient=True)
+    of_query, *of_keys = zip(gradients(), wide_gradients, strict=True)
+    for rounded, wide in (of_query, *of_keys):
         assert wide.dtype == torch.float32 and wide.shape == rounded.shape
+    for rounded, wide in of_keys:
         assert torch.equal(wide.to(rounded.dtype), rounded)
         if target.backend == "sm90" and case.d <= 128:  # others round first
             assert not torch.equal(wide, rounded.float())
+    # dq is a sum in any order, so two calls may differ in the last place.
+    rounded, wide = (dq.double() for dq in of_query)
+    assert (wide - rounded).norm() <= 2.0**-8 * rounded.norm()
+    if target.backend in ("sm80", "sm90"):
+        assert not torch.equal(wide, of_query[1].to(of_query[0].dtype).double())
 
 
 @each_case(

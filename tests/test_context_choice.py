@@ -258,8 +258,10 @@ def test_what_is_said_of_parts_is_true(device: str, backend: str | None, change:
     sums = [Parts() for _ in range(3)]
     with forced(backend):
         said = interface._rounds_parts(call, q, v)
-        run_backward(planned, Queries(q, out, dout, lse, None), k, v, options, sums)
-    for grad in sums[1:]:
+        run_backward(planned, Queries(q, out, dout, lse, None), k, v, options, sums, sums_dq=True)
+    for of_keys, grad in enumerate(sums):
         (part,) = grad.parts
         assert part.dtype == torch.float32
+        if not of_keys:  # dq comes as wide from kernels whose dk and dv do not
+            continue
         assert torch.equal(part, part.bfloat16().float()) == said

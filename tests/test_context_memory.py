@@ -58,9 +58,11 @@ def forward_of_kernels(arguments) -> tuple:
     return q.new_empty(*q.shape[:-1], v.size(-1)), lse, None, None
 
 
-def backward_of_kernels(dout, q, k, v, out, lse, wide_key_gradients=False, **_) -> list[Tensor]:
-    wide = torch.float32 if wide_key_gradients else k.dtype
-    grads = [q.new_empty(q.shape), *(x.new_empty(x.shape, dtype=wide) for x in (k, v))]
+def backward_of_kernels(dout, q, k, v, out, lse, **options) -> list[Tensor]:
+    wide = {key: options.get(f"wide_{key}") for key in ("query_gradient", "key_gradients")}
+    of_query, of_keys = (torch.float32 if wide[key] else k.dtype for key in wide)
+    grads = [q.new_empty(q.shape, dtype=of_query)]
+    grads += [x.new_empty(x.shape, dtype=of_keys) for x in (k, v)]
     workspaces = [q.new_empty(q.shape, dtype=torch.float32)]
     if q.size(1) == k.size(1):
         workspaces.append(q.new_empty(SPLITS, dtype=torch.uint8))

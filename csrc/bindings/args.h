@@ -75,11 +75,13 @@ struct BwdArgs {
   std::array<bool, 5> grad_mask;  // q, k, v, attn_bias, learnable_sink
   OptPlace dropout_place;
   OptName backend;
-  bool wide_key_gradients = false;  // dk and dv, of 16 bits else, are fp32
+  bool wide_key_gradients = false;   // dk and dv, of 16 bits else, are fp32
+  bool wide_query_gradient = false;  // likewise dq
 
   auto tie() {
     return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(),
-                          std::tie(grad_mask, dropout_place, backend, wide_key_gradients));
+                          std::tie(grad_mask, dropout_place, backend, wide_key_gradients,
+                                   wide_query_gradient));
   }
 };
 using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,

@@ -67,6 +67,28 @@ at::Tensor start_bias_gradient(const Plan& plan, BwdParams& params, const AttnAr
   return sums;
 }
 
+at::Tensor fp32_like(const at::Tensor& tensor) {
+  return at::empty_like(tensor, tensor.options().dtype(at::kFloat));
+}
+
+// Makes those gradients fp32 that are wanted so and that the kernels of this call can write so.
+void widen_gradients(BwdParams& params, const Plan& plan, const BwdArgs& args, at::Tensor& dq,
+                     at::Tensor& dk, at::Tensor& dv) {
+  if (deals_out_sequences(args.attn)) return;  // some sequences' kernels write 16 bits alone
+  const bool on_sm90 = plan.backend == Backend::kSm90;
+  // Where dq comes from sums in memory. Those of a mask are a pool, whose kernel rounds them
+  // itself.
+  const bool has_sums = (on_sm90 || !params.deterministic) && !plan.skips_tiles;
+  params.wide_query_gradient = args.wide_query_gradient && has_sums;
+  if (params.wide_query_gradient) dq = fp32_like(dq);
+  params.wide_key_gradients =
+      args.wide_key_gradients && on_sm90 && sm90::writes_wide_key_gradients(params);
+  if (params.wide_key_gradients) {
+    dk = fp32_like(dk);
+    dv = fp32_like(dv);
+  }
+}
+
 // What the kernels need room for, and then their launches.
 void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   at::Tensor dq_accum;
@@ -182,14 +204,7 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
     params.lse_head_stride = lse.stride(-2);
     params.deterministic = is_deterministic(attn);
-    params.wide_key_gradients = args.wide_key_gradients && plan.backend == Backend::kSm90 &&
-                                !deals_out_sequences(attn) &&
-                                sm90::writes_wide_key_gradients(params);
-    if (params.wide_key_gradients) {
-      for (at::Tensor* gradient : {&dk, &dv}) {
-        *gradient = at::empty_like(*gradient, gradient->options().dtype(at::kFloat));
-      }
-    }
+    widen_gradients(params, plan, args, dq, dk, dv);
     params.dq = dq.data_ptr();
     params.dk = dk.data_ptr();
     params.dv = dv.data_ptr();
@@ -232,11 +247,14 @@ BwdResult bwd(const BwdArgs& given) {
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   const bool on_kernels = plan.backend != Backend::kAten && !only_sink;
   BwdResult result = on_kernels ? run(plan, args) : run_aten(args);
+  // Some kernels write 16 bits alone.
+  const auto widen = [](at::Tensor& gradient) {
+    if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);
+  };
+  if (args.wide_query_gradient) widen(std::get<0>(result));
   if (args.wide_key_gradients) {
-    for (at::Tensor* gradient : {&std::get<1>(result), &std::get<2>(result)}) {
-      // Some kernels write 16 bits alone.
-      if (gradient->scalar_type() != at::kDouble) *gradient = gradient->to(at::kFloat);
-    }
+    widen(std::get<1>(result));
+    widen(std::get<2>(result));
   }
   return result;
 }

@@ -79,8 +79,8 @@ TORCH_LIBRARY(flash_attn, library) {
       "causal, "
       "SymInt window_left, SymInt window_right, bool top_left, float softcap, bool deterministic, "
       "bool[5] grad_mask, int[]? dropout_place=None, "
-      "str? backend=None, bool wide_key_gradients=False) -> (Tensor dq, Tensor dk, Tensor dv, "
-      "Tensor dbias, Tensor dsink)",
+      "str? backend=None, bool wide_key_gradients=False, bool wide_query_gradient=False) -> "
+      "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
       tags);
   const std::string decode_rest =
       "Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? leftpad_k, Tensor? block_table, "

@@ -52,11 +52,13 @@ BwdResult bwd_meta(const BwdArgs& args) {
     return args.grad_mask[which] && input ? same_form(*input)
                                           : empty({0}, args.attn.q, args.attn.q.scalar_type());
   };
-  const auto of_keys = [&](int which, const Tensor& input) {
+  const auto perhaps_wide = [&](int which, const Tensor& input, bool wide) {
     const Tensor gradient = wanted(which, input);
-    return args.wide_key_gradients ? gradient.to(lse_dtype(input)) : gradient;
+    return wide ? gradient.to(lse_dtype(input)) : gradient;
   };
-  return {wanted(0, args.attn.q), of_keys(1, args.attn.k), of_keys(2, args.attn.v),
+  return {perhaps_wide(0, args.attn.q, args.wide_query_gradient),
+          perhaps_wide(1, args.attn.k, args.wide_key_gradients),
+          perhaps_wide(2, args.attn.v, args.wide_key_gradients),
           wanted(3, args.attn.attn_bias), wanted(4, args.attn.learnable_sink)};
 }
 

@@ -111,6 +111,7 @@ DqAccumOrder portable_dq_accum_order() {
 }
 
 void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stream) {
+  if (params.wide_query_gradient) return launch_convert<float>(params, order, stream);
   if (params.dtype == DType::kFp16) return launch_convert<__half>(params, order, stream);
   if (params.dtype == DType::kBf16) return launch_convert<__nv_bfloat16>(params, order, stream);
   launch_convert<float>(params, order, stream);

@@ -148,7 +148,10 @@ bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device) 
   // With fewer queries, half a thread block or more would have none.
   const bool has_queries = params.total_q >= int64_t{params.batch} * kBwdDqApartBlockM;
   const int most_keys = params.deterministic ? kBwdDqApartKeysInOrder : kBwdDqApartKeys;
-  if (!is_widest || !has_queries || mean_seen_keys(params) > most_keys) return false;
+  if (!is_widest || !has_queries || mean_seen_keys(params) > most_keys ||
+      params.wide_query_gradient) {
+    return false;
+  }
   const int tiles =
       TileScheduler<kBwdDqApartBlockN>::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
                                              params.batch, params.heads_kv, 0)
@@ -176,7 +179,8 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
     if (params.deterministic) most = std::min(most, tile.queries_pooled_in_order);
     const bool has_stretches = params.seqlen_q > most;
     if (!is_dense || most == 0 || (params.deterministic && !see_few_in_order(params)) ||
-        cuda::has_score_terms(params) || runs_split(params) || walk > most ||
+        cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient ||
+        walk > most ||
         (has_stretches && (is_group || params.deterministic))) {
       return {};
     }

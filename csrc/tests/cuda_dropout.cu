@@ -1,5 +1,5 @@
-// cuda/attn/dropout.cuh: the keep-mask in registers, with queries as rows and with keys as rows,
-// against its definition (aten/dropout.h), element by element.
+// cuda/attn/dropout.cuh: the keep-mask in registers, with queries as rows and with keys as rows, and
+// as bits, against its definition (aten/dropout.h), element by element.
 #include <array>
 
 #include "../cuda/attn/dropout.cuh"
@@ -47,6 +47,33 @@ __global__ void __launch_bounds__(32)
   }
 }
 
+// What KeptBits says of so many queries (rows) and keys, of which its user's lane has these pairs.
+constexpr int kBitRows = 64, kBitCols = 32;
+__global__ void __launch_bounds__(32)
+    kept_bits_kernel(const __grid_constant__ DropoutParams params, int64_t head_number,
+                     int first_query, int first_key, float* kept) {
+  const int lane = threadIdx.x;
+  const auto head = DropoutWords::of(params, head_number);
+  const uint32_t of_key = head.key_word(dropout_four(params, first_key, lane / 4));
+  KeptBits bits(params.mirror);
+  for (int pair = 0; pair < 8; ++pair) {
+    const int within = lane % 4 * 2 + pair % 2;
+    const int query = first_query + pair / 2 * 16;
+    bits.add(pair, head.query_word(dropout_pair(params, query, within)), of_key, head.last,
+             params.bound);
+  }
+  for (int last_two = 0; last_two < 2; ++last_two) {
+    const uint2 of_keys = bits.of_keys(last_two != 0);
+    for (int n = 0; n < kBitRows / 8; ++n) {
+      const uint32_t byte = (n < 4 ? of_keys.x : of_keys.y) >> n % 4 * 8;
+      for (int i = 0; i < 4; ++i) {
+        const int query = n * 8 + fragment_col(i % 2, lane), key = fragment_row(i / 2, lane);
+        kept[query * kBitCols + last_two * 16 + key] = (byte >> i & 1) != 0 ? 1.f : 0.f;
+      }
+    }
+  }
+}
+
 uint32_t high(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
 uint32_t low(uint64_t x) { return static_cast<uint32_t>(x); }
 
@@ -86,33 +113,56 @@ bool host_keeps(const Words4& head, int threshold, int query, int key) {
   return threshold <= 128 ? number >= threshold : number < 256 - threshold;
 }
 
-template <bool kTransposed>
-void test_dropout(Random& random) {
+// A head of a state, for each of some probabilities, and what is kept of its elements.
+template <typename Test>
+void with_each_threshold(Random& random, const Test& test) {
   constexpr int kThresholds[] = {1, 2, 15, 26, 127, 128, 129, 230, 255, 256};
   const auto word = [&] { return static_cast<int64_t>(random.integer(0, 1 << 30)) * 0x9E3779B97; };
   for (const int threshold : kThresholds) {
     const std::vector<int64_t> state = {word(), -word()};
     const int64_t head_number = random.integer(0, 1) * word() + random.integer(0, 100);
-    const int first_row = 16 * random.integer(0, 1 << 20);
-    const int first_col = 16 * random.integer(0, 1 << 20);
-
     const auto head = host_philox4x32(
         {low(head_number), high(head_number), low(state[1]), high(state[1])}, state[0]);
-    std::vector<float> expected(kRows * kCols);
-    for (int i = 0; i < kRows * kCols; ++i) {
-      const int row = first_row + i / kCols, col = first_col + i % kCols;
-      expected[i] = kTransposed ? host_keeps(head, threshold, col, row)
-                                : host_keeps(head, threshold, row, col);
-    }
-
     DeviceArray<int64_t> device_state(state);
-    DeviceArray<float> operand(expected.size()), accumulator(expected.size());
     const auto params = DropoutParams::make(threshold / 256., device_state.data());
-    cuda::launch<dropout_kernel<kTransposed>>(1, 32, 0, nullptr, params, head_number, first_row,
-                                              first_col, operand.data(), accumulator.data());
-    expect_equal("the operand", operand.read(), expected);
-    expect_equal("the accumulator", accumulator.read(), expected);
+    test(params, head_number,
+         [&](int query, int key) { return host_keeps(head, threshold, query, key); });
   }
+}
+
+template <bool kTransposed>
+void test_dropout(Random& random) {
+  with_each_threshold(
+      random, [&](const DropoutParams& params, int64_t head_number, const auto& keeps) {
+        const int first_row = 16 * random.integer(0, 1 << 20);
+        const int first_col = 16 * random.integer(0, 1 << 20);
+        std::vector<float> expected(kRows * kCols);
+        for (int i = 0; i < kRows * kCols; ++i) {
+          const int row = first_row + i / kCols, col = first_col + i % kCols;
+          expected[i] = kTransposed ? keeps(col, row) : keeps(row, col);
+        }
+        DeviceArray<float> operand(expected.size()), accumulator(expected.size());
+        cuda::launch<dropout_kernel<kTransposed>>(1, 32, 0, nullptr, params, head_number, first_row,
+                                                  first_col, operand.data(), accumulator.data());
+        expect_equal("the operand", operand.read(), expected);
+        expect_equal("the accumulator", accumulator.read(), expected);
+      });
+}
+
+void test_kept_bits(Random& random) {
+  with_each_threshold(random,
+                      [&](const DropoutParams& params, int64_t head_number, const auto& keeps) {
+                        const int first_query = 64 * random.integer(0, 1 << 18);
+                        const int first_key = 32 * random.integer(0, 1 << 18);
+                        std::vector<float> expected(kBitRows * kBitCols);
+                        for (int i = 0; i < kBitRows * kBitCols; ++i) {
+                          expected[i] = keeps(first_query + i / kBitCols, first_key + i % kBitCols);
+                        }
+                        DeviceArray<float> kept(expected.size());
+                        cuda::launch<kept_bits_kernel>(1, 32, 0, nullptr, params, head_number,
+                                                       first_query, first_key, kept.data());
+                        expect_equal("the bits", kept.read(), expected);
+                      });
 }
 
 }  // namespace
@@ -120,6 +170,7 @@ void test_dropout(Random& random) {
 void add_cuda_dropout_tests(Tests& tests) {
   tests.push_back({"cuda/dropout-queries-as-rows", test_dropout<false>});
   tests.push_back({"cuda/dropout-keys-as-rows", test_dropout<true>});
+  tests.push_back({"cuda/dropout-bits", test_kept_bits});
 }
 
 }  // namespace flash_attn::tests

@@ -217,7 +217,7 @@ def _ring_backward(
     for step in range(blocks.size):
         grads = (dk, dv) if step == 0 else [RunningSum(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
-            run_backward(call, queries, *keys, options, (dq, *grads))
+            run_backward(call, queries, *keys, options, (dq, *grads), sums_dq=True)
         if step == 0:  # later on there are more buffers
             finish_before()
         keys = coming.wait() if coming else ()
@@ -256,7 +256,7 @@ def _gather_backward(
 ) -> Grads:
     dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
     for call in blocks.calls_with_all_keys():
-        run_backward(call, queries, *keys, options, (dq, dk, dv))
+        run_backward(call, queries, *keys, options, (dq, dk, dv), sums_dq=False)
     finish_before()
     # Every rank has all of these heads, and gets what all found for its rows.
     share = Share(blocks.k, ((0, keys[0].size(2)),) * blocks.size)

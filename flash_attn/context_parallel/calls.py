@@ -97,8 +97,11 @@ def run_backward(
     v: Tensor,
     options: Options,
     grads: Iterable[RunningSum],
+    *,
+    sums_dq: bool,
 ) -> None:
-    """Adds what `call` contributes to grads: dq, dk and dv."""
+    """Adds what `call` contributes to grads: dq, dk and dv. sums_dq: other calls contribute to the
+    same rows of dq, so its parts come in fp32."""
     rows, keys = _extent(call)
     inputs = [_widened(x[:, rows]) for x in (queries.dout, queries.q, queries.out)]
     inputs += [_widened(x[:, keys]) for x in (k, v)]
@@ -116,7 +119,8 @@ def run_backward(
         inputs = [x.squeeze(0) for x in inputs]
         lse, dlse = lse.squeeze(0), None if dlse is None else dlse.squeeze(0)
     dout, q, out, k, v = inputs
-    parts = bwd(dout, q, k, v, out, lse, dlse=dlse, wide_key_gradients=True, **arguments)
+    arguments.update(wide_key_gradients=True, wide_query_gradient=sums_dq)
+    parts = bwd(dout, q, k, v, out, lse, dlse=dlse, **arguments)
     if padding is not None:
         own_rows = padding.own_rows(rows.stop - rows.start)
         own_keys = padding.own_keys(keys.stop - keys.start)

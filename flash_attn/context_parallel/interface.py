@@ -104,8 +104,9 @@ def flash_attn_func(
         with return_attn_probs softmax_lse (batch, heads_q, rows), differentiable, and an empty
         S_dmask.
 
-    Rounding: what "ring" merges, and the gradients that any scheme adds up, are results of 16 bits
-    where the kernels of a GPU made them: one more rounding than on one GPU. On a CPU they are fp32.
+    Rounding: what "ring" merges, and the gradients that any scheme adds up, may be results of 16
+    bits where the kernels of a GPU made them: one more rounding than on one GPU. The gradients of
+    calls without options on Hopper are not, up to a head dim of 128. On a CPU they are fp32.
     "ulysses" where heads_kv is a multiple of the ranks computes as one GPU does.
 
     Not served: attn_bias, as it grows with the square of the sequence.
