@@ -79,9 +79,9 @@ struct BwdArgs {
   bool wide_query_gradient = false;  // likewise dq
 
   auto tie() {
-    return std::tuple_cat(std::tie(dout, dlse, out, softmax_lse), attn.tie(),
-                          std::tie(grad_mask, dropout_place, backend, wide_key_gradients,
-                                   wide_query_gradient));
+    return std::tuple_cat(
+        std::tie(dout, dlse, out, softmax_lse), attn.tie(),
+        std::tie(grad_mask, dropout_place, backend, wide_key_gradients, wide_query_gradient));
   }
 };
 using BwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,

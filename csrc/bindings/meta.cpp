@@ -58,8 +58,8 @@ BwdResult bwd_meta(const BwdArgs& args) {
   };
   return {perhaps_wide(0, args.attn.q, args.wide_query_gradient),
           perhaps_wide(1, args.attn.k, args.wide_key_gradients),
-          perhaps_wide(2, args.attn.v, args.wide_key_gradients),
-          wanted(3, args.attn.attn_bias), wanted(4, args.attn.learnable_sink)};
+          perhaps_wide(2, args.attn.v, args.wide_key_gradients), wanted(3, args.attn.attn_bias),
+          wanted(4, args.attn.learnable_sink)};
 }
 
 DecodeResult decode_results(const DecodeArgs& args) {

@@ -227,9 +227,9 @@ struct BwdParams : AttnParams {
 
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v
   Strides dq_strides, dk_strides, dv_strides;
-  bool wide_key_gradients = false;    // dk and dv are fp32
-  bool wide_query_gradient = false;   // dq is fp32; then dq_accum has room for all sums
-  float* dsink = nullptr;           // (heads_q), or null: not wanted
+  bool wide_key_gradients = false;   // dk and dv are fp32
+  bool wide_query_gradient = false;  // dq is fp32; then dq_accum has room for all sums
+  float* dsink = nullptr;            // (heads_q), or null: not wanted
   BiasGradientParams dbias;
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE

@@ -180,8 +180,7 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
     const bool has_stretches = params.seqlen_q > most;
     if (!is_dense || most == 0 || (params.deterministic && !see_few_in_order(params)) ||
         cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient ||
-        walk > most ||
-        (has_stretches && (is_group || params.deterministic))) {
+        walk > most || (has_stretches && (is_group || params.deterministic))) {
       return {};
     }
     if (has_stretches) pool.stretches = (params.seqlen_q - 1) / kBwdStretchRows + 1;
