@@ -144,6 +144,41 @@ def test_bias_in_tiles(d: int, shape: str, mask: dict, target: Target, seed: int
     compare(problem, results, expect(problem))
 
 
+@each_target(SM80, SM90)
+@pytest.mark.parametrize("mask", [dict(), dict(causal=True)])
+@pytest.mark.parametrize(
+    ("batch", "heads", "shape"),
+    [
+        pytest.param(6, 12, "1 h q k", marks=pytest.mark.real_gpu),
+        (3, 4, "b 1 q k"),
+        (5, 2, "1 1 q k"),
+        (3, 5, "1 h q k"),
+    ],
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_bias_that_many_share(
+    d: int, batch: int, heads: int, shape: str, mask: dict, target: Target, seed: int
+) -> None:
+    """On Hopper, tiles of sequences or heads that share a bias come side by side, a few at a time.
+    The first case has more of them than a GPU takes at once; elsewhere three or five share it,
+    which no two or four divide."""
+    case = Case(
+        d=d,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads,
+        seqlen_q=200,
+        seqlen_k=136,
+        dtype="bf16" if d == 64 else "fp16",
+        bias="full",
+        **mask,
+    )
+    problem = Problem(case, seed, target.device)
+    sizes = [{"b": batch, "h": heads, "q": 200, "k": 136, "1": 1}[size] for size in shape.split()]
+    problem.attn_bias = problem.normal(*sizes).to(problem.q.dtype)
+    compare(problem, run(problem, target.backend), expect(problem))
+
+
 @each_case(
     [
         Case(d=d, dtype="bf16", seqlen_q=40, seqlen_k=50, softcap=softcap, softmax_scale=scale)

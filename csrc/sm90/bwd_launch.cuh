@@ -25,6 +25,7 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
   if constexpr (Traits::kAdditive) {
     if (params.score.bias.data != nullptr && !broadcasts_queries(params.score.bias)) {
       maps.bias = make_bias_map(params, Traits::BiasTile::kSlabCols, Traits::BiasTile::kRows);
+      scheduler.share(params.score.bias);
     }
     if (can_stage_bias_gradient(params)) {
       maps.dbias =

@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensor
                              .head = bias.head_stride == 0 ? 0 : block.head,
                              .batch = bias.batch_stride == 0 ? 0 : work.batch_idx};
   load_tile(tiles[ring.stage()], map, place, block.m * Tile::kRows, cols, ring.full(),
-            ptx::CacheHint::kEvictFirst, work.first_key);
+            bias_hint(bias), work.first_key);
 }
 
 // Starts the copy of a block of dS to where the gradient of the bias lies. One thread calls it.

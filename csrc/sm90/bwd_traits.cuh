@@ -9,6 +9,7 @@
 #include "bwd_work.cuh"
 #include "masked_scores.cuh"
 #include "ordered_scheduler.cuh"
+#include "shared_bias_scheduler.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
 
@@ -148,7 +149,9 @@ struct BwdTraits {
   static_assert(sizeof(GradientTile) <= sizeof(ScoreTile));
 
   using AnyScheduler = TileScheduler<kBlockN, TileOrder::kAsTold>;
-  using Scheduler = std::conditional_t<kMasked, OrderedScheduler<AnyScheduler>, AnyScheduler>;
+  using Scheduler = std::conditional_t<
+      kMasked, OrderedScheduler<AnyScheduler>,
+      std::conditional_t<kAdditive, SharedBiasScheduler<AnyScheduler>, AnyScheduler>>;
   static_assert(!kMasked || kBlockN == kOrderedRows);
 };
 

@@ -109,38 +109,4 @@ struct FwdScorePolicyOf<FwdForm::kSoftcap> {
 template <FwdForm kForm>
 using FwdScorePolicy = typename FwdScorePolicyOf<kForm>::Type;
 
-// Tiles whose sequences or heads share a bias come side by side: it is read from memory once for
-// them, as they walk over it together.
-template <typename Scheduler>
-struct SharedBiasScheduler : Scheduler {
-  bool sequences_inside = false;
-
-  template <typename... Args>
-  static SharedBiasScheduler make(const Args&... args) {
-    return {Scheduler::make(args...)};
-  }
-
-  // With a bias that broadcasts sequences, all of them come before the next head.
-  void share(const BiasParams& bias) {
-    constexpr int kMostTogether = 4;  // whose K and V have room in the L2 cache beside each other
-    sequences_inside = bias.batch_stride == 0 && this->batch > 1;
-    const int sharing = sequences_inside ? this->batch : bias.head_stride == 0 ? this->heads : 1;
-    int together = std::min(sharing, kMostTogether);
-    while (sharing % together != 0) --together;
-    this->section_heads = std::max(this->section_heads / together, 1) * together;
-  }
-
-#ifdef __CUDACC__
-  __device__ __forceinline__ TileCoordinates tile(int tile_idx) const {
-    TileCoordinates tile = Scheduler::tile(tile_idx);
-    if (sequences_inside) {
-      const int pair = tile.batch_idx * this->heads + tile.head;
-      tile.batch_idx = pair % this->batch;
-      tile.head = pair / this->batch;
-    }
-    return tile;
-  }
-#endif
-};
-
 }  // namespace flash_attn::sm90

@@ -128,6 +128,7 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias,
                                                FwdSharedStorage<Traits>& smem) {
   using Tile = typename Traits::BiasTile;
   using RestTile = typename Traits::BiasRestTile;
+  const ptx::CacheHint hint = bias_hint(bias);
   Ring<Traits::kBiasStages> first_ring(smem.bias_rings[0]);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int /*stage*/) {
     const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},
@@ -146,10 +147,10 @@ __device__ __forceinline__ void load_bias_loop(const BiasParams& bias,
         ring.wait_empty();
         ring.expect_bytes(loaded_bytes<Tile>(cols) + loaded_bytes<RestTile>(rest));
         load_tile(smem.bias[consumer][ring.stage()], maps.bias[0], place, first_row, cols,
-                  ring.full(), ptx::CacheHint::kEvictFirst, first_key);
+                  ring.full(), hint, first_key);
         if constexpr (Traits::kBiasMaps > 1) {
           load_tile(smem.bias_rest[consumer][ring.stage()], maps.bias[1], place, first_row, rest,
-                    ring.full(), ptx::CacheHint::kEvictFirst, first_key + Tile::kCols);
+                    ring.full(), hint, first_key + Tile::kCols);
         }
       }
     }

@@ -10,6 +10,7 @@
 #include "config.h"
 #include "fwd_forms.cuh"
 #include "ordered_scheduler.cuh"
+#include "shared_bias_scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/linear_term.cuh"
 #include "tile/ring.cuh"

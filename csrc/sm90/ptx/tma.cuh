@@ -14,8 +14,9 @@ using flash_attn::ptx::smem_address;
 
 // What the L2 cache keeps, as createpolicy encodes it for whole accesses.
 enum class CacheHint : uint64_t {
-  kEvictFirst = 0x12f0000000000000,  // read once
-  kEvictLast = 0x14f0000000000000    // read by many thread blocks
+  kEvictFirst = 0x12f0000000000000,   // read once
+  kEvictNormal = 0x1000000000000000,  // read by a few thread blocks that run together
+  kEvictLast = 0x14f0000000000000     // read by many thread blocks
 };
 
 // cp.async.bulk.tensor.5d with an L2 policy, PTX ISA "cp.async.bulk.tensor": starts the copy of one

@@ -12,7 +12,7 @@ namespace flash_attn::sm90::ptx {
 
 using flash_attn::ptx::smem_address;
 
-enum class CacheHint : uint64_t { kEvictFirst, kEvictLast };
+enum class CacheHint : uint64_t { kEvictFirst, kEvictNormal, kEvictLast };
 
 inline void tma_load(void* smem_box, const CUtensorMap& opaque, const int32_t (&at)[5],
                      uint64_t& mbarrier, CacheHint) {

@@ -1,0 +1,51 @@
+// Tiles that come in an order in which they share a bias.
+#pragma once
+
+#include <algorithm>
+
+#include "../cuda/attn/tile_scheduler.cuh"
+#include "ptx/tma.cuh"
+
+namespace flash_attn::sm90 {
+
+// What the L2 cache is told of a bias: others who share it read it a little later.
+__device__ __forceinline__ ptx::CacheHint bias_hint(const BiasParams& bias) {
+  const bool is_shared = bias.batch_stride == 0 || bias.head_stride == 0;
+  return is_shared ? ptx::CacheHint::kEvictNormal : ptx::CacheHint::kEvictFirst;
+}
+
+// Tiles whose sequences or heads share a bias come side by side: it is read from memory once for
+// them, as they walk over it together. Heads are those that Scheduler counts.
+template <typename Scheduler>
+struct SharedBiasScheduler : Scheduler {
+  bool sequences_inside = false;
+
+  template <typename... Args>
+  static SharedBiasScheduler make(const Args&... args) {
+    return {Scheduler::make(args...)};
+  }
+
+  // With a bias that broadcasts sequences, all of them come before the next head.
+  void share(const BiasParams& bias) {
+    constexpr int kMostTogether = 4;  // what they read has room in the L2 cache beside each other
+    sequences_inside = bias.batch_stride == 0 && this->batch > 1;
+    const int sharing = sequences_inside ? this->batch : bias.head_stride == 0 ? this->heads : 1;
+    int together = std::min(sharing, kMostTogether);
+    while (sharing % together != 0) --together;
+    this->section_heads = std::max(this->section_heads / together, 1) * together;
+  }
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ TileCoordinates tile(int tile_idx) const {
+    TileCoordinates tile = Scheduler::tile(tile_idx);
+    if (sequences_inside) {
+      const int pair = tile.batch_idx * this->heads + tile.head;
+      tile.batch_idx = pair % this->batch;
+      tile.head = pair / this->batch;
+    }
+    return tile;
+  }
+#endif
+};
+
+}  // namespace flash_attn::sm90
