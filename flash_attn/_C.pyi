@@ -76,6 +76,8 @@ def bwd(
     grad_mask: Sequence[bool],
     dropout_place: Sequence[int] | None,
     backend: str | None,
+    wide_key_gradients: bool,
+    wide_query_gradient: bool,
     /,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dbias, dsink; those that grad_mask leaves out are empty."""

@@ -67,7 +67,8 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         wanted = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
         given, (place, backend) = arguments[:ARGUMENTS_OF_BWD], arguments[-2:]
-        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, wanted, place, backend, False)
+        options = (wanted, place, backend, False, False)  # no gradient in fp32
+        gradients = C.bwd(dout, dlse, out, softmax_lse, *given, *options)
         result = [None] * len(arguments)
         for i, is_wanted, gradient in zip(DIFFERENTIABLE, wanted, gradients, strict=True):
             result[i] = gradient if is_wanted else None

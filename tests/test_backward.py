@@ -176,17 +176,20 @@ def test_many_tiles_of_wide_heads(case: Case, target: Target, seed: int) -> None
 
 @each_case(
     [
-        Case(dtype=dtype, heads_q=4, heads_kv=2, seqlen_q=n, seqlen_k=140, d=d, causal=True)
-        for dtype, n, d in [
-            ("bf16", 1030, 64),
-            ("fp16", 1500, 128),
-            ("bf16", 90, 192),
-            ("fp16", 150, 256),
+        Case(dtype=dtype, heads_q=4, heads_kv=2, seqlen_q=n, seqlen_k=140, d=d, causal=True, **more)
+        for dtype, n, d, more in [
+            ("bf16", 1030, 64, {}),
+            ("fp16", 1500, 128, {}),
+            ("fp16", 300, 60, dict(d_v=100)),
+            ("bf16", 90, 192, {}),
+            ("fp16", 150, 256, {}),
+            ("bf16", 250, 128, dict(deterministic=True)),
+            ("fp32", 70, 64, {}),
         ]
     ]
 )
 def test_wide_gradients(case: Case, target: Target, seed: int) -> None:
-    """dq, dk and dv in fp32 are what is rounded otherwise."""
+    """dq, dk and dv in fp32 are what is rounded otherwise, each where it alone is asked for."""
     problem = Problem(case, seed, target.device)
     tensors = problem.float_tensors()
     arguments = op_arguments(problem) | {n: tensors[n] for n in ("q", "k", "v")}
@@ -206,19 +209,27 @@ def test_wide_gradients(case: Case, target: Target, seed: int) -> None:
         )
         return dq, dk, dv
 
-    wide_gradients = gradients(wide_key_gradients=True, wide_query_gradient=True)
-    of_query, *of_keys = zip(gradients(), wide_gradients, strict=True)
-    for rounded, wide in (of_query, *of_keys):
-        assert wide.dtype == torch.float32 and wide.shape == rounded.shape
-    for rounded, wide in of_keys:
+    def is_rounded(wide: torch.Tensor) -> bool:
+        return torch.equal(wide.to(narrow[0].dtype).float(), wide)
+
+    narrow = gradients()
+    of_query = gradients(wide_query_gradient=True)
+    of_keys = gradients(wide_key_gradients=True)
+    assert [x.dtype for x in of_query] == [torch.float32, *(x.dtype for x in narrow[1:])]
+    assert [x.dtype for x in of_keys] == [narrow[0].dtype, torch.float32, torch.float32]
+    for rounded, wide in zip(narrow[1:], of_keys[1:], strict=True):
         assert torch.equal(wide.to(rounded.dtype), rounded)
-        if target.backend == "sm90" and case.d <= 128:  # others round first
-            assert not torch.equal(wide, rounded.float())
     # dq is a sum in any order, so two calls may differ in the last place.
-    rounded, wide = (dq.double() for dq in of_query)
-    assert (wide - rounded).norm() <= 2.0**-8 * rounded.norm()
-    if target.backend in ("sm80", "sm90"):
-        assert not torch.equal(wide, of_query[1].to(of_query[0].dtype).double())
+    rounded, wide = narrow[0].double(), of_query[0].double()
+    assert wide.shape == rounded.shape
+    assert (wide - rounded).norm() <= max(torch.finfo(narrow[0].dtype).eps, 1e-6) * rounded.norm()
+    if case.dtype == "fp32":
+        return
+    # Other kernels round first.
+    has_sums = target.backend == "sm90" or (target.backend == "sm80" and not case.deterministic)
+    has_wide_keys = target.backend == "sm90" and case.d <= 128 and not case.deterministic
+    assert is_rounded(of_query[0]) != has_sums
+    assert all(is_rounded(x) != has_wide_keys for x in of_keys[1:])
 
 
 @each_case(

@@ -59,10 +59,13 @@ def forward_of_kernels(arguments) -> tuple:
 
 
 def backward_of_kernels(dout, q, k, v, out, lse, **options) -> list[Tensor]:
-    wide = {key: options.get(f"wide_{key}") for key in ("query_gradient", "key_gradients")}
-    of_query, of_keys = (torch.float32 if wide[key] else k.dtype for key in wide)
-    grads = [q.new_empty(q.shape, dtype=of_query)]
-    grads += [x.new_empty(x.shape, dtype=of_keys) for x in (k, v)]
+    wide_query, wide_keys = (
+        options.get(name, False) for name in ("wide_query_gradient", "wide_key_gradients")
+    )
+    grads = [
+        x.new_empty(x.shape, dtype=torch.float32 if wide else x.dtype)
+        for x, wide in ((q, wide_query), (k, wide_keys), (v, wide_keys))
+    ]
     workspaces = [q.new_empty(q.shape, dtype=torch.float32)]
     if q.size(1) == k.size(1):
         workspaces.append(q.new_empty(SPLITS, dtype=torch.uint8))

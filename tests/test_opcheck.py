@@ -76,7 +76,9 @@ def test_opcheck_with_strides(case: Case, target: Target, seed: int) -> None:
 
 
 @each_case(OP_CASES, ATTENTION_TARGETS)
-def test_opcheck_bwd(case: Case, target: Target, seed: int) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_opcheck_bwd(wide: bool, case: Case, target: Target, seed: int) -> None:
+    """wide: dq, dk and dv in fp32."""
     call = op_call(case, target, seed)
     out, lse, *_ = torch.ops.flash_attn.fwd(**call)
     del call["return_probs"]
@@ -84,6 +86,7 @@ def test_opcheck_bwd(case: Case, target: Target, seed: int) -> None:
     mask = [True, True, False, *(call[x] is not None for x in ("attn_bias", "learnable_sink"))]
     call |= dict(dout=torch.ones_like(out), dlse=torch.ones_like(lse), out=out.detach())
     call |= dict(softmax_lse=lse.detach(), grad_mask=mask)
+    call |= dict(wide_key_gradients=wide, wide_query_gradient=wide)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.flash_attn.bwd, (), call, test_utils=utils)
 

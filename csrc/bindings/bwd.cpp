@@ -74,15 +74,16 @@ at::Tensor fp32_like(const at::Tensor& tensor) {
 // Makes those gradients fp32 that are wanted so and that the kernels of this call can write so.
 void widen_gradients(BwdParams& params, const Plan& plan, const BwdArgs& args, at::Tensor& dq,
                      at::Tensor& dk, at::Tensor& dv) {
-  if (deals_out_sequences(args.attn)) return;  // some sequences' kernels write 16 bits alone
+  // Of fp32 all are. Where sequences are dealt out, the kernels of some write 16 bits alone.
+  if (params.dtype == DType::kFp32 || deals_out_sequences(args.attn)) return;
   const bool on_sm90 = plan.backend == Backend::kSm90;
-  // Where dq comes from sums in memory. Those of a mask are a pool, whose kernel rounds them
-  // itself.
-  const bool has_sums = (on_sm90 || !params.deterministic) && !plan.skips_tiles;
+  // Sums in memory are converted by a kernel of their own. But sm90's of a mask are a pool, whose
+  // kernel rounds them itself, and sm80's deterministic backward has none.
+  const bool has_sums = on_sm90 ? !plan.skips_tiles : !params.deterministic;
   params.wide_query_gradient = args.wide_query_gradient && has_sums;
   if (params.wide_query_gradient) dq = fp32_like(dq);
-  params.wide_key_gradients =
-      args.wide_key_gradients && on_sm90 && sm90::writes_wide_key_gradients(params);
+  params.wide_key_gradients = args.wide_key_gradients && on_sm90 && !plan.skips_tiles &&
+                              sm90::writes_wide_key_gradients(params);
   if (params.wide_key_gradients) {
     dk = fp32_like(dk);
     dv = fp32_like(dv);

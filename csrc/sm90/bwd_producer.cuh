@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cuda/attn/softmax_bwd.cuh"
+#include "bias_hint.cuh"
 #include "bwd_work.cuh"
 #include "tile/ring.cuh"
 
@@ -87,7 +88,8 @@ __device__ __forceinline__ void load_row_values(const BwdParams& params, const B
 template <int kStages, typename Tile>
 __device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensorMap& map,
                                           const BwdWork& work, const QueryBlocks& block,
-                                          const BiasParams& bias, const Ring<kStages>& ring) {
+                                          const BwdParams& params, const Ring<kStages>& ring) {
+  const BiasParams& bias = params.score.bias;
   const int cols = min(bias.keys - work.first_key, Tile::kCols);
   ring.wait_empty();
   ring.expect_bytes(loaded_bytes<Tile>(cols));
@@ -95,7 +97,7 @@ __device__ __forceinline__ void load_bias(Tile (&tiles)[kStages], const CUtensor
                              .head = bias.head_stride == 0 ? 0 : block.head,
                              .batch = bias.batch_stride == 0 ? 0 : work.batch_idx};
   load_tile(tiles[ring.stage()], map, place, block.m * Tile::kRows, cols, ring.full(),
-            bias_hint(bias), work.first_key);
+            bias_hint(params, bias), work.first_key);
 }
 
 // Starts the copy of a block of dS to where the gradient of the bias lies. One thread calls it.

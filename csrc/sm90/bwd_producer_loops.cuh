@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_bias_loop(const BwdParams& params, const CU
   while (const BwdWork* const work = queue.read()) {
 #pragma unroll 1
     for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
-      load_bias(smem.bias, map, *work, block, params.score.bias, ring);
+      load_bias(smem.bias, map, *work, block, params, ring);
     }
     queue.release(true);
   }

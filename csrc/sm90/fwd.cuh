@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
         if (warp == 2) load_v_loop<Traits>(params, maps.v, smem);
       }
       if constexpr (Traits::kStagedBias) {
-        if (warp == 3) load_bias_loop<Traits>(params.score.bias, maps, smem);
+        if (warp == 3) load_bias_loop<Traits>(params, maps, smem);
       }
     }
   } else {

@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "bias_hint.cuh"
 #include "fwd.h"
 #include "fwd_traits.cuh"
 
@@ -123,12 +124,13 @@ __device__ __forceinline__ void load_q_loop(const typename Traits::Params& param
 
 // Loads the blocks of a staged bias, the rows of each consumer on their own.
 template <typename Traits>
-__device__ __forceinline__ void load_bias_loop(const BiasParams& bias,
+__device__ __forceinline__ void load_bias_loop(const FwdParams& params,
                                                const FwdTensorMaps<Traits::kBiasMaps>& maps,
                                                FwdSharedStorage<Traits>& smem) {
   using Tile = typename Traits::BiasTile;
   using RestTile = typename Traits::BiasRestTile;
-  const ptx::CacheHint hint = bias_hint(bias);
+  const BiasParams& bias = params.score.bias;
+  const ptx::CacheHint hint = bias_hint(params, bias);
   Ring<Traits::kBiasStages> first_ring(smem.bias_rings[0]);
   for_each_work<Traits>(smem, [&](const FwdWork& work, int /*stage*/) {
     const MatrixPlace place = {.box = {bias.rows, 0, bias.rows},

@@ -3,19 +3,13 @@
 
 #include <algorithm>
 
+#include "../core/params.h"
 #include "../cuda/attn/tile_scheduler.cuh"
-#include "ptx/tma.cuh"
 
 namespace flash_attn::sm90 {
 
-// What the L2 cache is told of a bias: others who share it read it a little later.
-__device__ __forceinline__ ptx::CacheHint bias_hint(const BiasParams& bias) {
-  const bool is_shared = bias.batch_stride == 0 || bias.head_stride == 0;
-  return is_shared ? ptx::CacheHint::kEvictNormal : ptx::CacheHint::kEvictFirst;
-}
-
-// Tiles whose sequences or heads share a bias come side by side: it is read from memory once for
-// them, as they walk over it together. Heads are those that Scheduler counts.
+// Tiles whose sequences or heads share a bias come side by side, up to four of them: it is read from
+// memory once for these, as they walk over it together. Heads are those that Scheduler counts.
 template <typename Scheduler>
 struct SharedBiasScheduler : Scheduler {
   bool sequences_inside = false;
@@ -29,10 +23,13 @@ struct SharedBiasScheduler : Scheduler {
   void share(const BiasParams& bias) {
     constexpr int kMostTogether = 4;  // what they read has room in the L2 cache beside each other
     sequences_inside = bias.batch_stride == 0 && this->batch > 1;
-    const int sharing = sequences_inside ? this->batch : bias.head_stride == 0 ? this->heads : 1;
+    const int sharing =
+        (sequences_inside ? this->batch : 1) * (bias.head_stride == 0 ? this->heads : 1);
     int together = std::min(sharing, kMostTogether);
     while (sharing % together != 0) --together;
+    // No section may cut through those who are together.
     this->section_heads = std::max(this->section_heads / together, 1) * together;
+    this->last_section_heads = this->last_section_heads / together * together;
   }
 
 #ifdef __CUDACC__

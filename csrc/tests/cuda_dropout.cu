@@ -1,5 +1,5 @@
-// cuda/attn/dropout.cuh: the keep-mask in registers, with queries as rows and with keys as rows, and
-// as bits, against its definition (aten/dropout.h), element by element.
+// cuda/attn/dropout.cuh: the keep-mask in registers, with queries as rows, with keys as rows and as
+// bits, against its definition (aten/dropout.h), element by element.
 #include <array>
 
 #include "../cuda/attn/dropout.cuh"

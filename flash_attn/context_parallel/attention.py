@@ -255,8 +255,11 @@ def _gather_backward(
     finish_before: Callable[[], None],
 ) -> Grads:
     dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
-    for call in blocks.calls_with_all_keys():
-        run_backward(call, queries, *keys, options, (dq, dk, dv), sums_dq=False)
+    calls = list(blocks.calls_with_all_keys())
+    first_rows = [call[0].q[0] for call in calls]
+    sums_dq = len(set(first_rows)) < len(calls)
+    for call in calls:
+        run_backward(call, queries, *keys, options, (dq, dk, dv), sums_dq=sums_dq)
     finish_before()
     # Every rank has all of these heads, and gets what all found for its rows.
     share = Share(blocks.k, ((0, keys[0].size(2)),) * blocks.size)
