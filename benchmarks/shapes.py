@@ -118,7 +118,7 @@ def other_shapes(quick: bool = False) -> list[Case]:
 
 
 def deterministic(quick: bool = False) -> list[Case]:
-    """Every head-dim class at 2k and 8k, full and causal; GQA; documents."""
+    """Five head-dim classes at 2k and 8k, full and causal; GQA; documents."""
     cases = [
         Case(TOKENS // s, s, HIDDEN // d, d, causal, deterministic=True)
         for d in (64, 96, 128, 192, 256)
