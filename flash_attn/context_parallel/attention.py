@@ -255,10 +255,11 @@ def _gather_backward(
     finish_before: Callable[[], None],
 ) -> Grads:
     dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
-    calls = list(blocks.calls_with_all_keys())
-    first_rows = [call[0].q[0] for call in calls]
-    sums_dq = len(set(first_rows)) < len(calls)
-    for call in calls:
+    planned = blocks.calls_with_all_keys()
+    # Where keys lie on both sides of some rows, as with ALiBi without a causal mask, these rows
+    # have two calls, which begin at the same one.
+    sums_dq = len({call[0].q[0] for call in planned}) < len(planned)
+    for call in planned:
         run_backward(call, queries, *keys, options, (dq, dk, dv), sums_dq=sums_dq)
     finish_before()
     # Every rank has all of these heads, and gets what all found for its rows.
