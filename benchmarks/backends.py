@@ -29,7 +29,8 @@ class Unsupported(RuntimeError):
 
 @dataclass
 class Inputs:
-    """N(0, std²) tensors of a case; ``leaves`` are what the backward differentiates."""
+    """N(0, std²) tensors of a case; ``leaves`` are what the backward differentiates. q is larger by
+    the case's peak."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -50,13 +51,13 @@ def make_inputs(
 ) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(*shape: int, grad: bool = True) -> torch.Tensor:
-        x = torch.randn(shape, dtype=dtype, device=device, generator=generator) * std
+    def normal(*shape: int, grad: bool = True, factor: float = 1.0) -> torch.Tensor:
+        x = torch.randn(shape, dtype=dtype, device=device, generator=generator) * (std * factor)
         return x.requires_grad_(grad)
 
     lead = (case.tokens,) if case.docs else (case.batch, case.seqlen)
     inputs = Inputs(
-        q=normal(*lead, case.heads, case.head_dim),
+        q=normal(*lead, case.heads, case.head_dim, factor=case.peak or 1.0),
         k=normal(*lead, case.kv_heads, case.head_dim),
         v=normal(*lead, case.kv_heads, case.dim_v),
         dout=torch.randn(

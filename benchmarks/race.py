@@ -1,8 +1,8 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
-    pages,prefix,short,short_pages,chunk,splits,naive,features,cpu] [--backends sm80,fa2,cudnn]
-    [--out FILE.json]
+    pages,prefix,short,short_pages,chunk,splits,naive,peaked,features,cpu]
+    [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
@@ -12,7 +12,8 @@ itself: over the forms that a cache can have, and cut into pieces against not. p
 against dense, and against FlashInfer where it is installed. prefix: sequences that share leading
 pages, against FlashInfer's cascade there. short, short_pages: decode against up to 4k keys, the
 second on pages and in 8 bits, against FlashInfer's XQA kernel there. chunk: many new tokens against
-a cache, dense and in pages, on the prefill kernels and on decode's.
+a cache, dense and in pages, on the prefill kernels and on decode's. peaked: the forward where few
+keys of a row outweigh the others, which costs a kernel that follows the row's maximum.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from flash_attn.cli.measure import peak_memory
 
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
-    *("prefix", "short", "short_pages", "chunk", "splits", "naive", "features", "cpu"),
+    *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "features", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -48,6 +49,7 @@ PEERS = {
     "chunk": ("fa2", "cudnn"),
     "splits": (),
     "naive": ("naive",),
+    "peaked": ("fa2", "cudnn", "fa4"),
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
     "cpu": ("flash",),
 }
@@ -66,7 +68,8 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
     on_hopper = kind in (
-        *("fwd", "bwd", "shapes", "bwd_shapes", "deterministic", "naive", "features", "chunk"),
+        *("fwd", "bwd", "shapes", "bwd_shapes", "deterministic", "naive", "peaked", "features"),
+        "chunk",
     )
     if on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
@@ -182,6 +185,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return caches.splits_race(race, shapes.splits(quick), names)
     if kind == "naive":
         return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
+    if kind == "peaked":
+        return dense_race(race, "fwd", shapes.peaked(quick), names, suffix=".peaked")
     if kind == "shapes":
         return dense_race(race, "fwd", shapes.other_shapes(quick), names, suffix=".feature")
     if kind == "bwd_shapes":

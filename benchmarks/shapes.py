@@ -29,6 +29,7 @@ class Case:
     dropout: float = 0.0
     deterministic: bool = False
     docs: tuple[int, ...] = ()  # varlen: the lengths; seqlen is the longest, batch 1
+    peak: float = 0.0  # the standard deviation of softmax_scale · q · k; 0.0: that is 1
 
     @property
     def kv_heads(self) -> int:
@@ -74,6 +75,7 @@ class Case:
             "sink",
             "dropout",
             "deterministic",
+            "peak",
         )
         result |= {name: getattr(self, name) for name in extras if getattr(self, name)}
         if self.docs:
@@ -90,6 +92,17 @@ def dense(quick: bool = False) -> list[Case]:
         for causal in (False, True)
         for s in lengths
     ]
+
+
+def peaked(quick: bool = False) -> list[Case]:
+    """Scores of which few keys of a row outweigh the others, as in trained models."""
+    cases = [
+        Case(TOKENS // s, s, HIDDEN // d, d, causal, peak=peak)
+        for d in (64, 96, 128, 256)
+        for s, causal in ((512, False), (2048, False), (8192, True), (8192, False))
+        for peak in (3.0, 6.0)
+    ]
+    return cases[::8] if quick else cases
 
 
 def documents() -> tuple[int, ...]:

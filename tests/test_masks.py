@@ -306,6 +306,31 @@ def test_more_heads_than_places_of_a_pool(case: Case, name: str, target: Target)
     check_mask(case, name, target)
 
 
+@each_mask(["blocks", "bool", "shuffled-documents"], SMALL)
+def test_wide_gradients(case: Case, name: str, target: Target) -> None:
+    """The op's dq, dk and dv in fp32 are what is rounded otherwise."""
+    problem = Problem(case, 5, target.device)
+    arguments = op_arguments(problem) | dict(q=problem.q, k=problem.k, v=problem.v)
+    tiled = lowered(problem, MASKS[name](problem))
+    arguments |= {f"mask_{part}": x for part, x in tiled._asdict().items()}
+    arguments["backend"] = target.backend
+    out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
+    arguments |= dict(dout=problem.dout, dlse=None, out=out, softmax_lse=lse)
+    arguments |= dict(grad_mask=[True, True, True, False, False])
+    del arguments["return_probs"]
+    with dirty_allocator(problem.device, "nan"):
+        narrow = torch.ops.flash_attn.bwd(**arguments)[:3]
+        wide = torch.ops.flash_attn.bwd(
+            **arguments, wide_query_gradient=True, wide_key_gradients=True
+        )[:3]
+    assert {x.dtype for x in wide} == {torch.float32}
+    for rounded, x in zip(narrow[1:], wide[1:], strict=True):
+        assert torch.equal(x.to(rounded.dtype), rounded)
+    # dq is a sum in any order, so two calls may differ in the last place.
+    rounded, x = narrow[0].double(), wide[0].double()
+    assert (x - rounded).norm() <= torch.finfo(narrow[0].dtype).eps * rounded.norm()
+
+
 def backward_has_room() -> bool:
     """Whether a block of sm80's backward has the shared memory to skip tiles."""
     room = int(os.environ.get("FLASH_ATTN_SMEM_LIMIT", 1 << 30))

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "../cuda/attn/score_policy.cuh"
-#include "../cuda/attn/tile_scheduler.cuh"
 #include "fwd_steps.cuh"
 #include "masked_scores.cuh"
 

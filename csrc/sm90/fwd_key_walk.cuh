@@ -18,7 +18,7 @@ class KeyWalk {
   static constexpr bool kLooksAhead = Traits::ScorePolicy::kGeneral && Traits::kTile.blocks == 1;
   static constexpr bool kTriesFirst = Traits::kConsumers < 3;  // registers of three are too few
   static constexpr bool kAddsBias = Traits::kStagedBias && !Traits::kStartsWithBias;
-  static constexpr float kShare = 0.125f;
+  static constexpr float kShare = 0.125f;  // of the sum so far, where maxima are true
   static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
 
  public:
@@ -88,7 +88,10 @@ class KeyWalk {
       softmax.update_max(S, correction);
     }
     softmax.template exponentiate_into<Element>(P, S);  // P = exp(S - m)
-    if constexpr (Traits::kTile.blocks == 1) self.send_staged();
+    if constexpr (Traits::kTile.blocks == 1) {
+      softmax.even_out_sums();
+      self.send_staged();
+    }
     if constexpr (Traits::kDropout) {
       query_word =
           score.draw_query_word(self.params.dropout, work.first_row + self.warp_row, self.lane);
@@ -177,15 +180,11 @@ class KeyWalk {
     gemm_rs<Element>(O, P, V(self.smem.v[self.v_ring.stage()]));
   }
 
-  // Where exponentials go ahead, a P may reach this share of a thread's sum so far without being
-  // exact: an eighth of what the sum will be in the end, by the blocks that are left, and at most a
-  // half. (An eighth of the sum so far would make nearly every P above 1 of the first blocks exact,
-  // though few of those keys come to dominate their row, and each takes a scan of S and a rescale
-  // of O.)
+  // What a P of the block at hand may reach without being exact (share_of_sum()).
   __device__ __forceinline__ float share() const {
-    if constexpr (Traits::kMasked) return fminf(kShare * found.whole_walk(), 0.5f);
+    if constexpr (Traits::kMasked) return found.share();
     const BlockRange& blocks = work.range;  // read again, not kept: registers are short
-    return fminf(__fdividef(kShare * (blocks.end - blocks.begin), blocks.end - 1 - n), 0.5f);
+    return share_of_sum(blocks.end - 1 - n, blocks.end - blocks.begin);
   }
 
   // Computes P of the next block by the maxima of the blocks before. Score terms are computed in

@@ -35,14 +35,14 @@ class KeyFinder {
   __device__ __forceinline__ FoundKeys take() {
     const int from = __ffs(static_cast<int>(found_)) - 1, n = end_ + 31 - from;
     const uint32_t states = __shfl_sync(~0u, states_, from);
-    const float whole_walk = __fdividef(taken_ + __popc(found_), taken_);
+    const float share = share_of_sum(taken_, taken_ + __popc(found_));  // as far as has been looked
     ++taken_;
     found_ &= found_ - 1;
     const BlockRange& blocks = work_.range;
     const bool is_cut = n < blocks.full_begin || n >= blocks.full_end;
     const bool is_ahead = n * Traits::kBlockN < work_.window.first_key(work_.first_row);
     return FoundKeys(n, states, {.is_last = !look(), .is_cut = is_cut, .is_ahead = is_ahead},
-                     whole_walk);
+                     share);
   }
 
  private:

@@ -133,6 +133,18 @@ __device__ __forceinline__ int turned_blocks(const FwdWork& work, int64_t diagon
       (diagonal + work.first_row + Traits::kBlockM - 1 - work.first_key) / Traits::kBlockN;
   return last - static_cast<int>(min(max(block, int64_t{work.range.begin}), int64_t{last}));
 }
+// The share of a thread's sum that a P may reach without being exact (OnlineSoftmax::step_ahead),
+// when `done` of the walk's blocks have been summed. Sums are evened out behind the first one, so a
+// thread's sum is a fourth of its row's. The share is an eighth of what the sum will be in the end,
+// if each block adds as much as the first, and at least one and a half times what the first one
+// added: the fewer keys a row has, the more each of them weighs in any case. (An eighth of the sum
+// so far would make nearly every P above 1 of the first blocks exact, though few of those keys come
+// to dominate their row, and each takes a scan of S and a rescale of O.)
+__device__ __forceinline__ float share_of_sum(int done, int blocks) {
+  constexpr float kOfWhole = 0.125f, kOfFirst = 1.5f;
+  const float in_the_end = fmaxf(kOfWhole * static_cast<float>(blocks), kOfFirst);
+  return fminf(__fdividef(in_the_end, static_cast<float>(done)), kOfFirst);
+}
 // The block that comes in the place of block n.
 __device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, int n) {
   const int block = n - turned;
@@ -236,21 +248,21 @@ class FoundKeys {
 
   FoundKeys() = default;
   // n is the block's number, and states are those of the mask's tiles in it (BlockMask::states()).
-  // whole_walk is how many blocks the tile has ÷ how many come before this one, as far as is known.
-  __device__ __forceinline__ FoundKeys(int n, uint32_t states, Facts facts, float whole_walk)
+  // share: share_of_sum().
+  __device__ __forceinline__ FoundKeys(int n, uint32_t states, Facts facts, float share)
       : bits_(static_cast<uint32_t>(n) << 11 | states << 3 | facts.is_ahead << 2 |
               facts.is_cut << 1 | facts.is_last),
-        whole_walk_(whole_walk) {}
+        share_(share) {}
 
   __device__ __forceinline__ int n() const { return static_cast<int>(bits_ >> 11); }
   __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
   __device__ __forceinline__ bool is_cut() const { return (bits_ & 2) != 0; }
   __device__ __forceinline__ bool is_ahead() const { return (bits_ & 4) != 0; }
-  __device__ __forceinline__ float whole_walk() const { return whole_walk_; }
+  __device__ __forceinline__ float share() const { return share_; }
   __device__ __forceinline__ FoundKeys of_first_lane() const {
     FoundKeys keys;
     keys.bits_ = __shfl_sync(~0u, bits_, 0);
-    keys.whole_walk_ = __shfl_sync(~0u, whole_walk_, 0);
+    keys.share_ = __shfl_sync(~0u, share_, 0);
     return keys;
   }
   // The states of the kTiles tiles that a consumer's queries meet in the block.
@@ -261,7 +273,7 @@ class FoundKeys {
 
  private:
   uint32_t bits_;
-  float whole_walk_;
+  float share_;
 };
 
 // `found` holds blocks on their way from the warp that finds them to those that load K and V.

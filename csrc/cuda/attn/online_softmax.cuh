@@ -235,6 +235,14 @@ class OnlineSoftmax : Record {
     return ptx::exp2(fmaf(score, scale_log2_, -row_max_[row]));
   }
 
+  // Deals out what the lanes of a quad have summed, so that each has a fourth of its row's sum. From
+  // here on what a thread has summed says what its row has, which may lie in one lane otherwise.
+  __device__ __forceinline__ void even_out_sums() {
+    finish();
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) row_sum_[row] *= 0.25f;
+  }
+
   // A probability, or a sum of them, joins the row's sum.
   __device__ __forceinline__ void add(int row, float p) { row_sum_[row] += p; }
 
