@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -360,9 +361,11 @@ def run(
     backward: bool = True,
     pattern: str = "nan",
     row_padding: int = 0,
+    views: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
     **overrides: object,
 ) -> dict[str, torch.Tensor]:
-    """out, lse, probs and the gradients of one poisoned, guarded call."""
+    """out, lse, probs and the gradients of one poisoned, guarded call. views: what some tensors
+    become views by."""
     given = problem.float_tensors() | problem.index_tensors()
     if problem.dlse is not None:
         given["dlse"] = problem.dlse
@@ -372,6 +375,7 @@ def run(
         for name, x in (given | {"dout": problem.dout}).items()
     }
     tensors = {name: guard.tensor for name, guard in guards.items()}
+    tensors |= {name: view(tensors[name]) for name, view in views.items()}
     dout, dlse = tensors.pop("dout"), tensors.pop("dlse", None)
     needed = [n for n in DIFFERENTIABLE if n in tensors and tensors[n].is_floating_point()]
     if backward:

@@ -1,0 +1,127 @@
+"""Anything that a call may have beside anything else: features, shapes, dtypes and strides drawn at
+random, every result held against float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from cases import (
+    ATEN_CPU,
+    ATEN_CUDA,
+    BIAS_SHAPES,
+    BOOL_BIASES,
+    SIMULATED,
+    SM80,
+    SM90,
+    Case,
+    Problem,
+    Target,
+    compare,
+    expect,
+    run,
+)
+from soak import some_lengths
+from test_layouts import LAYOUTS
+
+CALLS = 20  # of a test
+TESTS = {ATEN_CPU: 15, ATEN_CUDA: 10, SM80: 45, SM90: 45}  # 300 calls on a CPU, 2,000 on Hopper
+
+
+def random_case(draw: random.Random) -> Case:
+    """Each feature is as likely whatever else the call has."""
+    varlen = draw.random() < 0.4
+    lengths_q, lengths_k = (
+        tuple(draw.choice([0, 1, 17, 64, 65, 130]) for _ in range(2)) for _ in "qk"
+    )
+    seqlen_q, seqlen_k = draw.choice([1, 33, 64, 129]), draw.choice([1, 64, 100, 257])
+    most_q, most_k = (lengths_q, lengths_k) if varlen else ((seqlen_q,) * 2, (seqlen_k,) * 2)
+    heads_kv, d = draw.choice([1, 2]), draw.choice([8, 32, 40, 64, 72, 80, 96, 128, 192, 256])
+    bias = draw.choice(["", "", "", "", *BIAS_SHAPES])
+    softcap = draw.choice([0.0, 0.0, 0.0, 7.0, 50.0])
+    # The derivative of a saturated softcap is rounding alone.
+    scales, spreads = [None, None, None, 0.02], ["normal", "normal"]
+    if not softcap:
+        scales, spreads = [*scales, 0.3], [*spreads, "wide"]
+    return Case(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        lengths_q=lengths_q if varlen else None,
+        lengths_k=lengths_k if varlen else None,
+        tail=draw.choice([0, 0, 5]) if varlen else 0,
+        seqused_q=some_lengths(draw, most_q),
+        seqused_k=some_lengths(draw, most_k),
+        leftpad_k=some_lengths(draw, most_k),
+        heads_q=heads_kv * draw.choice([1, 2, 3]),
+        heads_kv=heads_kv,
+        d=d,
+        d_v=draw.choice([None, None, None, 16, 64, 128]),
+        dtype=draw.choice(["fp16", "fp16", "bf16", "bf16", "fp32"]),
+        causal=draw.random() < 0.5,
+        window=draw.choice([(-1, -1), (-1, -1), (20, 5), (0, -1), (-1, 70)]),
+        top_left=draw.random() < 0.3,
+        softcap=softcap,
+        alibi=draw.choice(["", "", "", "head", "batch"]),
+        bias=bias,
+        bias_fp32=bias not in ("", *BOOL_BIASES) and draw.random() < 0.2,
+        sink=draw.random() < 0.3,
+        dropout_p=draw.choice([0.0, 0.0, 0.0, 0.2]),
+        lse_grad=draw.random() < 0.3,
+        softmax_scale=draw.choice(scales),
+        spread=draw.choice(spreads),
+        deterministic=draw.random() < 0.3,
+    )
+
+
+def random_views(draw: random.Random, case: Case) -> dict[str, Callable]:
+    """Other strides for some of q, k, v and dout."""
+
+    def of_rows(layout: Callable) -> Callable:
+        """For varlen tensors, which have no dimension of sequences."""
+        return lambda x: layout(x[None])[0]
+
+    names = [name for name in ("q", "k", "v", "dout") if draw.random() < 0.4]
+    layouts = {name: LAYOUTS[draw.choice(list(LAYOUTS))] for name in names}
+    return {n: of_rows(x) if case.is_varlen else x for n, x in layouts.items()}
+
+
+def served_case(draw: random.Random, target: Target) -> Case:
+    while not (case := random_case(draw)).served_by(target.backend):
+        pass
+    return case
+
+
+@pytest.mark.parametrize(
+    "target, number",
+    [
+        pytest.param(target, number, id=f"{target}-{number}", marks=target.marks)
+        for target, count in TESTS.items()
+        for number in range(count)
+        if target.device == "cuda" or not SIMULATED
+    ],
+)
+def test_random_combinations(target: Target, number: int) -> None:
+    draw = random.Random(f"{target} {number}")
+    for _ in range(CALLS):
+        case, seed = served_case(draw, target), draw.randrange(1 << 20)
+        views = random_views(draw, case)
+        problem = Problem(case, seed, target.device)
+        try:
+            compare(problem, run(problem, target.backend, views=views), expect(problem))
+        except (AssertionError, RuntimeError) as error:
+            raise AssertionError(f"{case}, seed {seed}, views of {list(views)}") from error
+
+
+def test_draws_are_unlike() -> None:
+    """Each feature is drawn, and beside each other one."""
+    draw = random.Random(0)
+    features = ("softcap", "alibi", "bias", "sink", "dropout_p", "lse_grad", "causal", "lengths_q")
+    seen = {
+        (a, b)
+        for case in [random_case(draw) for _ in range(300)]
+        for a in features
+        for b in features
+        if getattr(case, a) and getattr(case, b)
+    }
+    assert len(seen) == len(features) ** 2
