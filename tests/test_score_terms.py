@@ -11,6 +11,7 @@ from cases import (
     ATEN_CPU,
     DIFFERENTIABLE,
     DTYPES,
+    OP_TARGETS,
     SM80,
     SM90,
     Case,
@@ -415,6 +416,15 @@ def test_masks_of_the_least_number(dtype: torch.dtype, target: Target, seed: int
         exact.attn_bias = problem.attn_bias.masked_fill(infinite, float("-inf"))
         expected = expect(exact)
     compare(problem, run(problem, target.backend), expected)
+
+
+@each_target(*OP_TARGETS)
+@pytest.mark.parametrize("bias", ["matrix", "key", "scalar"])
+def test_a_gradient_that_thousands_add_to(bias: str, target: Target, seed: int) -> None:
+    """4,096 heads of all sequences share each number of a bias in bf16, or 128 heads do, and all
+    scores a number that broadcasts everything."""
+    case = Case(dtype="bf16", batch=32, heads_q=128, seqlen_q=5, seqlen_k=9, d=32, bias=bias)
+    check(case, target, seed)
 
 
 @each_target(ATEN_CPU, SM80)
