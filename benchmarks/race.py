@@ -1,7 +1,7 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
-    pages,prefix,short,short_pages,chunk,splits,naive,peaked,features,cpu]
+    pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,features,cpu]
     [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
@@ -13,7 +13,9 @@ against dense, and against FlashInfer where it is installed. prefix: sequences t
 pages, against FlashInfer's cascade there. short, short_pages: decode against up to 4k keys, the
 second on pages and in 8 bits, against FlashInfer's XQA kernel there. chunk: many new tokens against
 a cache, dense and in pages, on the prefill kernels and on decode's. peaked: the forward where few
-keys of a row outweigh the others, which costs a kernel that follows the row's maximum.
+keys of a row outweigh the others, which costs a kernel that follows the row's maximum. masks:
+blocks and documents of flash_attn.masks, both directions, against FlexAttention; the ratios are
+their times ÷ the full call's times the density, or ÷ varlen's.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import backends, prefix, results, shapes
+from benchmarks import backends, prefix, race_masks, results, shapes
 from benchmarks import race_caches as caches
 from benchmarks.contest import Race, progress
 from benchmarks.timing import QUICK, Recipe, Timer
@@ -32,7 +34,8 @@ from flash_attn.cli.measure import peak_memory
 
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
-    *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "features", "cpu"),
+    *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
+    *("features", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -50,6 +53,7 @@ PEERS = {
     "splits": (),
     "naive": ("naive",),
     "peaked": ("fa2", "cudnn", "fa4"),
+    "masks": (),  # FlexAttention is among its contestants
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
     "cpu": ("flash",),
 }
@@ -65,6 +69,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "short": ("cuda",),
         "short_pages": ("paged16", "plain", "paged64_e4m3", "e4m3"),
         "splits": ("automatic", "unsplit"),
+        "masks": tuple(dict.fromkeys((*race_masks.BLOCKS, *race_masks.DOCUMENTS))),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
     on_hopper = kind in (
@@ -185,6 +190,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return caches.splits_race(race, shapes.splits(quick), names)
     if kind == "naive":
         return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
+    if kind == "masks":
+        return race_masks.run(race, quick, names)
     if kind == "peaked":
         return dense_race(race, "fwd", shapes.peaked(quick), names, suffix=".peaked")
     if kind == "shapes":

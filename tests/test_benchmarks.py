@@ -48,6 +48,8 @@ def test_the_races_have_the_shapes_of_the_bars():
     assert {c.head_dim for c in short} == {64, 128, 256}
     assert all(c.heads == 4 * c.heads_kv and c.heads * c.head_dim == 4096 for c in short)
     assert max(shapes.documents()) <= 16384 and len(shapes.documents()) == 64
+    peaked = shapes.peaked()
+    assert len(peaked) == len(set(peaked)) == 32 and {c.shape()["peak"] for c in peaked} == {3, 6}
 
 
 def test_shared_pages_are_those_of_the_plain_call():
@@ -178,6 +180,26 @@ def test_ratios_and_geometric_means():
     }
     assert means[("d", 64),] == pytest.approx(4.0) and means[("d", 128),] == pytest.approx(4.0)
     assert means[("all", True),] == pytest.approx(4.0)
+
+
+def test_masks_are_raced_with_what_they_leave(monkeypatch):
+    """Each contestant of the race of masks computes the same, but for the call without a mask."""
+    from benchmarks import contest, race_masks, timing
+
+    cases = race_masks.cases()
+    assert all(sum(c.lengths()) == c.seqlen and min(c.lengths()) > 0 for c in cases if c.documents)
+    monkeypatch.setattr(race_masks, "HIDDEN", 64)
+    small = [race_masks.MaskCase(256, 32, density=0.3), race_masks.MaskCase(256, 32, documents=3)]
+    monkeypatch.setattr(race_masks, "TOKENS", 256)
+    monkeypatch.setattr(race_masks, "cases", lambda quick: small)
+    timer = timing.Timer(torch.device("cpu"), timing.Recipe(0.0, 0.001, 0.001))
+    race = contest.Race(timer, torch.float32)
+    names = {*race_masks.BLOCKS, *race_masks.DOCUMENTS} - {"flex"}
+    records = race_masks.run(race, quick=True, names=tuple(names))
+    assert not race.wrong and not race.reasons
+    assert [r["kind"] for r in records] == ["masks.fwd", "masks.bwd"] * 2
+    for record, case in zip(records[::2], small, strict=True):
+        assert set(record["values"]) == set(case.names) - {"flex"}
 
 
 def test_a_file_of_results_reads_back(tmp_path):

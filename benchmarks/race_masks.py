@@ -1,0 +1,165 @@
+"""The race of masks: calls with an object of flash_attn.masks beside the work that it leaves."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import results
+from benchmarks.contest import Race, progress
+from benchmarks.shapes import HIDDEN, TOKENS
+
+BLOCK = 128  # queries, and keys, of a block
+BLOCKS = ("tiles", "full", "flex")
+DOCUMENTS = ("varlen", "packed", "prepared", "ids", "flex")
+
+
+@dataclass(frozen=True)
+class MaskCase:
+    """Blocks of a density, each of them seen or not by chance, or causal documents of one sequence.
+
+    tiles: the mask. full: no mask. varlen: the documents as sequences. packed, prepared, ids: masks
+    of their bounds, of their ids when it is known that each lies in one piece, and of ids alone."""
+
+    seqlen: int
+    head_dim: int
+    density: float = 0.0
+    documents: int = 0
+
+    @property
+    def heads(self) -> int:
+        return HIDDEN // self.head_dim
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.documents else max(1, TOKENS // self.seqlen)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return DOCUMENTS if self.documents else BLOCKS
+
+    def lengths(self) -> list[int]:
+        """Of the documents, by cuts at random."""
+        cuts = sorted(
+            random.Random(self.documents).sample(range(1, self.seqlen), self.documents - 1)
+        )
+        return [b - a for a, b in zip([0, *cuts], [*cuts, self.seqlen], strict=True)]
+
+    def shape(self) -> dict:
+        what = {"documents": self.documents} if self.documents else {"density": self.density}
+        return {"d": self.head_dim, "seqlen": self.seqlen, "batch": self.batch} | what
+
+
+def cases(quick: bool = False) -> list[MaskCase]:
+    blocks = [MaskCase(s, d, density=0.1) for d in (64, 128, 256) for s in (8192, 16384, 32768)]
+    documents = [MaskCase(TOKENS, d, documents=n) for d in (64, 128, 256) for n in (4, 12, 64)]
+    return (blocks + documents)[::4] if quick else blocks + documents
+
+
+class Inputs:
+    def __init__(self, case: MaskCase, race: Race):
+        generator = torch.Generator(race.device).manual_seed(0)
+        place = dict(device=race.device, generator=generator)
+        shape = (case.batch, case.seqlen, case.heads, case.head_dim)
+        self.leaves = [
+            torch.randn(shape, dtype=race.dtype, **place, requires_grad=True) for _ in "qkv"
+        ]
+        self.dout = torch.randn(shape, dtype=race.dtype, **place)
+        count = -(-case.seqlen // BLOCK)
+        self.seen = torch.rand(case.heads, count, count, **place) < case.density
+        lengths = torch.tensor(case.lengths() if case.documents else [case.seqlen])
+        self.longest = int(lengths.max())
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        self.cu_seqlens = ends.to(race.device, torch.int32)
+        ids = torch.arange(lengths.numel()).repeat_interleave(lengths)
+        self.ids = ids.to(race.device)[None]
+
+
+def attention(name: str, case: MaskCase, inputs: Inputs) -> Callable:
+    """The contestant as a function of q, k, v."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func, masks
+
+    if name == "flex":
+        return flex(case, inputs)
+    if name == "varlen":
+        cu, longest = inputs.cu_seqlens, inputs.longest
+        bounds = (cu, cu, longest, longest)
+        return lambda *qkv: flash_attn_varlen_func(*(x[0] for x in qkv), *bounds, causal=True)[None]
+    make = {
+        "full": lambda: None,
+        "tiles": lambda: masks.block_sparse(inputs.seen, BLOCK),
+        "packed": lambda: masks.causal() & masks.packed_documents(inputs.cu_seqlens[None]),
+        "ids": lambda: masks.causal() & masks.documents(inputs.ids),
+        "prepared": lambda: (masks.causal() & masks.documents(inputs.ids)).prepared(
+            case.seqlen, case.seqlen
+        ),
+    }
+    mask = make[name]()
+    return lambda q, k, v: flash_attn_func(q, k, v, attn_bias=mask)
+
+
+def flex(case: MaskCase, inputs: Inputs) -> Callable:
+    from torch.nn.attention import flex_attention
+
+    torch._functorch.config.donated_buffer = False  # else a backward cannot run twice on one graph
+    seen, ids = inputs.seen, inputs.ids[0]
+
+    def of_blocks(b, h, i, j):
+        return seen[h, i // BLOCK, j // BLOCK]
+
+    def of_documents(b, h, i, j):
+        return (j <= i) & (ids[i] == ids[j])
+
+    sizes = (None, None) if case.documents else (None, case.heads)
+    make = torch.compile(flex_attention.create_block_mask)
+    mask = make(
+        *(of_documents if case.documents else of_blocks, *sizes, case.seqlen, case.seqlen),
+        device=inputs.dout.device,
+    )
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return compiled(*(x.transpose(1, 2) for x in qkv), block_mask=mask).transpose(1, 2)
+
+    return attend
+
+
+def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
+    """Microseconds of each direction; ratio: the time ÷ that of varlen, or of the full call times
+    the density."""
+    records = []
+    for case in cases(quick):
+        inputs = Inputs(case, race)
+        density = inputs.seen.float().mean().item()
+
+        def forward(name: str, case=case, inputs=inputs) -> Callable:
+            attend = attention(name, case, inputs)
+
+            def call() -> torch.Tensor:
+                with torch.no_grad():
+                    return attend(*inputs.leaves)
+
+            return call
+
+        def backward(name: str, case=case, inputs=inputs) -> Callable:
+            out = attention(name, case, inputs)(*inputs.leaves)
+            return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+
+        for direction, build in (("fwd", forward), ("bwd", backward)):
+            label = f"masks.{direction} {case.shape()}"
+            own = [name for name in case.names if name in names]
+            times = race.seconds([name for name in own if name != "full"], label, build)
+            if "full" in own:
+                times |= race.seconds(["full"], label, build, compare=False)
+            micros = {n: None if t is None else t * 1e6 for n, t in times.items()}
+            base, factor = ("varlen", 1.0) if case.documents else ("full", density)
+            share = micros.get(base)
+            ratio = share and {
+                f"{n}/{base}": t / (share * factor) for n, t in micros.items() if t and n != base
+            }
+            shape = case.shape() | ({} if case.documents else {"density": round(density, 4)})
+            records.append(results.record(f"masks.{direction}", shape, "us", micros, ratio or None))
+            progress(records[-1])
+        del inputs, forward, backward, build
+    return records
