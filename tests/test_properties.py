@@ -30,7 +30,7 @@ TESTS = {ATEN_CPU: 15, ATEN_CUDA: 10, SM80: 45, SM90: 45}  # 300 calls on a CPU,
 
 
 def random_case(draw: random.Random) -> Case:
-    """Each feature is as likely whatever else the call has."""
+    """Each feature is as likely whatever else the call has, but for the scores beside a softcap."""
     varlen = draw.random() < 0.4
     lengths_q, lengths_k = (
         tuple(draw.choice([0, 1, 17, 64, 65, 130]) for _ in range(2)) for _ in "qk"
