@@ -105,6 +105,8 @@ def decode(
     backend: str | None,
     prefix_source: Tensor | None,
     prefix_lens: Tensor | None,
+    attn_bias: Tensor | None,
+    tree_mask: Tensor | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, softmax_lse, max_logits. Not differentiable."""
@@ -137,6 +139,8 @@ def kvcache(
     backend: str | None,
     prefix_source: Tensor | None,
     prefix_lens: Tensor | None,
+    attn_bias: Tensor | None,
+    tree_mask: Tensor | None,
     /,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes k and v into the caches, then decode: out, softmax_lse, max_logits.

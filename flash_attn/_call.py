@@ -423,6 +423,8 @@ def decode_arguments(
     batch_invariant=False,
     return_max_logits=False,
     shared_prefix=None,
+    attn_bias=None,
+    tree_mask=None,
     new=0,
 ):
     """The argument list of the op `decode`, and the end of that of `kvcache`, with `new` tokens."""
@@ -461,6 +463,8 @@ def decode_arguments(
         forced_backend(),
         prefix_source,
         prefix_lens,
+        attn_bias,
+        tree_mask,
     )
 
 

@@ -114,6 +114,7 @@ def can_use(
     num_splits: int = 0,
     batch_invariant: bool = False,
     shared_prefix: SharedPrefix | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Support:
     """The backend that would serve a call, and for each other one every reason why not.
 
@@ -184,9 +185,11 @@ def can_use(
                 batch_invariant=batch_invariant,
                 return_max_logits=return_max_logits,
                 shared_prefix=shared_prefix,
+                attn_bias=attn_bias,
+                tree_mask=tree_mask,
             )
-            *arguments, _, source, lens = arguments
-            chosen, reasons, plans = C.explain_decode(*arguments, None, source, lens)
+            *arguments, _, source, lens, bias, tree = arguments
+            chosen, reasons, plans = C.explain_decode(*arguments, None, source, lens, bias, tree)
         else:
             raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {shown(op)}')
         forced = _call.forced_backend()

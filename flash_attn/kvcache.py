@@ -48,6 +48,8 @@ def flash_decode_func(
     batch_invariant: bool = False,
     return_max_logits: bool = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of the newest tokens to a cache that holds their keys and values already.
 
@@ -88,6 +90,14 @@ def flash_decode_func(
             may read once for all of them (find_shared_prefix finds it): the first lens[b] keys of
             sequence b lie where those of sequence source[b] do, and b's own row of block_table is
             not asked about them. The result differs by rounding only.
+        attn_bias: broadcasts to (batch, heads_q, seqlen_q, capacity), added to the scores: column j
+            belongs to position j of a sequence's cache. A floating dtype, or bool, where False
+            hides the key. Numbers below -2^26 hide it, too.
+        tree_mask: bool (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q), without attn_bias: the
+            new tokens are a tree of drafts. Token i sees token j of them where [i, j] is True; the
+            keys before them all are seen. With causal, which is the default, no token sees a later
+            one, as a tree in which parents come first asks for anyway. A draft's position is that
+            of its place in the cache.
 
     What the index tensors hold is not checked, as that would wait for the device. It is clamped:
     lengths to 0 … capacity, cache_leftpad to 0 … length. A page or a row that does not exist has no
@@ -123,6 +133,8 @@ def flash_decode_func(
                 batch_invariant=batch_invariant,
                 return_max_logits=return_max_logits,
                 shared_prefix=shared_prefix,
+                attn_bias=attn_bias,
+                tree_mask=tree_mask,
             )
         )
         return _chosen(results, return_softmax_lse, return_max_logits)
@@ -172,6 +184,8 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: bool = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Appends k and v to the cache in place, rotates, and attends: one step of decoding, or a chunk
     of a prompt.
@@ -198,6 +212,9 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink: as in
             flash_attn_func. Masks are aligned bottom-right to the cache with k and v in it.
         return_softmax_lse, return_max_logits: also return softmax_lse, and max_logits.
+        attn_bias, tree_mask: as in flash_decode_func; the last seqlen_q keys of a sequence, k and v
+            among them, are the tree's. With cache_seqlens an int, attn_bias may also have
+            cache_seqlens + seqlen_new columns.
 
     Returns:
         out: (batch, seqlen_q, heads_q, d_v); softmax_lse: (batch, heads_q, seqlen_q), fp32 (fp64
@@ -213,9 +230,12 @@ def flash_attn_with_kvcache(
         new = 0 if k is None else dense_seqlen(k)
         if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
             length = as_int(cache_seqlens, "cache_seqlens")
+            capacity = k_cache.size(1)
             k_cache, v_cache, cache_seqlens = _at_length(
                 q, k_cache, v_cache, block_table, length, new
             )
+            if attn_bias is not None and attn_bias.dim() and attn_bias.size(-1) == capacity:
+                attn_bias = attn_bias[..., : k_cache.size(1)]
         arguments = decode_arguments(
             q,
             k_cache,
@@ -236,6 +256,8 @@ def flash_attn_with_kvcache(
             batch_invariant=batch_invariant,
             return_max_logits=return_max_logits,
             shared_prefix=shared_prefix,
+            attn_bias=attn_bias,
+            tree_mask=tree_mask,
             new=new,
         )
         if k is None:

@@ -81,6 +81,9 @@ class CacheCase:
     num_splits: int = 0
     batch_invariant: bool = False
     shared: bool = False  # leading pages with any sequence
+    bias: str = ""  # "bool", "fp32", "same" or "fp64": the dtype; "same": q's
+    bias_shape: str = "bhqk"  # in other dimensions it has one number for all
+    tree: str = ""  # "one", or "each" sequence its own
     garbage: bool = False  # in every index tensor
 
     def __str__(self) -> str:
@@ -166,8 +169,25 @@ class CacheProblem:
         self.k_descale, self.v_descale = self.make_descale(0.01), self.make_descale(0.02)
         self.slopes = torch.rand(c.heads_q, generator=self.generator) * 0.3 if c.alibi else None
         self.sink = self.normal(c.heads_q) if c.sink else None
+        self.make_bias()
         self.k_pool = self.make_pool(c.d, self.k_descale)
         self.v_pool = self.make_pool(d_v, self.v_descale)
+
+    def make_bias(self) -> None:
+        c = self.case
+        self.bias = self.tree = None
+        if c.bias:
+            sizes = zip("bhqk", (c.batch, c.heads_q, c.seqlen_q, self.capacity), strict=True)
+            shape = [size if name in c.bias_shape else 1 for name, size in sizes]
+            hidden = torch.rand(shape, generator=self.generator) < 0.2
+            bias = torch.randn(shape, generator=self.generator).masked_fill(hidden, -torch.inf)
+            dtypes = DTYPES | {"same": self.dtype}
+            self.bias = ~hidden if c.bias == "bool" else bias.to(dtypes[c.bias])
+        if c.tree:
+            shape = (c.batch,) * (c.tree == "each") + (c.seqlen_q, c.seqlen_q)
+            # A token sees itself, whatever else.
+            self.tree = torch.rand(shape, generator=self.generator) < 0.4
+            self.tree |= torch.eye(c.seqlen_q, dtype=torch.bool)
 
     def make_descale(self, size: float) -> torch.Tensor | None:
         c = self.case
@@ -260,6 +280,8 @@ class CacheProblem:
             learnable_sink=self.sink,
             k_descale=self.k_descale,
             v_descale=self.v_descale,
+            attn_bias=self.bias,
+            tree_mask=self.tree,
         )
         moved = {n: None if x is None else x.to(self.device) for n, x in given.items()}
         return moved | dict(
@@ -362,6 +384,21 @@ class CacheProblem:
         shape = self.case.batch, 1, 1, self.capacity
         return torch.tensor(exists, dtype=torch.bool).reshape(shape)
 
+    def all_terms(self, lengths: list[int]) -> torch.Tensor:
+        """What is not there, the bias and the tree in one, which broadcasts to (batch, heads_q,
+        seqlen_q, capacity)."""
+        seen = self.seen()
+        if self.tree is not None:
+            tokens = self.case.seqlen_q
+            kept = torch.ones(len(lengths), 1, tokens, self.capacity, dtype=torch.bool)
+            for b, tree in enumerate(self.tree.expand(len(lengths), -1, -1)):
+                newest = min(tokens, lengths[b])
+                kept[b, 0, :, lengths[b] - newest : lengths[b]] = tree[:, tokens - newest :]
+            seen = seen & kept
+        if self.bias is None or self.bias.dtype == torch.bool:
+            return seen if self.bias is None else seen & self.bias
+        return torch.where(seen, self.bias, -torch.inf)
+
     def compare(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """With float64, after run()."""
         c = self.case
@@ -376,7 +413,7 @@ class CacheProblem:
             softcap=c.softcap,
             alibi_slopes=self.slopes,
             learnable_sink=self.sink,
-            attn_bias=self.seen(),
+            attn_bias=self.all_terms(totals),
             seqused_k=torch.tensor(totals, dtype=torch.int32),
         )
         expected, expected_lse, _ = attention_ref(**options)

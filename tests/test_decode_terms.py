@@ -1,5 +1,5 @@
-"""Decode with softcap, ALiBi or rotary against caches of 16 bits: the second instances of
-decode.cuh, in every class and every form."""
+"""Decode with softcap, ALiBi, a bias, a tree or rotary against caches of 16 bits: the second
+instances of decode.cuh, in every class and every form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ DENSE = dict(
 
 
 def has_terms(case: DecodeCase | CacheCase) -> bool:
-    return bool(case.softcap or case.alibi or getattr(case, "rotary", ""))
+    options = ("softcap", "alibi", "rotary", "bias", "tree")
+    return any(getattr(case, option, False) for option in options)
 
 
 @each_decode([case for case in decode_cases(64, 21, **DENSE) if has_terms(case)], TARGETS)

@@ -96,6 +96,8 @@ CACHE_CASES = [
     CacheCase(new=2, seqlen_q=2, rows=True, leftpad=True, rotary="halves", rotary_dim=16),
     CacheCase(new=3, page_size=16, cache="int8", descale="sequence", alibi=True, sink=True, d_v=40),
     CacheCase(new=20, seqlen_q=20, page_size=16, rotary="halves"),
+    CacheCase(new=2, seqlen_q=2, bias="same", bias_shape="hqk"),
+    CacheCase(new=3, seqlen_q=3, page_size=16, tree="each"),
 ]
 
 

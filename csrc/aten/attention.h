@@ -59,6 +59,11 @@ struct DecodeArgs {
   // cache_batch_idx: the row of the cache, or of block_table, of each sequence; none: its own.
   std::optional<at::Tensor> cache_seqlens, cache_batch_idx, leftpad_k;
   std::optional<at::Tensor> block_table;  // int32 (rows, max_pages), any values: paged
+  // Broadcastable to (batch, heads_q, seqlen_q, positions of the cache); bool: keep.
+  std::optional<at::Tensor> attn_bias;
+  // bool (seqlen_q, seqlen_q) or (batch, …), without attn_bias: which of the last seqlen_q keys
+  // each query keeps.
+  std::optional<at::Tensor> tree_mask;
   std::optional<at::Tensor> alibi_slopes, learnable_sink;
   // fp32 (heads_kv) or (batch, heads_kv), for caches of 8 bits: value = stored · descale.
   std::optional<at::Tensor> k_descale, v_descale;

@@ -49,10 +49,25 @@ void cut_into_splits(const Slice& slice, Block rows, Block keys, int64_t num_spl
   } while (left.size() > 0);
 }
 
-Args as_attention(const DecodeArgs& args) {
+// The tree as a mask of all positions: (batch, 1, seqlen_q, capacity). What lies before the last
+// keys is kept.
+std::optional<Tensor> bias_of(const DecodeArgs& args, const Cache& cache) {
+  if (!args.tree_mask || args.q.numel() == 0) return args.attn_bias;
+  const int64_t batch = args.q.size(0), tokens = args.q.size(1);
+  const Tensor lengths = cache.lengths();
+  const Tensor position = at::arange(cache.capacity(), lengths.options());
+  const Tensor column = (position - lengths.unsqueeze(-1) + tokens).unsqueeze(1);
+  const Tensor kept = args.tree_mask->expand({batch, tokens, tokens})
+                          .gather(-1, column.clamp(0, tokens - 1)
+                                          .expand({batch, tokens, cache.capacity()}));
+  return column.lt(0).logical_or(kept).unsqueeze(1);
+}
+
+Args as_attention(const DecodeArgs& args, const Cache& cache) {
   return {.q = args.q,
           .k = args.k_cache,
           .v = args.v_cache,
+          .attn_bias = bias_of(args, cache),
           .alibi_slopes = args.alibi_slopes,
           .learnable_sink = args.learnable_sink,
           .max_seqlen_q = args.q.size(1),
@@ -117,6 +132,9 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
     for (int64_t h = 0; h < heads_kv; h += heads_each) {
       CacheSlice part;
       part.slice = start_slice(attention, {b, b + batches_each}, {h, h + heads_each});
+      if (attention.attn_bias) {
+        part.slice.terms.bias = broadcast_part(*attention.attn_bias, part.slice);
+      }
       part.slice.q = args.q.narrow(0, b, batches_each)
                          .narrow(2, part.slice.heads.first, part.slice.heads.size())
                          .transpose(1, 2);
@@ -138,7 +156,7 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
 
 std::tuple<Tensor, Tensor, Tensor> decode(const DecodeArgs& args) {
   const Cache cache(args);
-  const Args attention = as_attention(args);
+  const Args attention = as_attention(args, cache);
   const Sequences queries({args.q, {}, {}, {}, args.q.size(1)});
   const auto [out, lse] = make_outputs(attention);
   const Tensor max_logits = make_max_logits(attention);

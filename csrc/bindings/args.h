@@ -99,6 +99,7 @@ struct DecodeArgs {
   bool batch_invariant, return_max_logits;
   OptName backend;
   OptTensor prefix_source, prefix_lens;  // both or neither
+  OptTensor attn_bias, tree_mask;        // at most one of them
 
   // Keys of one sequence that the cache has room for.
   c10::SymInt capacity() const {
@@ -109,7 +110,7 @@ struct DecodeArgs {
     return std::tie(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, leftpad_k, block_table,
                     alibi_slopes, learnable_sink, k_descale, v_descale, softmax_scale, causal,
                     window_left, window_right, softcap, num_splits, batch_invariant,
-                    return_max_logits, backend, prefix_source, prefix_lens);
+                    return_max_logits, backend, prefix_source, prefix_lens, attn_bias, tree_mask);
   }
 };
 

@@ -147,6 +147,7 @@ void check_no_tangents(const DecodeArgs& args) {
   check_no_tangent("q", args.q);
   check_no_tangent("k_cache", args.k_cache);
   check_no_tangent("v_cache", args.v_cache);
+  check_no_tangent("attn_bias", args.attn_bias);
   check_no_tangent("alibi_slopes", args.alibi_slopes);
   check_no_tangent("learnable_sink", args.learnable_sink);
   check_no_tangent("k_descale", args.k_descale);
@@ -183,9 +184,10 @@ DecodeResult kvcache_autograd(const KvcacheArgs& args) {
     return call_kvcache(args);
   }();
   const Tensor& q = args.decode.q;
-  if (torch::autograd::compute_requires_grad(q, args.k, args.v)) {
+  const OptTensor& bias = args.decode.attn_bias;
+  if (torch::autograd::compute_requires_grad(q, args.k, args.v, bias)) {
     const std::shared_ptr<KvcacheBackward> node(
-        new KvcacheBackward(torch::autograd::collect_next_edges(q, args.k, args.v)),
+        new KvcacheBackward(torch::autograd::collect_next_edges(q, args.k, args.v, bias)),
         torch::autograd::deleteNode);
     torch::autograd::set_history(std::get<0>(results), node);
     torch::autograd::set_history(std::get<1>(results), node);

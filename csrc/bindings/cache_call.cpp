@@ -1,5 +1,7 @@
 #include "cache_call.h"
 
+#include "checks.h"
+
 namespace flash_attn {
 namespace {
 
@@ -23,6 +25,16 @@ CacheCall cache_call(const CallShape& shape, const DecodeArgs& given, const Kvca
   }
   if (args.learnable_sink) {
     args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();
+  }
+  if (args.attn_bias) {
+    // Beside 8 bits the kernels' products have a dtype that is not q's.
+    const at::ScalarType third = is_quantized(args.k_cache) ? at::kFloat : args.q.scalar_type();
+    args.attn_bias = readable_bias(*args.attn_bias, third);
+  }
+  if (args.tree_mask) {
+    // One for all heads.
+    const at::Tensor& tree = *args.tree_mask;
+    args.tree_mask = readable_bias(tree.dim() == 3 ? tree.unsqueeze(1) : tree, at::kBool);
   }
   const auto batch_stride = [](const OptTensor& descale) {
     return descale && descale->dim() == 2 ? descale->stride(0) : 0;

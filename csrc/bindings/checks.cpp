@@ -110,14 +110,15 @@ void check_sink(const OptTensor& sink, const Tensor& q) {
               sink->sym_sizes());
 }
 
-void check_bias(const AttnArgs& args, const SymInt& batch) {
-  if (!args.attn_bias) return;
-  const Tensor& bias = *args.attn_bias;
-  check_like("attn_bias", bias, args.q);
+// rows, keys: of a sequence.
+void check_bias(const OptTensor& given, const Tensor& q, const SymInt& batch, const SymInt& rows,
+                const SymInt& keys) {
+  if (!given) return;
+  const Tensor& bias = *given;
+  check_like("attn_bias", bias, q);
   TORCH_CHECK(bias.is_floating_point() || bias.scalar_type() == at::kBool,
               "flash_attn: attn_bias: expected a floating dtype or bool, got ", bias.scalar_type());
-  const std::array<SymInt, 4> full = {batch, args.q.sym_size(-2), args.max_seqlen_q,
-                                      args.max_seqlen_k};
+  const std::array<SymInt, 4> full = {batch, q.sym_size(-2), rows, keys};
   bool broadcasts = bias.dim() <= 4;
   for (int64_t d = 1; broadcasts && d <= bias.dim(); ++d) {
     broadcasts = bias.sym_size(-d) == 1 || bias.sym_size(-d) == full[4 - d];
@@ -218,7 +219,7 @@ void check_attention(const AttnArgs& args) {
       !args.block_table,
       "flash_attn: block_table: expected None (paged keys are served by flash_decode_func and "
       "flash_attn_with_kvcache), got a tensor");
-  check_bias(args, batch);
+  check_bias(args.attn_bias, args.q, batch, args.max_seqlen_q, args.max_seqlen_k);
   check_mask(args, batch);
   check_alibi(args.alibi_slopes, batch, args.q);
   check_sink(args.learnable_sink, args.q);
@@ -354,6 +355,21 @@ void check_shared_prefix(const DecodeArgs& args, const SymInt& batch) {
   check_int32_vector("shared_prefix.lens", args.prefix_lens, batch, args.q);
 }
 
+void check_tree(const DecodeArgs& args, const SymInt& batch) {
+  if (!args.tree_mask) return;
+  const Tensor& tree = *args.tree_mask;
+  TORCH_CHECK(!args.attn_bias,
+              "flash_attn: tree_mask: expected without attn_bias, which can hold it, got both");
+  check_like("tree_mask", tree, args.q);
+  TORCH_CHECK(tree.scalar_type() == at::kBool, "flash_attn: tree_mask: expected dtype bool, got ",
+              tree.scalar_type());
+  const SymInt tokens = args.q.sym_size(1);
+  const bool fits = (tree.dim() == 2 || (tree.dim() == 3 && tree.sym_size(0) == batch)) &&
+                    tree.sym_size(-2) == tokens && tree.sym_size(-1) == tokens;
+  TORCH_CHECK(fits, "flash_attn: tree_mask: must have shape (", tokens, ", ", tokens, ") or (",
+              batch, ", ", tokens, ", ", tokens, "), got ", tree.sym_sizes());
+}
+
 void check_descale(const char* name, const OptTensor& descale, const DecodeArgs& args) {
   if (!descale) return;
   check_like(name, *descale, args.q);
@@ -409,6 +425,8 @@ void check(const DecodeArgs& args) {
   check_int32_vector("cache_seqlens", args.cache_seqlens, batch, args.q);
   check_int32_vector("cache_leftpad", args.leftpad_k, batch, args.q);
   check_alibi(args.alibi_slopes, batch, args.q);
+  check_bias(args.attn_bias, args.q, batch, args.q.sym_size(1), args.capacity());
+  check_tree(args, batch);
   check_sink(args.learnable_sink, args.q);
   check_descale("k_descale", args.k_descale, args);
   check_descale("v_descale", args.v_descale, args);

@@ -54,6 +54,12 @@ DecodeParams decode_params(const Plan& plan, const CacheCall& call, const Decode
   const DecodeArgs& args = call.args;
   DecodeParams params = query_params(call);
   params.score = score_params(args.softcap, args.alibi_slopes, args.learnable_sink, params.heads_q);
+  if (args.attn_bias) params.score.bias = bias_params(*args.attn_bias, params.seqlen_q);
+  if (args.tree_mask) {
+    params.score.bias = bias_params(*args.tree_mask, params.seqlen_q);
+    params.score.bias.keys = params.seqlen_q;  // a tree of one token broadcasts nothing
+    params.bias_of_last_keys = true;
+  }
   params.splits = plan.splits;
   params.out = out.data_ptr();
   params.out_strides = strides_of(out);

@@ -90,7 +90,9 @@ std::tuple<Tensor, Tensor> flash_decode_func(const Tensor& q, const Tensor& k_ca
                                                      .return_max_logits = false,
                                                      .backend = options.backend,
                                                      .prefix_source = options.prefix_source,
-                                                     .prefix_lens = options.prefix_lens});
+                                                     .prefix_lens = options.prefix_lens,
+                                                     .attn_bias = options.attn_bias,
+                                                     .tree_mask = options.tree_mask});
   return {out, softmax_lse};
 }
 

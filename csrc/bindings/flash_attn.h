@@ -56,6 +56,9 @@ struct DecodeOptions {
   // int32 (batch): the first prefix_lens[b] keys of sequence b are those of sequence
   // prefix_source[b]
   std::optional<at::Tensor> prefix_source, prefix_lens;
+  // Broadcasts to (batch, heads_q, new tokens, capacity), floating or bool (false: hidden); or bool
+  // (new tokens, new tokens), perhaps for each sequence: which of the newest keys a token sees.
+  std::optional<at::Tensor> attn_bias, tree_mask;
 };
 
 // q (batch, new tokens, heads_q, head_dim), whose keys are in the caches (batch, capacity,

@@ -87,7 +87,8 @@ TORCH_LIBRARY(flash_attn, library) {
       "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? k_descale, Tensor? v_descale, float? "
       "softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, int "
       "num_splits, bool batch_invariant, bool return_max_logits=False, str? backend=None, Tensor? "
-      "prefix_source=None, Tensor? prefix_lens=None) -> "
+      "prefix_source=None, Tensor? prefix_lens=None, Tensor? attn_bias=None, Tensor? "
+      "tree_mask=None) -> "
       "(Tensor out, Tensor softmax_lse, Tensor max_logits)";
   library.def(("decode(Tensor q, Tensor k_cache, Tensor v_cache, " + decode_rest).c_str(), tags);
   library.def(("kvcache(Tensor k, Tensor v, Tensor? rotary_cos, Tensor? rotary_sin, bool "

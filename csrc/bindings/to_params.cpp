@@ -110,6 +110,7 @@ CallShape backward_shape(const FwdArgs& args) {
 }
 CallShape call_shape(const DecodeArgs& args) {
   CallShape call = call_shape_of(Op::kDecode, args.q, args.v_cache);
+  call.bias = args.attn_bias || args.tree_mask;
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
   call.sink = args.learnable_sink.has_value();
@@ -179,6 +180,8 @@ aten::DecodeArgs to_aten(const DecodeArgs& args) {
           .cache_batch_idx = args.cache_batch_idx,
           .leftpad_k = args.leftpad_k,
           .block_table = args.block_table,
+          .attn_bias = args.attn_bias,
+          .tree_mask = args.tree_mask,
           .alibi_slopes = args.alibi_slopes,
           .learnable_sink = args.learnable_sink,
           .k_descale = args.k_descale,
@@ -219,17 +222,13 @@ Strides strides_of(const at::Tensor& tensor) {
   return {.batch = stride(0), .row = stride(1), .head = stride(2)};
 }
 
-namespace {
-
-// (batch or 1, heads or 1, rows or 1, keys or 1) of a dtype that the kernels read.
-at::Tensor readable_bias(at::Tensor bias, at::ScalarType dtype_of_q) {
+at::Tensor readable_bias(at::Tensor bias, at::ScalarType third) {
   const auto dtype = bias.scalar_type();
-  if (dtype != at::kBool && dtype != at::kFloat && dtype != dtype_of_q) bias = bias.to(at::kFloat);
+  if (dtype != at::kBool && dtype != at::kFloat && dtype != third) bias = bias.to(at::kFloat);
   while (bias.dim() < 4) bias = bias.unsqueeze(0);
   return bias;
 }
 
-// bias: of readable_bias(). seqlen_q: of dense tensors, or 0.
 BiasParams bias_params(const at::Tensor& bias, int64_t seqlen_q) {
   const auto stride = [&](int64_t d) { return bias.size(d) == 1 ? 0 : bias.stride(d); };
   const auto length = [&](int64_t d) {
@@ -251,8 +250,6 @@ BiasParams bias_params(const at::Tensor& bias, int64_t seqlen_q) {
                     reinterpret_cast<uintptr_t>(params.data) % pair_bytes == 0;
   return params;
 }
-
-}  // namespace
 
 AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);

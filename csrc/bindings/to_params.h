@@ -42,6 +42,12 @@ OptTensor contiguous(const OptTensor& tensor);
 // whatever it says.
 Strides strides_of(const at::Tensor& tensor);
 
+// A bias as (batch or 1, heads or 1, rows or 1, keys or 1), of bool, fp32 or a third dtype, which
+// are what a kernel reads.
+at::Tensor readable_bias(at::Tensor bias, at::ScalarType third);
+// The same for kernels. seqlen_q: of dense tensors, or 0.
+BiasParams bias_params(const at::Tensor& bias, int64_t seqlen_q);
+
 // Every tensor of the call as the kernels read it.
 AttnArgs readable(AttnArgs args);
 // What forward and backward share, of readable() arguments.

@@ -327,10 +327,13 @@ struct Splits {
   }
 };
 
-// A call is plain if its cache has q's dtype or 8 bits, and if there is no softcap, no slopes, and
-// nothing to rotate.
+// A call is plain if its cache has q's dtype or 8 bits, and if there is no softcap, no slopes, no
+// bias, and nothing to rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
+  // score.bias belongs to the last bias.keys keys of each sequence, wherever they lie, and the keys
+  // before have none; else column j belongs to position j of the cache.
+  bool bias_of_last_keys = false;
 
   const void* q = nullptr;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
   Strides q_strides;

@@ -88,6 +88,7 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.batch_invariant, "batch_invariant is not supported");
   reasons.refuse_if(call.max_logits, "return_max_logits is not supported");
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
+  reasons.refuse_if(call.bias, "attn_bias and tree_mask are not supported");
   reasons.refuse_if(call.softcap, "softcap is not supported");
   reasons.refuse_if(call.sink, "learnable_sink is not supported");
 }

@@ -71,6 +71,7 @@ FEATURES = (
     Feature("decode", "sinks", ("sink",)),
     Feature("decode", "softcap", ("softcap",)),
     Feature("decode", "ALiBi", ("alibi",)),
+    Feature("decode", "bias or tree", ("bias",)),
     Feature("decode", "largest logits", ("max_logits",)),
     Feature("decode", "largest logits with softcap", ("max_logits", "softcap")),
     Feature("decode", "batch_invariant", ("batch_invariant",)),
@@ -201,6 +202,8 @@ def call_of(
         options["cache_seqlens"] = numbers(BATCH)
         if "batch_invariant" in asked:
             options["batch_invariant"] = True
+        if "bias" in asked:
+            options["attn_bias"] = tensor(HEADS, feature.tokens, CAPACITY)
         if "paged" not in asked:
             return q, tensor(BATCH, CAPACITY, KV_HEADS, head_dim, of=of), options
         page = 16

@@ -20,7 +20,7 @@ void combine(const DecodeParams& params, const SharedPrefix& prefix, Stream stre
 // As core/params.h has it, of a cache that decode.cuh serves.
 bool is_plain(const DecodeParams& params) {
   return params.score.softcap == 0 && params.score.alibi_slopes == nullptr &&
-         params.rotary_cos == nullptr;
+         params.score.bias.data == nullptr && params.rotary_cos == nullptr;
 }
 
 template <DType kDType>

@@ -66,6 +66,13 @@ struct DecodeTraits {
   using Output = Accumulator<1, kHeadDim>;
 };
 
+template <bool kPlain>
+struct DecodeTerms {};
+template <>
+struct DecodeTerms<false> {
+  DecodeRowTerms of_rows[kDecodeWarps][kDecodeRows];
+};
+
 template <typename Traits>
 struct DecodeStorage {
   union {
@@ -79,6 +86,7 @@ struct DecodeStorage {
   };
   // Pages: one bit a key of the K tile in the stage.
   typename Traits::KeyBits valid[kDecodeWarps][Traits::kStages];
+  [[no_unique_address]] DecodeTerms<Traits::kPlain> terms;
 };
 
 // Loads what a warp takes of a piece, K and V in turns: load i is K(i / 2) or, if odd, V(i / 2).
@@ -217,7 +225,6 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     if (params.dtype == DType::kBf16) bf16_to_fp16(Q, row_scale);
   }
   int row_first[2], row_end[2];  // the keys of the piece that this thread's rows see
-  DecodeRowTerms terms;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = min(fragment_row(half, lane), piece.num_rows - 1);
@@ -226,7 +233,11 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     row_end[half] = min(seen.end, piece.end_key);
     if constexpr (!Traits::kPlain) {
       const int token = piece.token(row);
-      terms.set(half, params, piece.batch_idx, piece.len_k, token, piece.head(row, token), 1.f);
+      const int head = piece.head(row, token);
+      if (lane % 4 == 0) {  // read behind the loop's first barrier
+        smem.terms.of_rows[warp][fragment_row(half, lane)].set(params, piece.batch_idx,
+                                                               piece.len_k, token, head, 1.f);
+      }
     }
   }
 
@@ -244,7 +255,8 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
 
     const int first_key = warp_first_key + j * Traits::kBlockKeys;
     if constexpr (!Traits::kPlain) {
-      terms.finish</*kWide=*/false>(S, params.score, first_key, lane);
+      finish_scores</*kWide=*/false, Element, /*kBias=*/true>(
+          S, params, smem.terms.of_rows[warp], first_key, lane);
     }
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
     if (__any_sync(~0u, first_key < row_first[1] || first_key + kKeys > row_end[0])) {

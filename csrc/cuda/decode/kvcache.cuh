@@ -121,8 +121,8 @@ __device__ __forceinline__ void produce(const DecodeParams& params,
   }
 }
 
-// The warps that compute run this.
-template <typename Traits>
+// The warps that compute run this. kBias: the call may have one.
+template <typename Traits, bool kBias>
 __device__ __forceinline__ void consume(const DecodeParams& params,
                                         const KvcacheTiles<Traits>& ring,
                                         KvcacheSchedule<Traits::kKeys>& schedule) {
@@ -136,10 +136,10 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
     at.advance(ring.stages);
   };
   while (schedule.next(piece)) {
-    load_queries<typename Traits::Element, Traits::k8Bit>(smem.q, smem.q_scale, params, piece);
+    load_queries<typename Traits::Element, Traits::k8Bit>(smem.q, smem.row_terms, params, piece);
     ptx::barrier_sync<Traits::kThreads>(kComputeBarrier);
     const KvcacheQueries<Traits> Q(smem.q, lane);
-    const KvcacheRows rows(params, piece, smem.q_scale, lane);
+    const KvcacheRows rows(params, piece, lane);
     typename Traits::Output O;
     O.fill(0.f);
     KvcacheSoftmax softmax(params.score);
@@ -150,7 +150,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
       auto S = multiply_keys<Traits>(Q, ring.tiles[at.stage], warp, lane);
       release();
       const int first_key = tile * Traits::kKeys + warp * Traits::kWarpKeys;
-      finish_scores<Traits>(S, params, rows, valid, first_key, lane);
+      finish_and_mask<Traits, kBias>(S, smem, params, rows, valid, first_key, lane);
       float correction[2];
 #if __CUDA_ARCH__ < 900
       // Addresses kept from tile to tile spill where two blocks share a multiprocessor.
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(Traits::kAllThreads, kBlocksPerSm)
   KvcacheSchedule<Traits::kKeys> schedule(params);
   __syncthreads();
   if (threadIdx.x < Traits::kThreads) {
-    consume<Traits>(params, ring, schedule);
+    consume<Traits, kBlocksPerSm == Traits::kLeastBlocks>(params, ring, schedule);
   } else {
     produce<Traits>(params, ring, schedule);
   }

@@ -5,17 +5,18 @@
 #include "../tile/smem_tile.cuh"
 #include "../tile/store.cuh"
 #include "kvcache_schedule.cuh"
+#include "score_terms.cuh"
 #include "widened_gemm.cuh"
 
 namespace flash_attn::cuda {
 
-// Loads the 16 rows as the left operand of Q Kᵀ, with zeros beyond rows and columns. row_scale is
-// what the products are to be multiplied with. With kTo8Bit the columns stand in the order in which
+// Loads the 16 rows as the left operand of Q Kᵀ, with zeros beyond rows and columns, and sets their
+// terms, what the products are to be multiplied with among them. With kTo8Bit the columns stand in the order in which
 // keys of 8 bits come out of ldmatrix: each four neighbours k are two pairs, at k / 2 of 16 columns
 // and 8 further on. kKvcacheWarps warps call it, with eight lanes a row.
 template <typename Element, bool kTo8Bit, int kHeadDim>
 __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHeadDim>& tile,
-                                             float (&row_scale)[kDecodeRows],
+                                             DecodeRowTerms (&row_terms)[kDecodeRows],
                                              const DecodeParams& params,
                                              const KvcachePiece& piece) {
   constexpr int kLanes = 32 * kKvcacheWarps / kDecodeRows, kChunks = kHeadDim / kChunk / kLanes;
@@ -58,9 +59,10 @@ __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHea
     if (params.dtype == DType::kBf16) scale = fp16_scale(largest);
   }
   if (lane == 0) {
-    row_scale[row] = descale_of(params.k_descale, params.k_descale_batch_stride,
-                                params.k_descale_head_stride, piece.batch_idx, kv_head) /
-                     scale;
+    const float descale = descale_of(params.k_descale, params.k_descale_batch_stride,
+                                     params.k_descale_head_stride, piece.batch_idx, kv_head);
+    row_terms[row].set(params, piece.batch_idx, kvcache_len_k(params, piece.batch_idx), at.token,
+                       at.head, descale / scale);
   }
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {

@@ -12,10 +12,9 @@ namespace flash_attn::cuda {
 // What this thread knows of its rows, g and g + 8 of the tile.
 struct KvcacheRows {
   int first_key[2], end_key[2];  // seen by the row
-  DecodeRowTerms terms;
 
   __device__ __forceinline__ KvcacheRows(const DecodeParams& params, const KvcachePiece& piece,
-                                         const float (&q_scale)[kDecodeRows], int lane) {
+                                         int lane) {
     const int len_k = kvcache_len_k(params, piece.batch_idx);
     const int last_row = decode_group_rows(params) - 1;
 #pragma unroll
@@ -26,18 +25,20 @@ struct KvcacheRows {
       const SequenceKeys seen(params, piece.batch_idx, len_k, at.token, at.token);
       first_key[half] = seen.first;
       end_key[half] = seen.end;
-      terms.set(half, params, piece.batch_idx, len_k, at.token, at.head, q_scale[row]);
     }
   }
 };
 
 // Q Kᵀ becomes scores in units of log 2, which are -inf where masked. first_key is that of the
 // warp's columns.
-template <typename Traits>
-__device__ __forceinline__ void finish_scores(typename Traits::Scores& S,
+template <typename Traits, bool kBias>
+__device__ __forceinline__ void finish_and_mask(typename Traits::Scores& S,
+                                              const KvcacheStorage<Traits>& smem,
                                               const DecodeParams& params, const KvcacheRows& rows,
                                               uint32_t valid, int first_key, int lane) {
-  rows.terms.finish<Traits::kWide>(S, params.score, first_key, lane);
+  // Beside 8 bits, where the products' type is not q's, a bias is fp32.
+  using Number = std::conditional_t<Traits::k8Bit, float, typename Traits::Element>;
+  finish_scores<Traits::kWide, Number, kBias>(S, params, smem.row_terms, first_key, lane);
   constexpr uint32_t kAll = ~0u >> (32 - S.kN);
   const bool inside = max(rows.first_key[0], rows.first_key[1]) <= first_key &&
                       min(rows.end_key[0], rows.end_key[1]) >= first_key + S.kN;

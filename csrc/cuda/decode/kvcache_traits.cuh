@@ -5,6 +5,7 @@
 #include "../tile/fragment.cuh"
 #include "../tile/smem_tile.cuh"
 #include "kvcache_config.h"
+#include "score_terms.cuh"
 
 namespace flash_attn::cuda {
 
@@ -59,11 +60,11 @@ template <typename Traits>
 struct KvcacheStorage {
   typename Traits::QTile q;
   typename Traits::PTile p;
-  float q_scale[kDecodeRows];
   float row_max[kKvcacheWarps][kDecodeRows], row_sum[kKvcacheWarps][kDecodeRows];
   // One bit a key of a K tile that exists, one word a warp. Set by the producers.
   uint32_t valid[kKvcacheMaxStages][kKvcacheWarps];
   uint64_t full[kKvcacheMaxStages], empty[kKvcacheMaxStages];
+  DecodeRowTerms row_terms[kDecodeRows];
 };
 
 // A stage of the ring; the parity of the visit tells one round from the next.

@@ -140,15 +140,15 @@ Splits decode_splits(const CallShape& call) {
 KvcacheGrid kvcache_grid(const CallShape& call) {
   // fp32: one block an SM reads as fast as two and leaves half as many pieces; two fill the device
   // better where there are many heads. 8 bits: four warps that compute wait for one another more
-  // than for memory, so two blocks, unless the call is short. 1 KiB a block is the system's, and
-  // the blocks that merge want to be there early.
+  // than for memory, so two blocks, unless the call is short, or has a bias, for which two have no
+  // registers. 1 KiB a block is the system's, and the blocks that merge want to be there early.
   constexpr int kSystemBytes = 1024, kCombineBytes = 17 * 1024, kTwoBlocksBytes = 160 * 1024;
   constexpr int64_t kLongElements = int64_t{64} << 20;
   const DeviceInfo& device = *call.device;
   const int items = static_cast<int>(call.heads_kv * row_tiles(call));
   const int64_t elements = call.batch * call.capacity * call.heads_kv * widest(call);
-  const bool profits =
-      is_8bit(call.cache_dtype) ? elements > kLongElements : items > device.num_sms / 5;
+  const bool profits = is_8bit(call.cache_dtype) ? elements > kLongElements && !call.bias
+                                                 : items > device.num_sms / 5;
   const bool two = profits && widest(call) <= 128 && device.smem_optin_bytes >= kTwoBlocksBytes;
   const int smem_bytes = device.smem_optin_bytes - kCombineBytes;
   return {.parts = std::max(device.num_sms * (two ? 2 : 1) / items, 1),
@@ -176,7 +176,7 @@ Splits kvcache_splits(const CallShape& call, const KvcacheGrid& grid) {
   return Splits::by_length(kInvariantKeys, static_cast<int>(call.capacity / kInvariantKeys + 2));
 }
 
-bool has_terms(const CallShape& call) { return call.softcap || call.alibi; }
+bool has_terms(const CallShape& call) { return call.softcap || call.alibi || call.bias; }
 
 // What decode.cuh serves, the faster kernel.
 bool serves_16bit(const CallShape& call) {

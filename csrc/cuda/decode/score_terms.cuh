@@ -1,12 +1,16 @@
 // What happens to decode's scores between Q Kᵀ and the mask. A row of scores is a (token, query
 // head) pair, so each has a slope and a diagonal of its own.
 //
-//   S = softmax_scale · Q Kᵀ → softcap → ALiBi
+//   S = softmax_scale · Q Kᵀ → softcap → ALiBi → + bias
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
+#include "../attn/bias.cuh"
 #include "../attn/online_softmax.cuh"
+#include "../ptx/opaque.cuh"
+#include "config.h"
 
 namespace flash_attn::cuda {
 
@@ -22,56 +26,111 @@ __device__ __forceinline__ float accurate_tanh(float x) {
 
 // Where a row's maximum starts, in units of log 2: scores with terms are bounded.
 __device__ __forceinline__ float least_max(const ScoreParams& score) {
-  const bool bounded = score.softcap > 0.f || score.alibi_slopes != nullptr;
+  const bool bounded =
+      score.softcap > 0.f || score.alibi_slopes != nullptr || score.bias.data != nullptr;
   return bounded ? kLeastScoreLog2 : -FLT_MAX;
 }
 
-// The terms of this thread's rows, g and g + 8 of the tile.
+// The terms of a row. They lie in shared memory: a tile needs all registers.
 struct DecodeRowTerms {
-  float scale[2];  // of Q Kᵀ, in units of log 2; with softcap, of its argument
-  float slope[2];  // ALiBi's, in units of log 2
-  int diagonal[2];
+  float scale;          // of Q Kᵀ, in units of log 2; with softcap, of its argument
+  float slope;          // ALiBi's, in units of log 2
+  int diagonal;         // the position where its distance is 0
+  int bias_key;         // the position that the first number of a bias belongs to
+  int64_t bias_offset;  // of the row's numbers
 
-  // Row `half` is this token and query head. q_scale: what its products are multiplied with
-  // besides.
-  __device__ __forceinline__ void set(int half, const DecodeParams& params, int batch_idx,
-                                      int len_k, int token, int head, float q_scale) {
+  // q_scale: what the row's products are multiplied with besides.
+  __device__ __forceinline__ void set(const DecodeParams& params, int batch_idx, int len_k,
+                                      int token, int head, float q_scale) {
     const ScoreParams& score = params.score;
-    const float unit = score.softcap > 0.f ? 1.f / score.softcap : kLog2E;
-    scale[half] = params.softmax_scale * unit * q_scale;
+    scale = params.softmax_scale * (score.softcap > 0.f ? 1.f / score.softcap : kLog2E) * q_scale;
     const float* slopes = score.alibi_slopes;
     if (slopes != nullptr) slopes += batch_idx * score.alibi_batch_stride;
-    slope[half] = slopes == nullptr ? 0.f : kLog2E * bounded_slope(slopes[head]);
-    diagonal[half] = token + len_k - params.seqlen_q;
-  }
-
-  // Q Kᵀ becomes scores in units of log 2. first_key is that of the first column.
-  template <bool kWide, int kKeys>
-  __device__ __forceinline__ void finish(Accumulator<1, kKeys>& S, const ScoreParams& score,
-                                         int first_key, int lane) const {
-    scale_rows(S, scale);
-    if (score.softcap > 0.f) {
-      const float cap = score.softcap * kLog2E;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < S.kRowElements; ++i) {
-          S.at(half, i) = cap * (kWide ? tanhf(S.at(half, i)) : accurate_tanh(S.at(half, i)));
-        }
-      }
-    }
-    if (score.alibi_slopes != nullptr) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto first = static_cast<float>(first_key + fragment_col(0, lane) - diagonal[half]);
-#pragma unroll
-        for (int i = 0; i < S.kRowElements; ++i) {
-          const float distance = fabsf(first + static_cast<float>(fragment_col(i, 0)));
-          S.at(half, i) = fmaf(-slope[half], distance, S.at(half, i));
-        }
-      }
-    }
+    slope = slopes == nullptr ? 0.f : kLog2E * bounded_slope(slopes[head]);
+    diagonal = token + len_k - params.seqlen_q;
+    bias_offset = batch_idx * score.bias.batch_stride + head * score.bias.head_stride +
+                  min(token, score.bias.rows - 1) * score.bias.row_stride;
+    bias_key = params.bias_of_last_keys ? len_k - score.bias.keys : 0;
   }
 };
+
+template <bool kWide, int kKeys>
+__device__ __forceinline__ void cap_scores(Accumulator<1, kKeys>& S, float softcap) {
+  const float cap = softcap * kLog2E;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      S.at(half, i) = cap * (kWide ? tanhf(S.at(half, i)) : accurate_tanh(S.at(half, i)));
+    }
+  }
+}
+
+// S -= slope · |key - diagonal|. first_key: of S's first column.
+template <int kKeys>
+__device__ __forceinline__ void add_alibi(Accumulator<1, kKeys>& S,
+                                          const DecodeRowTerms (&rows)[kDecodeRows], int first_key,
+                                          int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const DecodeRowTerms& row = rows[fragment_row(half, lane)];
+    const float slope = row.slope;
+    const auto first = static_cast<float>(first_key + fragment_col(0, lane) - row.diagonal);
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      const float distance = fabsf(first + static_cast<float>(fragment_col(i, 0)));
+      S.at(half, i) = fmaf(-slope, distance, S.at(half, i));
+    }
+  }
+}
+
+// S += a bias of `Number`s. first_column: of it, at S's first column; negative where the keys have
+// none.
+template <typename Number, int kKeys>
+__device__ __forceinline__ void add_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
+                                         const DecodeRowTerms (&rows)[kDecodeRows],
+                                         int first_column, int lane_of_thread) {
+  // Addresses kept from tile to tile would spill.
+  const auto lane = static_cast<int>(ptx::opaque(lane_of_thread));
+  const int first = first_column + fragment_col(0, lane);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Number* const of_row = static_cast<const Number*>(bias.data) +
+                                 rows[fragment_row(half, lane)].bias_offset +
+                                 first * bias.key_stride;
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; ++i) {
+      const int col = fragment_col(i, 0), column = first + col;
+      const float number = column < 0           ? 0.f
+                           : column < bias.keys ? load_bias(of_row + col * bias.key_stride)
+                                                : -INFINITY;
+      S.at(half, i) = fmaf(number, kLog2E, S.at(half, i));
+    }
+  }
+}
+
+// Q Kᵀ becomes scores in units of log 2. A bias consists of fp32, of bool or of `Number`s; without
+// kBias there is none.
+template <bool kWide, typename Number, bool kBias, int kKeys>
+__device__ __forceinline__ void finish_scores(Accumulator<1, kKeys>& S, const DecodeParams& params,
+                                              const DecodeRowTerms (&rows)[kDecodeRows],
+                                              int first_key, int lane) {
+  const ScoreParams& score = params.score;
+  const float scale[2] = {rows[fragment_row(0, lane)].scale, rows[fragment_row(1, lane)].scale};
+  scale_rows(S, scale);
+  if (score.softcap > 0.f) cap_scores<kWide>(S, score.softcap);
+  if (score.alibi_slopes != nullptr) add_alibi(S, rows, first_key, lane);
+  const BiasParams& bias = score.bias;
+  if (!kBias || bias.data == nullptr) return;
+  const int first_column = first_key - rows[0].bias_key;  // of all rows
+  if (first_column + kKeys <= 0) return;  // a tree says nothing of the long rest of the cache
+  if (bias.dtype == DType::kBool) {
+    add_bias<bool>(S, bias, rows, first_column, lane);
+  } else if (std::is_same_v<Number, float> || bias.dtype == DType::kFp32) {
+    add_bias<float>(S, bias, rows, first_column, lane);
+  } else {
+    add_bias<Number>(S, bias, rows, first_column, lane);
+  }
+}
 
 }  // namespace flash_attn::cuda
