@@ -58,7 +58,7 @@ DecodeParams decode_params(const Plan& plan, const CacheCall& call, const Decode
   if (args.tree_mask) {
     params.score.bias = bias_params(*args.tree_mask, params.seqlen_q);
     params.score.bias.keys = params.seqlen_q;  // a tree of one token broadcasts nothing
-    params.bias_of_last_keys = true;
+    params.score.bias.of_last_keys = true;
   }
   params.splits = plan.splits;
   params.out = out.data_ptr();

@@ -119,6 +119,9 @@ struct BiasParams {
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
   // Keys lie side by side, and those of an even number and the next are aligned, and both exist.
   bool in_pairs = false;
+  // Decode alone: it belongs to the last `keys` keys of each sequence, and those before have none;
+  // else key j is position j of the cache.
+  bool of_last_keys = false;
 };
 
 // One number for all queries.
@@ -331,9 +334,6 @@ struct Splits {
 // bias, and nothing to rotate.
 struct DecodeParams : CacheParams {
   ScoreParams score;
-  // score.bias belongs to the last bias.keys keys of each sequence, wherever they lie, and the keys
-  // before have none; else column j belongs to position j of the cache.
-  bool bias_of_last_keys = false;
 
   const void* q = nullptr;  // (batch, seqlen_q, heads_q, head_dim): the newest tokens
   Strides q_strides;

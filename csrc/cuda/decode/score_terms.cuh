@@ -50,7 +50,7 @@ struct DecodeRowTerms {
     diagonal = token + len_k - params.seqlen_q;
     bias_offset = batch_idx * score.bias.batch_stride + head * score.bias.head_stride +
                   min(token, score.bias.rows - 1) * score.bias.row_stride;
-    bias_key = params.bias_of_last_keys ? len_k - score.bias.keys : 0;
+    bias_key = score.bias.of_last_keys ? len_k - score.bias.keys : 0;
   }
 };
 
