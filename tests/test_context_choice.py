@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_attn
 from flash_attn._call import draw_rng_state
+from flash_attn.context_parallel import calls as calls_of_ranks
 from flash_attn.context_parallel import choose_scheme, flash_attn_func, interface
 from flash_attn.context_parallel.calls import Options, Queries, run_backward
 from flash_attn.context_parallel.dropout import Dropout
@@ -267,3 +268,41 @@ def test_what_is_said_of_parts_is_true(device: str, backend: str | None, change:
         assert not torch.equal(of_query[0], of_query[0].bfloat16().float())
     for (part,) in of_keys:
         assert torch.equal(part, part.bfloat16().float()) == said
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, change, summed",
+    [
+        (1, "zigzag", {}, False),
+        (1, "zigzag", dict(causal=True, window_size=(40, 0)), False),
+        (1, "contiguous", dict(alibi_slopes=torch.tensor([0.1, 0.3])), False),
+        (2, "contiguous", dict(causal=True), False),  # of the first rank
+        (2, "zigzag", dict(causal=True), True),
+        (2, "contiguous", {}, True),
+    ],
+    ids=str,
+)
+def test_dq_is_wide_where_it_is_a_sum(
+    ranks: int, layout: str, change: dict, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank's ring asks for dq in fp32 if a row has keys in several of its calls, and else
+    for what an ordinary call gives."""
+    asked = []
+
+    def bwd(*tensors: torch.Tensor, **options: object) -> list[torch.Tensor]:
+        parts = calls_of_ranks_bwd(*tensors, **options)
+        asked.append((options["wide_query_gradient"], parts[0].dtype))
+        return parts
+
+    calls_of_ranks_bwd = calls_of_ranks.bwd
+    monkeypatch.setattr(calls_of_ranks, "bwd", bwd)
+    monkeypatch.setattr(calls_of_ranks, "_widened", lambda x: x)  # as on a GPU
+    q, k, v = (torch.randn(1, 64, 2, 32).bfloat16().requires_grad_() for _ in range(3))
+    with world(ranks):
+        out = flash_attn_func(q, k, v, scheme="ring", layout=layout, **change)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert set(asked) == {(summed, torch.float32 if summed else torch.bfloat16)}
+    if ranks == 1:
+        out = flash_attn.flash_attn_func(q, k, v, **change)
+        for actual, expected in zip(grads, torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+            assert torch.equal(actual, expected)

@@ -10,7 +10,7 @@ import torch
 
 from flash_attn.context_parallel.exchange import copy
 from flash_attn.context_parallel.heads import head_shares, shares_in_groups
-from flash_attn.context_parallel.plan import Documents, Mask, calls
+from flash_attn.context_parallel.plan import Documents, Mask, calls, share_rows
 from flash_attn.context_parallel.shards import Shards, in_order, size_of
 
 
@@ -79,13 +79,17 @@ def test_every_pair_is_in_one_call(seed: int) -> None:
         for k in [shards_k.ranges(rank) for rank in range(size)] + [((0, documents.k[-1]),)]:
             q = shards_q.ranges(rank_q)
             times = torch.zeros(size_of(q), size_of(k), dtype=torch.int)
-            for call in calls(mask, documents, q, k):
+            calls_of_row = torch.zeros(size_of(q), dtype=torch.int)
+            planned = calls(mask, documents, q, k)
+            for call in planned:
                 assert len(call) == 1 or documents.varlen
                 seen = seen_by_call(call, *times.shape)
                 times += seen
+                calls_of_row += seen.any(1)
                 if mask.alibi:
                     check_alibi(call, seen, steps[tokens(q)][:, tokens(k)])
             assert torch.equal(times, expected[tokens(q)][:, tokens(k)].int())
+            assert share_rows(planned) or (calls_of_row <= 1).all()
 
 
 def check_alibi(call, seen: torch.Tensor, steps: torch.Tensor) -> None:
@@ -155,6 +159,23 @@ def test_neighbouring_pieces_are_one_call() -> None:
             plan = calls(Mask(right=0), documents, shards.ranges(q), shards.ranges(k))
             assert len(plan) == 1 and len(plan[0]) == 1
             assert plan[0][0].full == (q != k)
+
+
+@pytest.mark.parametrize(
+    "mask, shared",
+    [
+        (Mask(), False),
+        (Mask(right=0, alibi=True), False),
+        (Mask(alibi=True), True),
+        (Mask(9, 5, alibi=True), True),  # keys behind the last diagonal are seen from row 5 on
+    ],
+    ids=str,
+)
+def test_rows_of_several_calls(mask: Mask, shared: bool) -> None:
+    """ALiBi has a call for each side of the diagonal."""
+    documents = Documents((0, 20), (0, 20))
+    assert share_rows(calls(mask, documents, ((0, 10),), ((0, 20),))) == shared
+    assert share_rows(2 * calls(mask, documents, ((0, 10),), ((0, 20),)))
 
 
 def test_documents_share_a_varlen_call() -> None:

@@ -21,7 +21,7 @@ As torch ops they are one node each for torch.compile, which does not look insid
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ from flash_attn.context_parallel.exchange import (
 )
 from flash_attn.context_parallel.heads import Share, ToRows, heads_of_a_group
 from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
-from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
+from flash_attn.context_parallel.plan import Call, Documents, Mask, calls, share_rows
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
 
 
@@ -81,6 +81,11 @@ class _Blocks:
     def calls_with_all_keys(self) -> tuple[Call, ...]:
         everything: Ranges = ((0, self.documents.k[-1]),)
         return calls(self.mask, self.documents, self.q[self.rank], everything)
+
+    @cached_property
+    def ring_sums_dq(self) -> bool:
+        """Whether some of this rank's rows see keys in several of the ring's calls."""
+        return share_rows(call for rank in range(self.size) for call in self.calls(self.rank, rank))
 
     def source(self, step: int) -> int:
         """Whose keys this rank computes with in a step."""
@@ -214,10 +219,11 @@ def _ring_backward(
     own, coming, start_after = here
     keys, returning = own.views(), None
     dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
+    sums_dq = blocks.ring_sums_dq
     for step in range(blocks.size):
         grads = (dk, dv) if step == 0 else [RunningSum(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
-            run_backward(call, queries, *keys, options, (dq, *grads), sums_dq=True)
+            run_backward(call, queries, *keys, options, (dq, *grads), sums_dq=sums_dq)
         if step == 0:  # later on there are more buffers
             finish_before()
         keys = coming.wait() if coming else ()
@@ -257,8 +263,8 @@ def _gather_backward(
     dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
     planned = blocks.calls_with_all_keys()
     # Where keys lie on both sides of some rows, as with ALiBi without a causal mask, these rows
-    # have two calls, which begin at the same one.
-    sums_dq = len({call[0].q[0] for call in planned}) < len(planned)
+    # have two calls.
+    sums_dq = share_rows(planned)
     for call in planned:
         run_backward(call, queries, *keys, options, (dq, dk, dv), sums_dq=sums_dq)
     finish_before()

@@ -16,9 +16,10 @@ know D: for ALiBi alone it matters (see `_alibi_parts`).
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from flash_attn.context_parallel.shards import Range, Ranges
 
@@ -105,6 +106,12 @@ def calls(mask: Mask, documents: Documents, q: Ranges, k: Ranges) -> tuple[Call,
     if not mask.alibi:
         rectangles = _fused(rectangles)
     return tuple((r.without_idle_limits(),) for r in rectangles)
+
+
+def share_rows(planned: Iterable[Call]) -> bool:
+    """Whether several of the calls have keys for the same row."""
+    rows = sorted(r.q for call in planned for r in call)
+    return any(before[1] > after[0] for before, after in pairwise(rows))
 
 
 def _rectangles(mask: Mask, documents: Documents, q: Ranges, k: Ranges) -> Iterator[Rectangle]:
