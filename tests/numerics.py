@@ -22,6 +22,7 @@ was added up, are compared exactly.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -224,6 +225,17 @@ def underflow_of(
     if dtype == torch.float16:
         return flushed + CHANCE * conditions[f"{name}_of_subnormals"]
     return flushed
+
+
+def assert_rounded_otherwise(narrow: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
+    """dq, dk and dv in fp32 are what another call gives rounded to its dtype."""
+    assert [x.dtype for x in wide] == [torch.float32] * 3
+    assert [x.shape for x in wide] == [x.shape for x in narrow]
+    for rounded, x in zip(narrow[1:], wide[1:], strict=True):
+        assert torch.equal(x.to(rounded.dtype), rounded)
+    # dq is a sum in any order, so two calls may differ in the last place.
+    limit = max(torch.finfo(narrow[0].dtype).eps, 1e-6)
+    assert narrow[0].count_nonzero() and rms_error(wide[0], narrow[0].double()) <= limit
 
 
 def assert_lse_close(actual: torch.Tensor, expected: torch.Tensor, largest_score: float) -> None:

@@ -1,4 +1,5 @@
-"""What masks keep from call to call, and of whom: packed documents, copies, traces, prepared()."""
+"""What masks keep from call to call, and of whom: tiles, packed documents, copies, traces,
+prepared()."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import copy
 
 import pytest
 import torch
+from cases import ATEN_CPU, SM80, SM90, Problem, Target, each_target, use
+from test_masks import SQUARE, attend, bounds_of_documents, lowered, random_ids, seen_by
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -90,3 +93,39 @@ def test_prepared_in_inference_mode(form: str) -> None:
         out = flash_attn.flash_attn_func(q, q, q.cumsum(1), attn_bias=given)
         gradients += torch.autograd.grad(out.square().sum(), q)
     torch.testing.assert_close(*gradients)
+
+
+@each_target(ATEN_CPU, SM80, SM90)
+def test_written_tensors_are_read_again(target: Target) -> None:
+    """What is kept of a mask holds until a tensor it was made of is written to."""
+    problem = Problem(SQUARE, 4, target.device)
+    ids = random_ids(problem, 200, 3)
+    mask = masks.documents(ids)
+    first = lowered(problem, mask)
+    assert lowered(problem, mask).tiles is first.tiles
+    ids.copy_(ids.flip(1).sort(1).values)
+    assert lowered(problem, mask).tiles is not first.tiles
+    with use(target):
+        actual = attend(problem, mask)["out"]
+        expected = attend(problem, masks.documents(ids.clone()))["out"]
+    assert torch.equal(actual, expected)
+
+
+@each_target(ATEN_CPU, SM80, SM90)
+def test_prepared(target: Target) -> None:
+    """The same mask, whose tiles are those of the time when it was prepared, for those lengths."""
+    problem = Problem(SQUARE.with_(causal=True), 8, target.device)
+    ids = random_ids(problem, 200, 4).sort(1).values.int()
+    mask = masks.documents(ids) & masks.window(50, 0)
+    ready = mask.prepared(200, 200)
+    assert lowered(problem, ready).tiles is lowered(problem, ready).tiles
+    assert torch.equal(seen_by(problem, ready), seen_by(problem, mask))
+    with use(target):
+        unprepared, expected = attend(problem, mask), attend(problem, ready)
+        ids.zero_()
+        actual = attend(problem, ready)
+    assert all(torch.equal(actual[name], expected[name]) for name in ("out", "dk", "dv"))
+    for name in ("out", "dk", "dv"):
+        torch.testing.assert_close(actual[name], unprepared[name], rtol=0.02, atol=0.02)
+    packed = masks.packed_documents(bounds_of_documents(problem)) & masks.causal()
+    assert packed.prepared(200, 200) is packed
