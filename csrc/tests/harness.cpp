@@ -56,6 +56,7 @@ const Tests& all_tests() {
     add_cuda_dropout_tests(list);
     add_sm90_gemm_tests(list);
     add_sm90_copy_tests(list);
+    add_sm90_scheduler_tests(list);
     add_sm90_sync_tests(list);
     add_sm90_terms_tests(list);
     return list;

@@ -36,6 +36,7 @@ void add_cuda_tile_tests(Tests& tests);
 void add_cuda_dropout_tests(Tests& tests);
 void add_sm90_gemm_tests(Tests& tests);
 void add_sm90_copy_tests(Tests& tests);
+void add_sm90_scheduler_tests(Tests& tests);
 void add_sm90_sync_tests(Tests& tests);
 void add_sm90_terms_tests(Tests& tests);
 
