@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
@@ -329,6 +330,26 @@ def test_the_order_of_tiles_costs_more_than_turns():
         (1, 1),
         (2, 1),
     ]
+
+
+def test_the_rule_for_dominant_keys_fires_where_a_p_outweighs_its_sum():
+    """A key of the second of two blocks in the last row, whose lanes have summed 8 of the first:
+    1.5 times that may pass. Its P then has a rounding, and else none, as with true maxima."""
+    from benchmarks import dominant
+
+    *_, taken, _ = dominant.RULES.values()
+    for p, parts in (11.9, (0, 0, 0)), (12.3, (1 / 32, 0.5, 0)), (300, (1 / 32, 0.5, 0.5)):
+        scores, v = np.zeros((32, 64), np.float32), np.eye(64, dtype=np.float32)  # O is P
+        scores[31, 40] = np.log2(p)
+        for rule, expected in (taken, parts), (None, (0, 0, 0)):
+            out, found = dominant.attend(scores, v, 32, rule, "bf16")
+            error = abs(out[31] * (63 + p) / np.exp2(scores[31]) - 1)
+            assert tuple(found) == expected and error.max() < 2**-8
+            assert (error[40] < 1e-6) == (p != 11.9 or rule is None)
+    source = (ROOT / "csrc/sm90/fwd_traits.cuh").read_text()
+    assert f"kOfWhole = {taken[0]}f, kOfFirst = {taken[1]}f;" in source and taken[2] == taken[1]
+    for rows, warps, again, *ratios in dominant.compare(64, 2, 3.0, 2, "fp16", rows=32).values():
+        assert 0 <= again <= warps <= 1 and rows <= warps and min(ratios) > 0.5
 
 
 def test_lengths_that_cannot_be_simulated_are_refused():
