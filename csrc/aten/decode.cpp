@@ -57,9 +57,9 @@ std::optional<Tensor> bias_of(const DecodeArgs& args, const Cache& cache) {
   const Tensor lengths = cache.lengths();
   const Tensor position = at::arange(cache.capacity(), lengths.options());
   const Tensor column = (position - lengths.unsqueeze(-1) + tokens).unsqueeze(1);
-  const Tensor kept = args.tree_mask->expand({batch, tokens, tokens})
-                          .gather(-1, column.clamp(0, tokens - 1)
-                                          .expand({batch, tokens, cache.capacity()}));
+  const Tensor kept =
+      args.tree_mask->expand({batch, tokens, tokens})
+          .gather(-1, column.clamp(0, tokens - 1).expand({batch, tokens, cache.capacity()}));
   return column.lt(0).logical_or(kept).unsqueeze(1);
 }
 

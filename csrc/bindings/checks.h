@@ -14,9 +14,6 @@ void check_max_seqlens(const AttnArgs& args);
 void check(const DecodeArgs& args);
 void check(const KvcacheArgs& args);
 
-// A dense strided tensor on q's device. name: of the argument.
-void check_like(const char* name, const at::Tensor& tensor, const at::Tensor& q);
-
 // Whether a cache holds numbers that a scale multiplies: float8_e4m3fn or int8.
 bool is_quantized(const at::Tensor& cache);
 

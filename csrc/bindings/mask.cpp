@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "argument_checks.h"
 #include "checks.h"
 
 namespace flash_attn {

@@ -87,6 +87,12 @@ CPP = {
     "csrc/aten/cache.cpp": CACHE,
     "csrc/aten/append.cpp": ["test_kvcache.py --part=0/4", "test_cache_forms.py --part=0/4"],
     "csrc/bindings/checks.cpp": ["test_errors.py", "test_wrong_arguments.py"],
+    "csrc/bindings/argument_checks.cpp": ["test_errors.py", "test_wrong_arguments.py"],
+    "csrc/bindings/cache_checks.cpp": [
+        "test_errors.py",
+        "test_wrong_arguments.py",
+        "test_decode_bias.py -k refusals",
+    ],
     "csrc/bindings/autograd.cpp": [
         "test_torch.py",
         "test_api_options.py",

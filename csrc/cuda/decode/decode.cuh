@@ -235,8 +235,8 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
       const int token = piece.token(row);
       const int head = piece.head(row, token);
       if (lane % 4 == 0) {  // read behind the loop's first barrier
-        smem.terms.of_rows[warp][fragment_row(half, lane)].set(params, piece.batch_idx,
-                                                               piece.len_k, token, head, 1.f);
+        smem.terms.of_rows[warp][fragment_row(half, lane)].set(params, piece.batch_idx, piece.len_k,
+                                                               token, head, 1.f);
       }
     }
   }
@@ -255,8 +255,8 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
 
     const int first_key = warp_first_key + j * Traits::kBlockKeys;
     if constexpr (!Traits::kPlain) {
-      finish_scores</*kWide=*/false, Element, /*kBias=*/true>(
-          S, params, smem.terms.of_rows[warp], first_key, lane);
+      finish_scores</*kWide=*/false, Element, /*kBias=*/true>(S, params, smem.terms.of_rows[warp],
+                                                              first_key, lane);
     }
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
     if (__any_sync(~0u, first_key < row_first[1] || first_key + kKeys > row_end[0])) {

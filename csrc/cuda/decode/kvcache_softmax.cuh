@@ -33,9 +33,9 @@ struct KvcacheRows {
 // warp's columns.
 template <typename Traits, bool kBias>
 __device__ __forceinline__ void finish_and_mask(typename Traits::Scores& S,
-                                              const KvcacheStorage<Traits>& smem,
-                                              const DecodeParams& params, const KvcacheRows& rows,
-                                              uint32_t valid, int first_key, int lane) {
+                                                const KvcacheStorage<Traits>& smem,
+                                                const DecodeParams& params, const KvcacheRows& rows,
+                                                uint32_t valid, int first_key, int lane) {
   // Beside 8 bits, where the products' type is not q's, a bias is fp32.
   using Number = std::conditional_t<Traits::k8Bit, float, typename Traits::Element>;
   finish_scores<Traits::kWide, Number, kBias>(S, params, smem.row_terms, first_key, lane);
