@@ -75,7 +75,8 @@ def varlen_kvpacked() -> dict:
 def decode() -> dict:
     caches = dict(k_cache=normal(3, 9, 2, 8), v_cache=normal(3, 9, 2, 8))
     indices = dict(cache_seqlens=numbers(4, 9), cache_batch_idx=numbers(2, 0))
-    return dict(q=normal(2, 1, 4, 8), cache_leftpad=numbers(0, 1)) | caches | indices | options()
+    rest = dict(cache_leftpad=numbers(0, 1), attn_bias=normal(2, 4, 1, 9))
+    return dict(q=normal(2, 1, 4, 8)) | caches | indices | rest | options()
 
 
 def decode_8_bits() -> dict:
@@ -86,7 +87,8 @@ def decode_8_bits() -> dict:
 def decode_paged() -> dict:
     pages = dict(k_cache=normal(5, 2, 2, 8), v_cache=normal(5, 2, 2, 8))
     table = dict(block_table=numbers(*range(15)).view(3, 5), cache_seqlens=numbers(4, 6))
-    return decode() | pages | table
+    tree = dict(attn_bias=None, tree_mask=torch.ones(2, 1, 1, dtype=torch.bool))
+    return decode() | pages | table | tree
 
 
 def append() -> dict:
@@ -302,6 +304,7 @@ TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(["batch", "seqlen", "first_axis_dim"], {"integer"}),
     "seqlen_offsets": {"integer", *INTEGERS},
     **dict.fromkeys(["attn_bias", "attn_mask"], {*FLOATS, "bool", "rank - 1", "0-dim"}),
+    "tree_mask": {"bool", "rank - 1"},
     "learnable_sink": FLOATS,
     "indices": {"int64"},
     **dict.fromkeys(["attention_mask", "attention_mask_in_length", "unused_mask"], INTEGERS),
@@ -329,8 +332,8 @@ TAKEN_BY: dict[Callable, dict[str, set[str]]] = {
 }
 # What a call does not look at: options of another op, or of a shape that it does not have.
 OF_DECODE = ["cache_batch_idx", "cache_leftpad", "cache_seqlens", "batch_invariant", "num_splits"]
-OF_DECODE += ["shared_prefix"]
-OF_FORWARD = ["attn_bias", "causal_alignment", "deterministic", "dropout_p", "return_attn_probs"]
+OF_DECODE += ["shared_prefix", "tree_mask"]
+OF_FORWARD = ["causal_alignment", "deterministic", "dropout_p", "return_attn_probs"]
 OF_FORWARD += ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "leftpad_k"]
 UNUSED: dict[Callable[[], dict], list[str]] = {
     dense_can_use: [*OF_DECODE, "k_descale", "v_descale"],
