@@ -22,7 +22,7 @@ from flash_attn_3._ops import (  # noqa: F401
 from torch import Tensor
 
 import flash_attn
-from flash_attn._call import as_int
+from flash_attn._call import as_int, unpack
 from flash_attn._errors import expect, explained
 
 __all__ = [
@@ -99,7 +99,7 @@ def flash_attn_qkvpacked_func(
     expect(qkv.dim() in (4, 5), "qkv", "4 or 5 dimensions", qkv.dim())
     if qkv.dim() == 5:
         expect(qkv.size(2) == 3, "qkv", "size 3 in dimension 2 of 5", qkv.size(2))
-        q, k, v = qkv.unbind(2)
+        q, k, v = unpack(qkv)
     elif num_heads_q is None:
         raise RuntimeError("flash_attn: num_heads_q: expected an int for a 4-d qkv, got None")
     else:

@@ -189,6 +189,9 @@ def rows_first(
 def rng_state(like: Tensor, /) -> Tensor:
     """int64 (2): a fresh seed and offset from torch's generator of like's device."""
 
+def unpack(packed: Tensor, /) -> list[Tensor]:
+    """packed.unbind(-3); gradients of the results that lie side by side are not copied."""
+
 def clear_pages(k: Tensor, v: Tensor, missing: Tensor, /) -> None:
     """Zeros in the pages that are missing of k and v (batch, max_pages, …), contiguous, of a GPU.
 

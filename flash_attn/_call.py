@@ -5,9 +5,11 @@ Eager calls go to `_C` (pybind11 into a typed dispatcher handle), traced ones to
 """
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import expect, shown
@@ -320,6 +322,15 @@ def packed_call(
         "max_seqlen_k": longest,
         "window_size": lowering.intersect_windows(window, window_sides(window_size)),
     }
+
+
+def unpack(packed: Tensor) -> Sequence[Tensor]:
+    """packed.unbind(-3), for calls whose backward leaves the gradients side by side, as packed has
+    them: torch's own unbind would copy them all."""
+    is_plain = type(packed) in (Tensor, Parameter)  # a subclass may have an unbind of its own
+    if torch.compiler.is_compiling() or _functorch.is_active() or not is_plain:
+        return packed.unbind(-3)
+    return C.unpack(packed)
 
 
 def draw_rng_state(like):

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from flash_attn._call import unpack
 from flash_attn._errors import explain
 from flash_attn.attention import Result, Window, flash_attn_func, flash_attn_varlen_func
 from flash_attn.masks import Mask
@@ -15,7 +16,7 @@ def _unpack(packed: Tensor, argument: str, count: int, dims: int):
             f"flash_attn: {argument}: must have shape ({rows}, {count}, heads, head_dim),"
             f" got {tuple(packed.shape)}"
         )
-    return packed.unbind(-3)
+    return unpack(packed)
 
 
 def flash_attn_qkvpacked_func(

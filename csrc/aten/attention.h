@@ -46,9 +46,11 @@ struct Grads {
   at::Tensor dq, dk, dv, dbias, dsink;  // those that grad_mask leaves out are empty (0,) tensors
 };
 // dlse: the gradient that flows into lse, if any. grad_mask: which of q, k, v, attn_bias,
-// learnable_sink need one.
+// learnable_sink need one. into: dq, dk and dv as zeros to write to, of any strides; those that are
+// undefined are made here.
 Grads bwd(const Args& args, const at::Tensor& dout, const std::optional<at::Tensor>& dlse,
-          const at::Tensor& out, const at::Tensor& lse, std::array<bool, 5> grad_mask);
+          const at::Tensor& out, const at::Tensor& lse, std::array<bool, 5> grad_mask,
+          const std::array<at::Tensor, 3>& into = {});
 
 struct DecodeArgs {
   at::Tensor q;  // (batch, seqlen_q, heads_q, d): the newest tokens

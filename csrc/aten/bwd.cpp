@@ -148,7 +148,8 @@ void mark_lost(const Tensor& x, const Tensor& tokens) {
 }  // namespace
 
 Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dlse,
-          const Tensor& out, const Tensor& lse, std::array<bool, 5> grad_mask) {
+          const Tensor& out, const Tensor& lse, std::array<bool, 5> grad_mask,
+          const std::array<Tensor, 3>& into) {
   const Call call(args);
   const auto [q, k, v, bias, sink] = grad_mask;
   const GradMask need = {q, k, v, bias && args.attn_bias, sink && args.learnable_sink};
@@ -159,9 +160,10 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
     return needed ? at::zeros(x.sizes(), as) : at::empty({0}, as);
   };
   Grads grads;
-  grads.dq = zeros_like(need.q, args.q, options);
-  grads.dk = zeros_like(need.k, args.k, options);
-  grads.dv = zeros_like(need.v, args.v, options);
+  const auto& [into_q, into_k, into_v] = into;
+  grads.dq = into_q.defined() ? into_q : zeros_like(need.q, args.q, options);
+  grads.dk = into_k.defined() ? into_k : zeros_like(need.k, args.k, options);
+  grads.dv = into_v.defined() ? into_v : zeros_like(need.v, args.v, options);
   grads.dbias = need.bias ? zeros_like(true, *args.attn_bias, compute) : at::empty({0}, options);
   const Tensor dsink = at::zeros({call.queries.batch(), args.q.size(-2)}, compute);
 

@@ -167,6 +167,9 @@ FLASH_ATTN_API BwdResult call_bwd(BwdArgs args);
 FLASH_ATTN_API DecodeResult call_decode(DecodeArgs args);
 FLASH_ATTN_API DecodeResult call_kvcache(KvcacheArgs args);
 FLASH_ATTN_API at::Tensor call_rng_state(const at::Tensor& like);
+// packed.unbind(-3), whose gradient is not copied where those of the results lie side by side
+// (bindings/unpack.h).
+FLASH_ATTN_API std::vector<at::Tensor> call_unpack(const at::Tensor& packed);
 // The op fwd, of which out alone is wanted, of ordinary tensors with nothing to cast or transform;
 // none: the call is not of that kind. As torch's scaled_dot_product_attention, (batch, heads, rows,
 // d) with nothing to broadcast; and of (batch, rows, heads, d).
@@ -198,6 +201,10 @@ FLASH_ATTN_API void clear_pages(const at::Tensor& k, const at::Tensor& v,
 FwdResult fwd(const FwdArgs& args);
 FwdResult fwd_wanted(const FwdArgs& args);  // what is not asked for may be undefined
 BwdResult bwd(const BwdArgs& args);
+// The same, with the last `packed` (0, 2 or 3) of dq, dk and dv side by side: views along dimension
+// -3 of one tensor that nobody else has. What they belong to has one shape, and they are wanted and
+// not wide. No body of an op, whose results share no memory.
+BwdResult bwd_packed(const BwdArgs& args, int packed);
 DecodeResult decode(const DecodeArgs& args);
 DecodeResult kvcache(const KvcacheArgs& args);
 at::Tensor rng_state(const at::Tensor& like);

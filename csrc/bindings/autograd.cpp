@@ -49,18 +49,6 @@ FwdResult fwd_autograd(const FwdArgs& args) {
   return fwd_in_graph(args, Wanted::kAll);
 }
 
-// A tensor of a device's own kernels, with nothing between them and autograd: no subclass, no view
-// that is negated on reading, no nested or transformed tensor, no tangent.
-bool is_ordinary(const Tensor& x) {
-  const c10::DispatchKeySet keys = x.key_set() -
-                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
-                                   c10::autocast_dispatch_keyset;
-  const c10::DispatchKeySet rest = keys - c10::DispatchKeySet(c10::DispatchKey::Dense);
-  return keys.highestFunctionalityKey() == c10::DispatchKey::Dense &&
-         rest.highestFunctionalityKey() == c10::DispatchKey::Undefined &&
-         !x._fw_grad(/*level=*/0).defined();
-}
-
 bool is_cast_by_autocast(const Tensor& x) {
   const at::DeviceType device = x.device().type();
   return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
@@ -92,6 +80,16 @@ Tensor out_of(FwdArgs args, bool heads_first) {
 }
 
 }  // namespace
+
+bool is_ordinary(const Tensor& x) {
+  const c10::DispatchKeySet keys = x.key_set() -
+                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+                                   c10::autocast_dispatch_keyset;
+  const c10::DispatchKeySet rest = keys - c10::DispatchKeySet(c10::DispatchKey::Dense);
+  return keys.highestFunctionalityKey() == c10::DispatchKey::Dense &&
+         rest.highestFunctionalityKey() == c10::DispatchKey::Undefined &&
+         !x._fw_grad(/*level=*/0).defined();
+}
 
 OptTensor call_heads_first(Tensor query, Tensor key, Tensor value, OptTensor mask, double dropout_p,
                            std::optional<double> scale, bool causal, bool gqa, OptName backend) {

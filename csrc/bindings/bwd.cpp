@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
+
 #include "../cuda/bwd.h"
 #include "../sm80/bwd.h"
 #include "../sm90/bwd.h"
@@ -90,6 +92,21 @@ void widen_gradients(BwdParams& params, const Plan& plan, const BwdArgs& args, a
   }
 }
 
+using Gradients = std::array<at::Tensor, 3>;  // dq, dk, dv
+
+// The shape of `packed` tensors like x, side by side.
+std::vector<int64_t> packed_sizes(const at::Tensor& x, int packed) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.insert(sizes.end() - 2, packed);
+  return sizes;
+}
+
+// The last gradients are those that lie in `all` side by side.
+void take_last(Gradients& gradients, const at::Tensor& all) {
+  const std::vector<at::Tensor> parts = all.unbind(-3);
+  std::copy_backward(parts.begin(), parts.end(), gradients.end());
+}
+
 // What the kernels need room for, and then their launches.
 void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   at::Tensor dq_accum;
@@ -167,7 +184,7 @@ void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at:
   if (rest) sm80::run_bwd_of_sequences(*rest, stream_of(lse));
 }
 
-BwdResult run(const Plan& plan, const BwdArgs& args) {
+BwdResult run(const Plan& plan, const BwdArgs& args, int packed) {
   const int64_t head_dim = args.attn.q.size(-1), head_dim_v = args.attn.v.size(-1);
   AttnArgs attn = args.attn;
   attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
@@ -179,8 +196,16 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
   const auto contiguous_like = [](const at::Tensor& tensor) {
     return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
   };
-  at::Tensor dq = contiguous_like(attn.q), dk = contiguous_like(attn.k),
-             dv = contiguous_like(attn.v);
+  Gradients gradients;
+  at::Tensor side_by_side;
+  if (packed > 0) {
+    side_by_side = at::empty(packed_sizes(attn.v, packed), attn.v.options());
+    take_last(gradients, side_by_side);
+  }
+  auto& [dq, dk, dv] = gradients;
+  if (!dq.defined()) dq = contiguous_like(attn.q);
+  if (!dk.defined()) dk = contiguous_like(attn.k);
+  if (!dv.defined()) dv = contiguous_like(attn.v);
   // Results of an op must not share memory, so each that is not wanted is an empty tensor of its
   // own.
   const auto none = [&] { return at::empty({0}, attn.q.options()); };
@@ -222,6 +247,9 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
     }
   }
   if (dsink.numel() > 0) dsink = dsink.to(args.attn.learnable_sink->scalar_type());
+  if (packed > 0 && side_by_side.size(-1) != head_dim_v) {
+    take_last(gradients, unpadded(side_by_side, head_dim_v));
+  }
   const auto wanted = [&](int which, const at::Tensor& gradient, int64_t size) {
     return args.grad_mask[which] ? unpadded(gradient, size) : none();
   };
@@ -229,15 +257,21 @@ BwdResult run(const Plan& plan, const BwdArgs& args) {
           dsink};
 }
 
-BwdResult run_aten(const BwdArgs& args) {
+BwdResult run_aten(const BwdArgs& args, int packed) {
+  Gradients into;
+  if (packed > 0) {
+    take_last(into, at::zeros(packed_sizes(args.attn.v, packed), args.attn.v.options()));
+  }
   aten::Grads grads = aten::bwd(to_aten(args.attn, args.dropout_place), args.dout, args.dlse,
-                                args.out, args.softmax_lse, args.grad_mask);
+                                args.out, args.softmax_lse, args.grad_mask, into);
   return {grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink};
 }
 
 }  // namespace
 
-BwdResult bwd(const BwdArgs& given) {
+BwdResult bwd(const BwdArgs& args) { return bwd_packed(args, 0); }
+
+BwdResult bwd_packed(const BwdArgs& given, int packed) {
   check(given);
   check_max_seqlens(given.attn);
   const c10::DeviceGuard guard(given.attn.q.device());
@@ -247,7 +281,7 @@ BwdResult bwd(const BwdArgs& given) {
   // As in the forward: without keys, no kernel runs, but a sink has its gradient through LSE.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;
   const bool on_kernels = plan.backend != Backend::kAten && !only_sink;
-  BwdResult result = on_kernels ? run(plan, args) : run_aten(args);
+  BwdResult result = on_kernels ? run(plan, args, packed) : run_aten(args, packed);
   // Some kernels write 16 bits alone.
   const auto widen = [](at::Tensor& gradient) {
     if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);

@@ -3,10 +3,11 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include "unpack.h"
 
 namespace flash_attn {
 
@@ -31,6 +32,15 @@ void without_history(const Work& work) {
   if (at::GradMode::is_enabled()) return work();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   work();
+}
+
+// Whether a mode of torch's, a transform, tracer or profiler listens to the dispatcher, below
+// autograd; or the tensors have no values.
+bool is_heard(const Tensor& q) {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  // Inference mode includes less than the default.
+  return !(included - c10::default_included_set).empty() || q.is_meta() ||
+         at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 
 template <class Field>
@@ -61,10 +71,29 @@ void for_each_tensor(AttnArgs& attn, const Visit& visit) {
 
 using GradMask = decltype(BwdArgs::grad_mask);
 
+bool are_ordinary(BwdArgs& args) {
+  const auto is_ordinary_field = [](const auto& field) {
+    using Field = std::remove_cvref_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, OptTensor>) return !field || is_ordinary(*field);
+    if constexpr (std::is_same_v<Field, Tensor>) return is_ordinary(field);
+    return true;
+  };
+  return std::apply([&](auto&... field) { return (is_ordinary_field(field) && ...); }, args.tie());
+}
+
+// The op bwd; where nothing stands between it and its body, bwd_packed().
+BwdResult bwd_of_packed(BwdArgs args, int packed) {
+  if (packed == 0 || at::GradMode::is_enabled() || !are_ordinary(args)) {
+    return call_bwd(std::move(args));
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return is_heard(args.attn.q) ? call_bwd(std::move(args)) : bwd_packed(args, packed);
+}
+
 // The gradients of q, k, v, attn_bias and learnable_sink that grad_mask names. tensors: out,
-// softmax_lse, and those of the call in the order of its fields.
+// softmax_lse, and those of the call in the order of its fields. packed: as packed_inputs() says.
 variable_list gradients_of(const PlainCall& call, const variable_list& tensors,
-                           const GradMask& grad_mask, const variable_list& grads) {
+                           const GradMask& grad_mask, const variable_list& grads, int packed) {
   const bool heads_first = call.wanted == Wanted::kOutHeadsFirst;
   BwdArgs args = {.out = tensors[0], .softmax_lse = tensors[1], .attn = call.attn};
   auto next = tensors.begin() + 2;
@@ -84,13 +113,14 @@ variable_list gradients_of(const PlainCall& call, const variable_list& tensors,
   args.grad_mask = grad_mask;
   args.dropout_place = call.dropout_place;
   if (call.backend) args.backend = *call.backend;
-  auto [dq, dk, dv, dbias, dsink] = call_bwd(std::move(args));
+  auto [dq, dk, dv, dbias, dsink] = bwd_of_packed(std::move(args), packed);
   if (heads_first) {
     without_history([&] {
       for (Tensor* gradient : {&dq, &dk, &dv}) *gradient = turned(*gradient);
     });
   }
-  variable_list results = {dq, dk, dv, dbias, dsink};
+  variable_list results = {std::move(dq), std::move(dk), std::move(dv), std::move(dbias),
+                           std::move(dsink)};
   for (size_t i = 0; i < results.size(); ++i) {
     if (!grad_mask[i]) results[i] = Tensor();
   }
@@ -125,7 +155,7 @@ class AttentionBackward : public torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     // Two threads may run one graph, and what is saved may have hooks.
     const std::lock_guard<std::mutex> lock(mutex_);
-    return gradients_of(call_, unpacked(), grad_mask(), grads);
+    return gradients_of(call_, unpacked(), grad_mask(), grads, packed_inputs(next_edges()));
   }
 
   void release_variables() override {
@@ -165,18 +195,9 @@ class AttentionBackward : public torch::autograd::Node {
                             const variable_list& inputs, const std::vector<c10::IValue>& values) {
       variable_list all(std::tuple_size_v<decltype(saved_)>);
       for (size_t i = 0; i < places.size(); ++i) all[places[i]] = values[i].toTensor();
-      return gradients_of(call, all, mask, inputs);
+      return gradients_of(call, all, mask, inputs, /*packed=*/0);
     };
-    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::vector<at::TypePtr> types(given.size(), at::TensorType::get());
-    const std::string bound =
-        compiler->bind_function(swap.get_py_compiler(), name(), traced, types,
-                                /*is_custom_function=*/true, /*is_traceable=*/false);
-    using Forms = std::vector<std::optional<torch::autograd::InputMetadata>>;
-    variable_list results =
-        compiler->call_function(swap.get_py_compiler(), "apply_functional", bound, grads, given,
-                                torch::dynamo::autograd::IValuePacker<Forms>::pack(
-                                    torch::dynamo::autograd::get_input_metadata(next_edges())));
+    variable_list results = call_in_trace(*this, swap, traced, grads, given);
     for (SavedVariable& saved : saved_) swap.after(saved);
     return results;
   }
@@ -213,13 +234,24 @@ void check_no_transform() {
   }
 }
 
+variable_list call_in_trace(const torch::autograd::Node& node, SwapSavedVariables& swap,
+                            const NodeWork& work, const variable_list& grads,
+                            const std::vector<c10::IValue>& values) {
+  const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+  const std::vector<at::TypePtr> types(values.size(), at::TensorType::get());
+  const std::string bound =
+      compiler->bind_function(swap.get_py_compiler(), node.name(), work, types,
+                              /*is_custom_function=*/true, /*is_traceable=*/false);
+  using Forms = std::vector<std::optional<torch::autograd::InputMetadata>>;
+  return compiler->call_function(
+      swap.get_py_compiler(), "apply_functional", bound, grads, values,
+      torch::dynamo::autograd::IValuePacker<Forms>::pack(
+          torch::dynamo::autograd::get_input_metadata(node.next_edges())));
+}
+
 FwdResult fwd_of_ordinary(FwdArgs args) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  // Inference mode includes less than the default.
-  const bool is_heard = !(included - c10::default_included_set).empty() || args.attn.q.is_meta() ||
-                        at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
-  return is_heard ? call_fwd(std::move(args)) : fwd_wanted(args);
+  return is_heard(args.attn.q) ? call_fwd(std::move(args)) : fwd_wanted(args);
 }
 
 FwdResult fwd_in_graph(const FwdArgs& args, Wanted wanted) {

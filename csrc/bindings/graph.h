@@ -1,7 +1,15 @@
 // A call of the op fwd in autograd's graph.
 #pragma once
 
+#include <torch/csrc/autograd/function.h>
+
+#include <functional>
+
 #include "args.h"
+
+namespace torch::dynamo::autograd {
+class SwapSavedVariables;
+}
 
 namespace flash_attn {
 
@@ -17,11 +25,25 @@ FwdResult fwd_in_graph(const FwdArgs& args, Wanted wanted);
 // itself: the long list of arguments there and back takes as long as all checks.
 FwdResult fwd_of_ordinary(FwdArgs args);
 
+// A tensor of a device's own kernels, with nothing between them and autograd: no subclass, no view
+// that is negated on reading, no nested or transformed tensor, no tangent.
+bool is_ordinary(const at::Tensor& x);
+
 // (batch, heads, rows, d) and (batch, rows, heads, d), into one another.
 at::Tensor turned(const at::Tensor& x);
 FwdArgs turned(FwdArgs args);
 
 // Functions of C++ are not transformed: flash_attn/_functorch.py has the formula for torch.func.
 void check_no_transform();
+
+// For Node::apply_with_saved, where torch's compiled autograd traces a node: calls work(gradients,
+// values), which is one opaque function in the trace.
+using NodeWork = std::function<torch::autograd::variable_list(
+    const torch::autograd::variable_list& grads, const std::vector<c10::IValue>& values)>;
+torch::autograd::variable_list call_in_trace(const torch::autograd::Node& node,
+                                             torch::dynamo::autograd::SwapSavedVariables& swap,
+                                             const NodeWork& work,
+                                             const torch::autograd::variable_list& grads,
+                                             const std::vector<c10::IValue>& values);
 
 }  // namespace flash_attn

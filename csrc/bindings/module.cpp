@@ -45,6 +45,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("heads_first", wrap_pybind_function_no_gil(&call_heads_first));
   module.def("rows_first", wrap_pybind_function_no_gil(&call_rows_first));
   module.def("rng_state", wrap_pybind_function_no_gil(&call_rng_state));
+  module.def("unpack", wrap_pybind_function_no_gil(&call_unpack));
   module.def("clear_pages", wrap_pybind_function_no_gil(&clear_pages));
   module.def("explain_fwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_fwd>));
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));
