@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
 from cases import (
     ATEN_CPU,
+    ATEN_CUDA,
     OP_TARGETS,
     SM80,
     SM90,
@@ -48,19 +50,12 @@ CASES = [
     Case(dtype="fp64", d=24, seqlen_k=70),
 ]
 # What the kernels have for them, each with stores of its own.
-KERNEL_CASES = [
-    Case(dtype="bf16", d=d, seqlen_q=n, causal=causal, **SAME)
-    for d, n, causal in [
-        (96, 150, True),
-        (128, 300, False),
-        (192, 150, True),
-        (256, 130, False),
-        (256, 1100, False),
-    ]
-]
+SHAPES = ((96, 150, True), (128, 300, False), (192, 150, True), (256, 130, False))
+KERNEL_CASES = [Case(dtype="bf16", d=d, seqlen_q=n, causal=c, **SAME) for d, n, c in SHAPES]
 KERNEL_CASES += [
     Case(dtype="fp16", d=64, seqlen_q=600, window=(64, 0), **SAME),
     Case(dtype="fp16", d=64, batch=1, seqlen_q=1500, seqlen_k=130, heads_q=2, heads_kv=1),
+    Case(dtype="bf16", d=256, batch=1, seqlen_q=130, seqlen_k=1100, **SAME),
     Case(dtype="bf16", d=512, seqlen_q=70, **SAME),
     Case(dtype="fp32", d=128, **VARLEN, **SAME),
 ]
@@ -68,8 +63,7 @@ KERNEL_CASES += [
 
 def shares_all(case: Case) -> bool:
     """Whether q, k and v have one shape."""
-    lengths_alike = case.lengths_k is None and case.seqlen_k is None
-    return case.heads_q == case.heads_kv and lengths_alike
+    return case.heads_q == case.heads_kv and case.lengths_k is None and case.seqlen_k is None
 
 
 def attend(problem: Problem, inputs: list[torch.Tensor], **options: object) -> torch.Tensor:
@@ -112,7 +106,10 @@ def addresses(packed: torch.Tensor) -> list[int]:
     return [part.data_ptr() for part in packed.unbind(-3)]
 
 
-def check_packed(problem: Problem, target: Target, kv: bool) -> None:
+def check_packed(case: Case, target: Target, seed: int, kv: bool) -> None:
+    if not case.with_(deterministic=True).gradients_served_by(target.backend):
+        return
+    problem = Problem(case, seed, target.device)
     tensors = problem.q, problem.k, problem.v
     plain = [leaf(x) for x in tensors]
     inputs = [leaf(tensors[0]), leaf(*tensors[1:])] if kv else [leaf(*tensors)]
@@ -135,23 +132,22 @@ def check_packed(problem: Problem, target: Target, kv: bool) -> None:
 
 @each_case([c for c in CASES + KERNEL_CASES[:1] if shares_all(c)])
 def test_qkv(case: Case, target: Target, seed: int) -> None:
-    check_packed(Problem(case, seed, target.device), target, kv=False)
+    check_packed(case, target, seed, kv=False)
 
 
 @each_case(CASES)
 def test_kv(case: Case, target: Target, seed: int) -> None:
-    check_packed(Problem(case, seed, target.device), target, kv=True)
+    check_packed(case, target, seed, kv=True)
 
 
 @each_case(KERNEL_CASES, [SM80, SM90])
 def test_stores_of_kernels(case: Case, target: Target, seed: int) -> None:
-    if case.gradients_served_by(target.backend):
-        check_packed(Problem(case, seed, target.device), target, kv=not shares_all(case))
+    check_packed(case, target, seed, kv=not shares_all(case))
 
 
 @each_case([c for c in CASES if shares_all(c)] + KERNEL_CASES[-4:])
 def test_in_any_order_of_sums(case: Case, target: Target, seed: int) -> None:
-    """Against float64, as deterministic calls do not run every kernel."""
+    """Against float64: deterministic calls do not run every kernel."""
     problem = Problem(case, seed, target.device)
     kv = not shares_all(case)
     tensors = problem.q, problem.k, problem.v
@@ -199,26 +195,24 @@ def packed_of(count: int, seed: int) -> torch.Tensor:
     return x.requires_grad_()
 
 
+plain = flash_attn.flash_attn_func
+
 MIXED: dict[str, tuple[int, Callable]] = {
-    "another order": (3, lambda q, k, v: flash_attn.flash_attn_func(q, v, k)),
-    "one for all": (3, lambda q, k, v: flash_attn.flash_attn_func(q, q, q)),
-    "keys detached": (3, lambda q, k, v: flash_attn.flash_attn_func(q, k.detach(), v)),
-    "values detached": (3, lambda q, k, v: flash_attn.flash_attn_func(q, k, v.detach())),
-    "queries detached": (3, lambda q, k, v: flash_attn.flash_attn_func(q.detach(), k, v)),
-    "queries scaled": (3, lambda q, k, v: flash_attn.flash_attn_func(2 * q, k, v)),
-    "another user": (3, lambda q, k, v: flash_attn.flash_attn_func(q, k, v) + k.sin()),
-    "another user, first": (3, lambda q, k, v: k.sin() + flash_attn.flash_attn_func(q, k, v)),
-    "two calls": (
-        3,
-        lambda q, k, v: (
-            flash_attn.flash_attn_func(q, k, v) * flash_attn.flash_attn_func(q, k, v, causal=True)
-        ),
-    ),
-    "none of them": (3, lambda q, k, v: flash_attn.flash_attn_func(q.detach(), k.cos(), v.cos())),
-    "four": (4, lambda a, q, k, v: flash_attn.flash_attn_func(q, k, v)),
-    "the last of four": (4, lambda a, q, k, v: flash_attn.flash_attn_func(a, k, v)),
-    "two, swapped": (2, lambda k, v: flash_attn.flash_attn_func(k.detach(), v, k)),
-    "queries of two": (2, lambda q, k: flash_attn.flash_attn_func(q, k, k)),
+    "another order": (3, lambda q, k, v: plain(q, v, k)),
+    "one for all": (3, lambda q, k, v: plain(q, q, q)),
+    "keys detached": (3, lambda q, k, v: plain(q, k.detach(), v)),
+    "values detached": (3, lambda q, k, v: plain(q, k, v.detach())),
+    "queries detached": (3, lambda q, k, v: plain(q.detach(), k, v)),
+    "queries scaled": (3, lambda q, k, v: plain(2 * q, k, v)),
+    "queries of more heads": (3, lambda q, k, v: plain(torch.cat([q, q], 2), k, v)[:, :, :2]),
+    "another user": (3, lambda q, k, v: plain(q, k, v) + k.sin()),
+    "another user, first": (3, lambda q, k, v: k.sin() + plain(q, k, v)),
+    "two calls": (3, lambda q, k, v: plain(q, k, v) * plain(q, k, v, causal=True)),
+    "none of them": (3, lambda q, k, v: plain(q.detach(), k.cos(), v.cos())),
+    "four": (4, lambda a, q, k, v: plain(q, k, v)),
+    "the last of four": (4, lambda a, q, k, v: plain(a, k, v)),
+    "two, swapped": (2, lambda k, v: plain(k.detach(), v, k)),
+    "queries of two": (2, lambda q, k: plain(q, k, k)),
 }
 
 
@@ -253,36 +247,25 @@ def test_another_user_of_the_packed_tensor(seed: int) -> None:
         torch.testing.assert_close(packed.grad, 2 * expected, rtol=1e-12, atol=1e-12)
 
 
-def test_who_keeps_a_part_keeps_his_own(seed: int) -> None:
+@pytest.mark.parametrize("keep", [lambda left: left[1], lambda left: left[2].data])
+def test_who_keeps_a_part_keeps_his_own(keep: Callable, seed: int) -> None:
     """A gradient is added to in place, which must not change what a hook has kept of it."""
     qkv = packed_of(3, seed)
     out = flash_attn.flash_attn_qkvpacked_func(qkv)
     kept: list[torch.Tensor] = []
-    out.grad_fn.register_hook(lambda left, _: kept.append(left[1]))
+    out.grad_fn.register_hook(lambda left, _: kept.append(keep(left)))
     out.sum().backward()
     before = kept[0].clone()
     qkv.grad.zero_()
     assert torch.equal(kept[0], before)
 
 
-def test_who_keeps_a_view_of_a_part_keeps_his_own(seed: int) -> None:
-    qkv = packed_of(3, seed)
-    out = flash_attn.flash_attn_qkvpacked_func(qkv)
-    kept: list[torch.Tensor] = []
-    out.grad_fn.register_hook(lambda left, _: kept.append(left[2][0]))
-    out.sum().backward()
-    before = kept[0].clone()
-    qkv.grad.zero_()
-    assert torch.equal(kept[0], before)
-
-
-REPLACEMENTS: dict[str, Callable[[torch.Tensor], tuple]] = {
-    "in another order": lambda whole: (whole[:, :, 1], whole[:, :, 0], whole[:, :, 2]),
-    "with a gap": lambda whole: (whole[:, :, 0], whole[:, :, 1], whole[:, :, 3]),
-    "of another layout": lambda whole: whole.transpose(2, 3).contiguous().unbind(3)[:3],
-    "of another memory": lambda whole: (whole[:, :, 0], whole[:, :, 1], whole[:, :, 2].clone()),
-    "some missing": lambda whole: (whole[:, :, 0], None, whole[:, :, 2]),
-    "in the middle": lambda whole: (whole[:, :, 1], whole[:, :, 2], whole[:, :, 3]),
+REPLACEMENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple]] = {
+    "as they lie": lambda whole, _: whole.unbind(2),
+    "in another order": lambda whole, _: (whole[:, :, 1], whole[:, :, 0], whole[:, :, 2]),
+    "three of four": lambda whole, _: torch.cat([whole, whole[:, :, :1]], 2).unbind(2)[:3],
+    "some missing": lambda whole, _: (whole[:, :, 0], None, whole[:, :, 2]),
+    "of two": lambda whole, kept: (kept[:, :, 0], kept[:, :, 1], whole[:, :, 2]),
 }
 
 
@@ -290,18 +273,18 @@ REPLACEMENTS: dict[str, Callable[[torch.Tensor], tuple]] = {
 def test_gradients_that_a_hook_replaces(name: str, seed: int) -> None:
     """The packed gradient is what the hook gives, wherever that lies."""
     qkv = packed_of(3, seed)
-    values = torch.randn(2, 9, 4, 2, 8, dtype=torch.float64)
-    given = REPLACEMENTS[name](values.clone())
-    zeros = torch.zeros(2, 9, 2, 8, dtype=torch.float64)
-    expected = torch.stack([zeros if x is None else x.clone() for x in given], 2)
-    out = flash_attn.flash_attn_qkvpacked_func(qkv)
-    unpacking = out.grad_fn.next_functions[0][0]
-    del values
-    handed = [given]
+    kept = torch.randn(2, 9, 3, 2, 8, dtype=torch.float64)
+    given = REPLACEMENTS[name](torch.randn_like(kept), kept)
+    handed = [tuple(x if x is None else x.data for x in given)]  # a view would keep the whole
     del given
-    unpacking.register_prehook(lambda _: handed.pop())
+    zeros = torch.zeros(2, 9, 2, 8, dtype=torch.float64)
+    expected = torch.stack([zeros if x is None else x for x in handed[0]], 2)
+    place = handed[0][0].data_ptr()
+    out = flash_attn.flash_attn_qkvpacked_func(qkv)
+    out.grad_fn.next_functions[0][0].register_prehook(lambda _: handed.pop())
     (gradient,) = torch.autograd.grad(out.sum(), qkv)
     assert torch.equal(gradient, expected)
+    assert (gradient.data_ptr() == place) == (name == "as they lie")
 
 
 def test_writes_are_noticed(seed: int) -> None:
@@ -369,6 +352,49 @@ def test_who_listens_hears_the_op(seed: int) -> None:
         (gradient,) = torch.autograd.grad(out.sum(), qkv)
     assert "flash_attn::bwd" in {event.key for event in profile.key_averages()}
     assert torch.equal(gradient, expected)
+
+
+class Wrapped(torch.Tensor):
+    """Around another tensor; notes the operations that it hears of."""
+
+    heard: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        cls.heard.append(str(function))
+        args = [x.inner if isinstance(x, cls) else x for x in args]
+        return function(*args, **kwargs or {})
+
+
+def test_incoming_gradients_that_are_not_ordinary(seed: int) -> None:
+    """A subclass hears of the op as of any other."""
+    qkv = packed_of(3, seed)
+    out = flash_attn.flash_attn_qkvpacked_func(qkv)
+    dout = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    (gradient,) = torch.autograd.grad(out, qkv, Wrapped(dout))
+    assert torch.equal(gradient, expected) and "flash_attn.bwd.default" in Wrapped.heard
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, SM80)
+def test_a_negated_gradient(target: Target, seed: int) -> None:
+    """Whose sign kernels do not see."""
+    problem = Problem(Case(dtype="fp32", d=32, **SAME), seed, target.device)
+    qkv = leaf(problem.q, problem.k, problem.v)
+    negative = torch.complex(torch.zeros_like(problem.dout), problem.dout).conj().imag
+    with use(target):
+        out = attend(problem, [qkv], deterministic=True)
+        gradients = [
+            torch.autograd.grad(out, qkv, x, retain_graph=True)[0]
+            for x in (negative, -problem.dout)
+        ]
+    assert negative.is_neg() and torch.equal(*gradients)
 
 
 def test_a_subclass_keeps_its_unbind(seed: int) -> None:
@@ -453,7 +479,6 @@ def test_compiled_autograd(kv: bool, seed: int) -> None:
 @each_target(ATEN_CPU, SM80, SM90)
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_modules(varlen: bool, target: Target) -> None:
-    """The modules of upstream's names go the same way."""
     rows = (33,) if varlen else (2, 33)
     make = dict(device=target.device, dtype=torch.bfloat16, requires_grad=True)
     qkv, kv = torch.randn(*rows, 3, 2, 64, **make), torch.randn(*rows, 2, 2, 64, **make)

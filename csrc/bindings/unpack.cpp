@@ -38,9 +38,8 @@ Tensor whole_of(const variable_list& parts) {
   strides_of_part.erase(strides_of_part.end() + kPackedDim);
   int64_t offset = first.storage_offset();
   for (const Tensor& part : parts) {
-    if (!part.is_alias_of(first) || part.scalar_type() != first.scalar_type() ||
-        part.sizes() != first.sizes() || part.strides() != strides_of_part ||
-        part.storage_offset() != offset) {
+    if (!part.is_alias_of(first) || part.sizes() != first.sizes() ||
+        part.strides() != strides_of_part || part.storage_offset() != offset) {
       return {};
     }
     offset += *(strides.end() + kPackedDim);
@@ -51,8 +50,8 @@ Tensor whole_of(const variable_list& parts) {
 
 // A copy of the parts, side by side; those that are undefined count as zeros.
 Tensor stacked(variable_list parts) {
-  const auto defined = std::find_if(parts.begin(), parts.end(),
-                                    [](const Tensor& part) { return part.defined(); });
+  const auto defined =
+      std::find_if(parts.begin(), parts.end(), [](const Tensor& part) { return part.defined(); });
   if (defined == parts.end()) return {};
   const Tensor like = *defined;
   for (Tensor& part : parts) {

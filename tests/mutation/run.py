@@ -103,6 +103,7 @@ CPP = {
         *("test_torch.py", "test_short_way.py"),
         *("test_torch_tools.py -k compiled_autograd", "test_sdpa.py", "test_api_options.py"),
     ],
+    "csrc/bindings/unpack.cpp": ["test_packed.py"],
     "csrc/bindings/meta.cpp": ["test_opcheck.py", "test_errors.py -k tracing"],
     "csrc/bindings/overlap.cpp": ["test_kvcache.py", "test_errors.py"],
     "csrc/bindings/rng_state.cpp": ["test_dropout.py", "test_torch.py -k vmap"],
