@@ -303,6 +303,33 @@ def decode(
     return call
 
 
+DECODE_TERMS = ("plain", "softcap", "alibi", "bias", "key_bias", "tree")
+
+
+def decode_term(
+    name: str, case: DecodeCase, q: torch.Tensor, cache: Cache
+) -> Callable[[], torch.Tensor]:
+    """Ours with one of DECODE_TERMS."""
+    from flash_attn import flash_decode_func
+
+    seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=q.device)
+    chain = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=q.device).tril()
+    options = {
+        "plain": {},
+        "softcap": dict(softcap=30.0),
+        "alibi": dict(alibi_slopes=torch.rand(case.heads, device=q.device) * 0.3),
+        "bias": dict(attn_bias=q.new_ones(case.heads, case.tokens, case.length)),
+        "key_bias": dict(attn_bias=q.new_ones(case.length)),
+        "tree": dict(tree_mask=chain),
+    }[name]
+
+    def call() -> torch.Tensor:
+        with forced_backend("cuda"):
+            return flash_decode_func(q, cache.k, cache.v, seqlens, **options)
+
+    return call
+
+
 CACHE_FORMS = ("plain", "rows", "paged16", "paged64", "paged256", "paged1", "e4m3", "int8")
 FLASHINFER = ("flashinfer", "xqa", "xqa_e4m3")  # its forms of a paged cache
 _DESCALE = 0.05  # of 8-bit caches of N(0, 1)

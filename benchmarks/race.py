@@ -1,7 +1,7 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
-    pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,features,cpu]
+    pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,cpu]
     [--backends sm80,fa2,cudnn] [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
@@ -15,7 +15,8 @@ second on pages and in 8 bits, against FlashInfer's XQA kernel there. chunk: man
 a cache, dense and in pages, on the prefill kernels and on decode's. peaked: the forward where few
 keys of a row outweigh the others, which costs a kernel that follows the row's maximum. masks:
 blocks and documents of flash_attn.masks, both directions, against FlexAttention; the ratios are
-their times ÷ the full call's times the density, or ÷ varlen's.
+their times ÷ the full call's times the density, or ÷ varlen's. decode_terms: what softcap, ALiBi, a
+bias or a tree of new tokens costs decode.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from flash_attn.cli.measure import peak_memory
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
-    *("features", "cpu"),
+    *("decode_terms", "features", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -48,6 +49,7 @@ PEERS = {
     "pages": ("flashinfer", "xqa"),
     "prefix": ("cascade", "cascade_fa2"),
     "short": ("fa2", "cudnn"),
+    "decode_terms": (),
     "short_pages": backends.FLASHINFER,
     "chunk": ("fa2", "cudnn"),
     "splits": (),
@@ -69,6 +71,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "short": ("cuda",),
         "short_pages": ("paged16", "plain", "paged64_e4m3", "e4m3"),
         "splits": ("automatic", "unsplit"),
+        "decode_terms": backends.DECODE_TERMS,
         "masks": tuple(dict.fromkeys((*race_masks.BLOCKS, *race_masks.DOCUMENTS))),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
@@ -186,6 +189,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return caches.prefix_race(race, prefix.cases(quick), names)
     if kind == "chunk":
         return caches.chunk_race(race, shapes.chunk(quick), names)
+    if kind == "decode_terms":
+        return caches.terms_race(race, shapes.decode_terms(quick), names)
     if kind == "splits":
         return caches.splits_race(race, shapes.splits(quick), names)
     if kind == "naive":

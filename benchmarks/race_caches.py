@@ -71,6 +71,24 @@ def forms_race(
     return records
 
 
+def terms_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+    """What a score term costs."""
+    records = []
+    for case in cases:
+        q, caches, rounds = caches_and_rounds(race, case)
+
+        def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
+            return graph_of([backends.decode_term(name, case, q, x) for x in caches] * rounds)
+
+        times = race.seconds(names, f"decode_terms {case.shape()}", build, compare=False)
+        micros = microseconds(times, len(caches) * rounds)
+        ratio = results.ratios(micros, names[0], names[1:], "less")
+        records.append(results.record("decode.terms", case.shape(), "us", micros, ratio))
+        progress(records[-1])
+        del q, caches, build
+    return records
+
+
 def prefix_race(race: Race, cases: list[prefix.PrefixCase], names: tuple[str, ...]) -> list[dict]:
     """Time of a step of sequences that share pages."""
     records = []

@@ -247,6 +247,17 @@ def cache(quick: bool = False) -> list[DecodeCase]:
     return cases[:1] if quick else cases
 
 
+def decode_terms(quick: bool = False) -> list[DecodeCase]:
+    """One new token, and a tree of eight."""
+    cases = [
+        DecodeCase(4096 // head_dim, 1024 // head_dim, batch, length, head_dim, tokens)
+        for head_dim in (64, 128, 256)
+        for batch, length in ((1, 8192), (16, 2048), (16, 32768))
+        for tokens in (1, 8)
+    ]
+    return cases[:1] if quick else cases
+
+
 def chunk(quick: bool = False) -> list[DecodeCase]:
     """Prefill in chunks, into a cache."""
     cases = [
