@@ -6,12 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import CacheCase, each_cache
-from cases import DECODE_TARGETS, DTYPES, Target, each_target, use
+from cases import ATEN_CPU, ATEN_CUDA, DECODE_CUDA, DTYPES, Target, each_target, use
 from test_cache_forms import FORMS, cache_cases, check
 
 import flash_attn
 from flash_attn import flash_attn_with_kvcache, flash_decode_func
 
+TARGETS = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)  # the forward kernels take neither
 SHAPES = ["bhqk", "bhqk", "hqk", "bqk", "qk", "bk", "k", "bh", "q", ""]
 BIASES = dict(
     bias=["bool", "fp32", "same", "same", "fp64"],
@@ -83,7 +84,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@each_target(*DECODE_TARGETS)
+@each_target(*TARGETS)
 def test_a_chain_is_causal(target: Target, seed: int) -> None:
     q, k, v, lengths = tensors(target, seed)
     chain = torch.ones(4, 4, dtype=torch.bool, device=target.device).tril()
@@ -93,7 +94,7 @@ def test_a_chain_is_causal(target: Target, seed: int) -> None:
     assert_same(out, expected)
 
 
-@each_target(*DECODE_TARGETS)
+@each_target(*TARGETS)
 def test_branches_are_calls_of_their_own(target: Target, seed: int) -> None:
     """Two branches of two drafts each behind one cache: each is what it would be alone."""
     q, k, v, _ = tensors(target, seed)
@@ -109,7 +110,7 @@ def test_branches_are_calls_of_their_own(target: Target, seed: int) -> None:
             assert_same(out[:, first : first + 2], alone)
 
 
-@each_target(*DECODE_TARGETS)
+@each_target(*TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 def test_any_strides(dtype: torch.dtype, target: Target, seed: int) -> None:
     q, k, v, lengths = tensors(target, seed)
@@ -121,7 +122,7 @@ def test_any_strides(dtype: torch.dtype, target: Target, seed: int) -> None:
     assert torch.equal(out, expected)
 
 
-@each_target(*DECODE_TARGETS)
+@each_target(*TARGETS)
 @pytest.mark.parametrize("hiding", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
 def test_rows_of_nothing(hiding: float, target: Target, seed: int) -> None:
     """A query all of whose keys a bias hides has no output, and the others keep theirs."""
@@ -138,7 +139,7 @@ def test_rows_of_nothing(hiding: float, target: Target, seed: int) -> None:
 
 def test_columns_of_an_int() -> None:
     """With cache_seqlens an int the bias may have a column for each key, or for each place."""
-    q, k, v, _ = tensors(Target("cpu", "aten"), 0)
+    q, k, v, _ = tensors(ATEN_CPU, 0)
     new_k, new_v = k[:, :4].clone(), v[:, :4].clone()
     bias = torch.randn(4, 90, dtype=q.dtype)
     results = [
@@ -168,13 +169,13 @@ BIASED, TREE = torch.zeros(4, 90), torch.ones(4, 4, dtype=torch.bool)
     ],
 )
 def test_refusals(options: dict, message: str) -> None:
-    q, k, v, lengths = tensors(Target("cpu", "aten"), 0)
+    q, k, v, lengths = tensors(ATEN_CPU, 0)
     with pytest.raises((RuntimeError, TypeError), match=f"flash_attn: {message}"):
         flash_decode_func(q, k, v, lengths, **options)
 
 
 def test_a_bias_has_no_gradient() -> None:
-    q, k, v, lengths = tensors(Target("cpu", "aten"), 0)
+    q, k, v, lengths = tensors(ATEN_CPU, 0)
     bias = torch.zeros(4, 90, dtype=q.dtype, requires_grad=True)
     with pytest.raises(RuntimeError, match="flash_attn|not implemented"):
         flash_decode_func(q, k, v, lengths, attn_bias=bias).sum().backward()
@@ -184,16 +185,16 @@ def test_a_bias_has_no_gradient() -> None:
         out.sum().backward()
 
 
-@each_target(*DECODE_TARGETS)
+@each_target(DECODE_CUDA)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_can_use(dtype: str, target: Target) -> None:
-    """What a GPU serves without a bias it serves with one, on a kernel."""
-    q, k, v, lengths = (x.to(target.device) for x in tensors(Target("cpu", "aten"), 0))
+    """A GPU serves them on a kernel."""
+    q, k, v, lengths = (x.to(target.device) for x in tensors(ATEN_CPU, 0))
     q, k, v = (x.to(DTYPES[dtype]) for x in (q, k, v))
     bias = torch.zeros(4, 90, device=target.device)
     tree = torch.ones(4, 4, dtype=torch.bool, device=target.device)
     for given in (dict(attn_bias=bias), dict(tree_mask=tree)):
         support = flash_attn.can_use(q, k, v, op="decode", cache_seqlens=lengths, **given)
-        assert support.backend == ("cuda" if target.device == "cuda" else "aten")
+        assert support.backend == "cuda"
         forward = "attn_bias and tree_mask are not supported"
         assert forward in support.reasons["sm80"] and forward in support.reasons["sm90"]
