@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import expect, shown
 from flash_attn._library import C
-from flash_attn._masked_call import lower_mask, runs_packed, used_lengths
+from flash_attn._masked_call import lower_cache_mask, lower_mask, runs_packed, used_lengths
 from flash_attn._pages import unpage
 from flash_attn.masks import Mask, lowering
 from flash_attn.masks.tiles import Tiled, is_top_left
@@ -451,6 +451,16 @@ def decode_arguments(
             new=new,
         )
     window_left, window_right = window_sides(window_size)
+    if isinstance(attn_bias, Mask):
+        (window_left, window_right), attn_bias = lower_cache_mask(
+            attn_bias,
+            q,
+            k_cache,
+            (window_left, window_right),
+            block_table,
+            cache_seqlens,
+            new,
+        )
     return (
         q,
         k_cache,

@@ -32,6 +32,24 @@ def lower_mask(mask, q, max_seqlens, window, is_top_left, lengths_q=None, length
     )
 
 
+def lower_cache_mask(mask, q, k_cache, window, block_table, cache_seqlens, new):
+    """The window and the attn_bias of a call against a cache whose attn_bias is a mask.
+
+    Query i is new token i, and key j is position j of the cache.
+    """
+    fits = q.dim() == k_cache.dim() == 4 and (block_table is None or block_table.dim() == 2)
+    if not fits or (cache_seqlens is not None and cache_seqlens.shape != q.shape[:1]):
+        return window, None  # which C++ reports
+    capacity = k_cache.size(1) * (1 if block_table is None else block_table.size(1))
+    diagonal = capacity - q.size(1)
+    if cache_seqlens is not None:
+        lengths = (cache_seqlens.long() + new).clamp(0, capacity)
+        diagonal = (lengths - q.size(1))[:, None, None, None]
+    at = Geometry(q.size(1), capacity, diagonal, q.device)
+    lowered = lowering.lower_to_bool(mask, q.size(0), q.size(2), at)
+    return lowering.intersect_windows(window, lowered.window), lowered.attn_bias
+
+
 def used_lengths(cu_seqlens, seqused, leftpad=None):
     """int32 (batch): what counts of each sequence. cu_seqlens: None where pages hold the keys."""
     if cu_seqlens is None:

@@ -14,6 +14,7 @@ from flash_attn._call import (
     kvcache,
 )
 from flash_attn._errors import expect, explain
+from flash_attn.masks import Mask
 from flash_attn.shared_prefix import SharedPrefix
 
 Window = Sequence[int | None] | Tensor
@@ -48,7 +49,7 @@ def flash_decode_func(
     batch_invariant: bool = False,
     return_max_logits: bool = False,
     shared_prefix: SharedPrefix | None = None,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of the newest tokens to a cache that holds their keys and values already.
@@ -92,12 +93,14 @@ def flash_decode_func(
             not asked about them. The result differs by rounding only.
         attn_bias: broadcasts to (batch, heads_q, seqlen_q, capacity), added to the scores: column j
             belongs to position j of a sequence's cache. A floating dtype, or bool, where False
-            hides the key. Numbers below -2^26 hide it, too.
+            hides the key. Numbers below -2^26 hide it, too. Or a mask of flash_attn.masks, whose
+            query i is new token i, and whose key j is position j; all but causal and windows become
+            a bool tensor.
         tree_mask: bool (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q), without attn_bias: the
             new tokens are a tree of drafts. Token i sees token j of them where [i, j] is True; the
             keys before them all are seen. With causal, which is the default, no token sees a later
-            one, as a tree in which parents come first asks for anyway. A draft's position is that
-            of its place in the cache.
+            one, as a tree in which parents come first asks for anyway. To windows and ALiBi a
+            draft's position is its place in the cache.
 
     What the index tensors hold is not checked, as that would wait for the device. It is clamped:
     lengths to 0 … capacity, cache_leftpad to 0 … length. A page or a row that does not exist has no
@@ -143,15 +146,16 @@ def flash_decode_func(
         raise
 
 
-def _at_length(q, k_cache, v_cache, block_table, length, new):
+def _at_length(q, k_cache, v_cache, block_table, length, new, is_masked):
     """The caches of sequences that all have `length` tokens before `new` more, and cache_seqlens.
 
-    Unpaged caches are cut to their tokens, views, so that no lengths have to reach the device.
+    Unpaged caches are cut to their tokens, views, so that no lengths have to reach the device; not
+    with a mask, which knows their capacity.
     """
     expect(k_cache.dim() == 4, "k_cache", "4 dimensions", k_cache.dim())
     capacity = k_cache.size(1) * (1 if block_table is None else block_table.size(-1))
     expect(0 <= length <= capacity, "cache_seqlens", f"0 to {capacity} (the capacity)", length)
-    if block_table is None and length + new <= capacity:
+    if block_table is None and length + new <= capacity and not is_masked:
         return k_cache[:, : length + new], v_cache[:, : length + new], None
     lengths = torch.full((q.size(0),), length, dtype=torch.int32, device=q.device)
     return k_cache, v_cache, lengths
@@ -184,7 +188,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: bool = False,
     shared_prefix: SharedPrefix | None = None,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Mask | None = None,
     tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Appends k and v to the cache in place, rotates, and attends: one step of decoding, or a chunk
@@ -232,9 +236,10 @@ def flash_attn_with_kvcache(
             length = as_int(cache_seqlens, "cache_seqlens")
             capacity = k_cache.size(1)
             k_cache, v_cache, cache_seqlens = _at_length(
-                q, k_cache, v_cache, block_table, length, new
+                q, k_cache, v_cache, block_table, length, new, isinstance(attn_bias, Mask)
             )
-            if attn_bias is not None and attn_bias.dim() and attn_bias.size(-1) == capacity:
+            has_columns = isinstance(attn_bias, Tensor) and attn_bias.dim() > 0
+            if has_columns and attn_bias.size(-1) == capacity:
                 attn_bias = attn_bias[..., : k_cache.size(1)]
         arguments = decode_arguments(
             q,

@@ -10,7 +10,7 @@ from cases import ATEN_CPU, ATEN_CUDA, DECODE_CUDA, DTYPES, Target, each_target,
 from test_cache_forms import FORMS, cache_cases, check
 
 import flash_attn
-from flash_attn import flash_attn_with_kvcache, flash_decode_func
+from flash_attn import flash_attn_func, flash_attn_with_kvcache, flash_decode_func, masks
 
 TARGETS = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)  # the forward kernels take neither
 SHAPES = ["bhqk", "bhqk", "hqk", "bqk", "qk", "bk", "k", "bh", "q", ""]
@@ -137,6 +137,64 @@ def test_rows_of_nothing(hiding: float, target: Target, seed: int) -> None:
     assert_same(out[:, others], expected[:, others])
 
 
+def mask_of(name: str, device: str) -> masks.Mask:
+    torch.manual_seed(1)
+    seen = (torch.rand(2, 4, 4, 90) < 0.6).to(device)
+    ids, ids_k = torch.arange(8).view(2, 4) // 2, torch.randint(0, 4, (2, 90))
+    return {
+        "window": masks.window(20, 0),
+        "prefix": masks.prefix_lm(30),
+        "sinks": masks.prefix(5) | masks.window(10, 2),
+        "documents": masks.causal() & masks.documents(ids.to(device), ids_k.to(device)),
+        "bool": masks.from_bool(seen),
+        "blocks": masks.block_sparse(seen[:, :, :1, ::8], 8),
+        "not a window": ~masks.window(3, 3),
+    }[name]
+
+
+@each_target(*TARGETS)
+@pytest.mark.parametrize(
+    "name", ["window", "prefix", "sinks", "documents", "bool", "blocks", "not a window"]
+)
+def test_masks(name: str, target: Target, seed: int) -> None:
+    """A mask is to a cache what it is to the tokens in it."""
+    q, k, v, _ = tensors(target, seed)
+    mask = mask_of(name, target.device)
+    with use(target):
+        full = flash_decode_func(q, k, v, causal=False, attn_bias=mask)
+        # The last four keys are appended again: what stands there must not count.
+        cache = k.clone(), v.clone()
+        for x in cache:
+            x[:, -4:] = torch.nan
+        new = k[:, -4:].clone(), v[:, -4:].clone()
+        appended = flash_attn_with_kvcache(q, *cache, *new, cache_seqlens=86, attn_bias=mask)
+    expected = flash_attn_func(
+        *(x.double().cpu() for x in (q, k, v)), attn_bias=mask_of(name, "cpu")
+    )
+    for out in (full, appended):
+        assert_same(out.double().cpu(), expected.to(out.dtype).double())
+
+
+@each_target(*TARGETS)
+@pytest.mark.parametrize("page_size", [0, 10])
+def test_the_diagonal_of_a_mask(page_size: int, target: Target, seed: int) -> None:
+    """Sequences of several lengths, which the device alone knows, each with its own diagonal."""
+    q, k, v, lengths = tensors(target, seed)
+    mask = masks.prefix_lm(30) & ~masks.window(2, -1) | masks.window(0, 0)
+    pages = {}
+    cache = k, v
+    if page_size:
+        cache = tuple(x.view(18, 10, 2, 64) for x in cache)
+        table = torch.arange(18, dtype=torch.int32, device=target.device).view(2, 9)
+        pages = dict(block_table=table)
+    with use(target):
+        out = flash_decode_func(q, *cache, lengths, causal=False, attn_bias=mask, **pages)
+    for b, length in enumerate(lengths.tolist()):
+        part = (q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length])
+        expected = flash_attn_func(*(x.double().cpu() for x in part), attn_bias=mask)
+        assert_same(out[b : b + 1].double().cpu(), expected.to(out.dtype).double())
+
+
 def test_columns_of_an_int() -> None:
     """With cache_seqlens an int the bias may have a column for each key, or for each place."""
     q, k, v, _ = tensors(ATEN_CPU, 0)
@@ -161,7 +219,8 @@ BIASED, TREE = torch.zeros(4, 90), torch.ones(4, 4, dtype=torch.bool)
     [
         (dict(attn_bias=BIASED[:, :89]), r"attn_bias: expected .* broadcasts to \(2, 4, 4, 90\)"),
         (dict(attn_bias=BIASED.int()), "attn_bias: expected a floating dtype or bool, got Int"),
-        (dict(attn_bias=flash_attn.masks.causal()), "attn_bias: expected"),
+        (dict(attn_bias=masks.from_bool(TREE)), "seen: expected a shape that broadcasts"),
+        (dict(attn_bias=masks.documents(torch.zeros(5).int())), "ids: expected"),
         (dict(tree_mask=TREE[:, :3]), r"tree_mask: must have shape \(4, 4\) or \(2, 4, 4\)"),
         (dict(tree_mask=TREE[None]), r"tree_mask: must have shape \(4, 4\) or \(2, 4, 4\)"),
         (dict(tree_mask=TREE.float()), "tree_mask: expected dtype bool, got Float"),
