@@ -5,6 +5,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from flash_attn.masks import Mask
 from flash_attn.shared_prefix import SharedPrefix
 
 Window = Sequence[int | None] | Tensor
@@ -33,6 +34,8 @@ def flash_decode_func(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def flash_decode_func(
@@ -57,6 +60,8 @@ def flash_decode_func(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> WithLse: ...
 @overload
 def flash_decode_func(
@@ -81,6 +86,8 @@ def flash_decode_func(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | WithLse: ...
 @overload
 def flash_decode_func(
@@ -105,6 +112,8 @@ def flash_decode_func(
     batch_invariant: bool = False,
     return_max_logits: bool = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_with_kvcache(
@@ -134,6 +143,8 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_with_kvcache(
@@ -163,6 +174,8 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> WithLse: ...
 @overload
 def flash_attn_with_kvcache(
@@ -192,6 +205,8 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: Literal[False] = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | WithLse: ...
 @overload
 def flash_attn_with_kvcache(
@@ -221,4 +236,6 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     return_max_logits: bool = False,
     shared_prefix: SharedPrefix | None = None,
+    attn_bias: Tensor | Mask | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...

@@ -102,7 +102,7 @@ def test_decode_signature() -> None:
         " window_size=(-1, -1), softcap=0.0, alibi_slopes=None, learnable_sink=None,"
         " block_table=None, num_splits=0, return_softmax_lse=False, cache_batch_idx=None,"
         " cache_leftpad=None, k_descale=None, v_descale=None, batch_invariant=False,"
-        " return_max_logits=False, shared_prefix=None"
+        " return_max_logits=False, shared_prefix=None, attn_bias=None, tree_mask=None"
     )
     wanted: dict = {}
     exec(f"def f({expected}): ...", {}, wanted)
