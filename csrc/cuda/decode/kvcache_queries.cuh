@@ -11,9 +11,9 @@
 namespace flash_attn::cuda {
 
 // Loads the 16 rows as the left operand of Q Kᵀ, with zeros beyond rows and columns, and sets their
-// terms, what the products are to be multiplied with among them. With kTo8Bit the columns stand in the order in which
-// keys of 8 bits come out of ldmatrix: each four neighbours k are two pairs, at k / 2 of 16 columns
-// and 8 further on. kKvcacheWarps warps call it, with eight lanes a row.
+// terms, what the products are to be multiplied with among them. With kTo8Bit the columns stand in
+// the order in which keys of 8 bits come out of ldmatrix: each four neighbours k are two pairs, at
+// k / 2 of 16 columns and 8 further on. kKvcacheWarps warps call it, with eight lanes a row.
 template <typename Element, bool kTo8Bit, int kHeadDim>
 __device__ __forceinline__ void load_queries(SmemTile<Element, kDecodeRows, kHeadDim>& tile,
                                              DecodeRowTerms (&row_terms)[kDecodeRows],
