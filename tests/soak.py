@@ -181,6 +181,7 @@ def garbage(draw: random.Random, device: str, seed: int) -> int:
 
 def cache(draw: random.Random, device: str, seed: int) -> int:
     new, page_size = draw.choice([0, 1, 3]), draw.choice([0, 16, 64])
+    bias = draw.choice(["", "", "", "same", "fp32", "bool"])
     case = CacheCase(
         seqlen_q=draw.choice([1, 1, 2, 5, 40]),
         new=new,
@@ -197,6 +198,9 @@ def cache(draw: random.Random, device: str, seed: int) -> int:
         causal=draw.random() < 0.7,
         softcap=draw.choice([0.0, 0.0, 5.0]),
         sink=draw.random() < 0.2,
+        bias=bias,
+        bias_shape=draw.choice(["bhqk", "hqk", "bk"]),
+        tree="" if bias else draw.choice(["", "", "one", "each"]),
         num_splits=draw.choice([0, 0, 3]),
         batch_invariant=draw.random() < 0.2,
         garbage=draw.random() < 0.5,
