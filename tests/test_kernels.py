@@ -179,6 +179,8 @@ def cache_kernel_cases() -> list[CacheCase]:
             seqlen_q=3,
             rotary=rotary,
             sink=page_size > 0,
+            tree="each" if page_size == 0 else "",
+            bias="fp32" if page_size == 3 else "",
             softcap=8.0 * (page_size == 16),
             alibi=page_size == 3,
             rows=page_size == 16,
@@ -200,6 +202,8 @@ def cache_kernel_cases() -> list[CacheCase]:
             dict(softcap=8.0, num_splits=3),
             dict(alibi=True, page_size=7, batch_invariant=True),
             dict(d_v=40, softcap=8.0, page_size=16),
+            dict(bias="same", page_size=16, num_splits=3),
+            dict(tree="each", seqlen_q=5),
             dict(new=2, rotary="interleaved", batch_invariant=True),
         )
     ]
