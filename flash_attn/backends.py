@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flash_attn import _call
+from flash_attn import _cache_call, _call
 from flash_attn._errors import explain, shown
 from flash_attn._library import C
 from flash_attn.masks import Mask
@@ -165,7 +165,7 @@ def can_use(
             ask = C.explain_fwd if op == "fwd" else C.explain_bwd
             chosen, reasons, plans = ask(*_call.fwd_arguments(*tensors, **options)[:-1], None)
         elif op == "decode":
-            arguments = _call.decode_arguments(
+            arguments = _cache_call.decode_arguments(
                 q,
                 k,
                 v,

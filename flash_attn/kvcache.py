@@ -5,14 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._call import (
-    as_int,
-    check_append,
-    decode,
-    decode_arguments,
-    dense_seqlen,
-    kvcache,
-)
+from flash_attn._cache_call import check_append, decode, decode_arguments, kvcache
+from flash_attn._call import as_int, dense_seqlen
 from flash_attn._errors import expect, explain
 from flash_attn.masks import Mask
 from flash_attn.shared_prefix import SharedPrefix
@@ -58,7 +52,7 @@ def flash_decode_func(
     are then combined (reference.split_kv shows how). With more than 16 tokens a sequence (a chunk
     of a prompt) the kernels of flash_attn_func run instead where they are faster (can_use tells);
     they copy pages first, into at most 1 GiB. Reads the cache, never writes; has no gradient. All
-    arguments combine freely.
+    arguments combine freely, but for attn_bias beside tree_mask.
 
     Arguments:
         q: (batch, seqlen_q, heads_q, d), the last seqlen_q tokens of each sequence.
@@ -194,8 +188,8 @@ def flash_attn_with_kvcache(
     """Appends k and v to the cache in place, rotates, and attends: one step of decoding, or a chunk
     of a prompt.
 
-    All arguments combine freely. There is no gradient. Safe in CUDA graphs: replay reads the
-    tensors' new contents, cache_seqlens among them.
+    Arguments combine as in flash_decode_func. There is no gradient. Safe in CUDA graphs: replay
+    reads the tensors' new contents, cache_seqlens among them.
 
     Arguments:
         q: (batch, seqlen_q, heads_q, d).

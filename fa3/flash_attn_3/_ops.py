@@ -10,7 +10,8 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import _upstream, masks
-from flash_attn._call import as_int, check_append, window_sides
+from flash_attn._cache_call import check_append
+from flash_attn._call import as_int, window_sides
 from flash_attn._errors import expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn._call import decode, decode_arguments, window_sides
+from flash_attn._cache_call import decode, decode_arguments
+from flash_attn._call import window_sides
 from flash_attn._errors import expect, explained, shown
 from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.merge import compute_dtype, merge_attention

@@ -46,6 +46,7 @@ PYTHON = {
             "test_kept_masks.py",
         ),
     ],
+    "flash_attn/_cache_call.py": ["test_wrong_arguments.py", "test_decode_bias.py"],
     "flash_attn/_masked_call.py": ["test_masks.py", "test_mask_refusals.py", "test_kept_masks.py"],
     "flash_attn/_pages.py": ["test_varlen_pages.py", "test_wrong_arguments.py -k varlen"],
     "flash_attn/_errors.py": ["test_wrong_arguments.py"],
