@@ -1,7 +1,7 @@
 """Builds of this library in turns: is the one after a change faster?
 
     python -m benchmarks.duel BEFORE AFTER... [--kinds fwd,bwd,shapes,bwd_shapes,features,
-    bwd_features,decode,short,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
+    bwd_features,decode,short,peaked,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
     [--phases PRODUCT,SETTLE,TIMED] [--out FILE.json]
 
 BEFORE and each AFTER are checkouts with a built package. Each has a process of its own, which takes
@@ -37,6 +37,7 @@ KINDS = {
     "bwd_features": shapes.features,
     "decode": shapes.decode,
     "short": shapes.short_decode,
+    "peaked": shapes.peaked,
     "cpu": shapes.cpu,
 }
 # The package first from the build that takes part, then the benchmarks from this checkout.
