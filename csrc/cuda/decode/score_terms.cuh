@@ -85,26 +85,36 @@ __device__ __forceinline__ void add_alibi(Accumulator<1, kKeys>& S,
 }
 
 // S += a bias of `Number`s. first_column: of it, at S's first column; negative where the keys have
-// none.
+// none. Several numbers are asked for before one is used, even where none lies, as memory answers
+// each of them late; all at once would spill.
 template <typename Number, int kKeys>
 __device__ __forceinline__ void add_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
                                          const DecodeRowTerms (&rows)[kDecodeRows],
                                          int first_column, int lane_of_thread) {
+  constexpr int kAtOnce = S.kRowElements < 8 ? 2 : 8;
+  static_assert(S.kRowElements % kAtOnce == 0);
   // Addresses kept from tile to tile would spill.
   const auto lane = static_cast<int>(ptx::opaque(lane_of_thread));
   const int first = first_column + fragment_col(0, lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Number* const of_row = static_cast<const Number*>(bias.data) +
-                                 rows[fragment_row(half, lane)].bias_offset +
-                                 first * bias.key_stride;
+    const Number* const of_row =
+        static_cast<const Number*>(bias.data) + rows[fragment_row(half, lane)].bias_offset;
 #pragma unroll
-    for (int i = 0; i < S.kRowElements; ++i) {
-      const int col = fragment_col(i, 0), column = first + col;
-      const float number = column < 0           ? 0.f
-                           : column < bias.keys ? load_bias(of_row + col * bias.key_stride)
-                                                : -INFINITY;
-      S.at(half, i) = fmaf(number, kLog2E, S.at(half, i));
+    for (int begin = 0; begin < S.kRowElements; begin += kAtOnce) {
+      float numbers[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int column = min(max(first + fragment_col(begin + i, 0), 0), bias.keys - 1);
+        numbers[i] = load_bias(of_row + column * bias.key_stride);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int column = first + fragment_col(begin + i, 0);
+        const float number = column < 0 ? 0.f : column < bias.keys ? numbers[i] : -INFINITY;
+        float& s = S.at(half, begin + i);
+        s = fmaf(number, kLog2E, s);
+      }
     }
   }
 }
