@@ -30,7 +30,12 @@ TESTS = {ATEN_CPU: 15, ATEN_CUDA: 10, SM80: 45, SM90: 45}  # 300 calls on a CPU,
 
 
 def random_case(draw: random.Random) -> Case:
-    """Each feature is as likely whatever else the call has, but for the scores beside a softcap."""
+    """Each feature is as likely whatever else the call has, but for the spread of the scores.
+
+    Scores of N(0, 9) inputs leave a row to one key. Its derivative beside a softcap is rounding
+    alone. Where dropout takes that key, and beside it where sm90 hands P on (head dims above 128),
+    what is left of a row lies below the smallest P that 16 bits hold.
+    """
     varlen = draw.random() < 0.4
     lengths_q, lengths_k = (
         tuple(draw.choice([0, 1, 17, 64, 65, 130]) for _ in range(2)) for _ in "qk"
@@ -40,10 +45,10 @@ def random_case(draw: random.Random) -> Case:
     heads_kv, d = draw.choice([1, 2]), draw.choice([8, 32, 40, 64, 72, 80, 96, 128, 192, 256])
     bias = draw.choice(["", "", "", "", *BIAS_SHAPES])
     softcap = draw.choice([0.0, 0.0, 0.0, 7.0, 50.0])
-    # The derivative of a saturated softcap is rounding alone.
-    scales, spreads = [None, None, None, 0.02], ["normal", "normal"]
-    if not softcap:
-        scales, spreads = [*scales, 0.3], [*spreads, "wide"]
+    d_v = draw.choice([None, None, None, 16, 64, 128])
+    dropout_p = draw.choice([0.0, 0.0, 0.0, 0.2])
+    is_calm = bool(softcap or dropout_p or d > 128)
+    spreads = ["normal", "normal", "normal" if is_calm else "wide"]
     return Case(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -56,7 +61,7 @@ def random_case(draw: random.Random) -> Case:
         heads_q=heads_kv * draw.choice([1, 2, 3]),
         heads_kv=heads_kv,
         d=d,
-        d_v=draw.choice([None, None, None, 16, 64, 128]),
+        d_v=d_v,
         dtype=draw.choice(["fp16", "fp16", "bf16", "bf16", "fp32"]),
         causal=draw.random() < 0.5,
         window=draw.choice([(-1, -1), (-1, -1), (20, 5), (0, -1), (-1, 70)]),
@@ -66,9 +71,9 @@ def random_case(draw: random.Random) -> Case:
         bias=bias,
         bias_fp32=bias not in ("", *BOOL_BIASES) and draw.random() < 0.2,
         sink=draw.random() < 0.3,
-        dropout_p=draw.choice([0.0, 0.0, 0.0, 0.2]),
+        dropout_p=dropout_p,
         lse_grad=draw.random() < 0.3,
-        softmax_scale=draw.choice(scales),
+        softmax_scale=draw.choice([None, None, None, 0.02, 0.1]),
         spread=draw.choice(spreads),
         deterministic=draw.random() < 0.3,
     )
