@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from caches import EIGHT_BITS, CacheCase, CacheProblem
 from cases import (
     ATEN_CPU,
     ATEN_CUDA,
@@ -116,6 +117,61 @@ def test_random_combinations(target: Target, number: int) -> None:
             compare(problem, run(problem, target.backend, views=views), expect(problem))
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"{case}, seed {seed}, views of {list(views)}") from error
+
+
+def random_cache_case(draw: random.Random) -> CacheCase:
+    """A call against a cache. An append and pages bring what goes with them."""
+    heads_kv, d = draw.choice([1, 2]), draw.choice([16, 32, 64, 72, 96, 128, 192, 256, 512])
+    new, page_size = draw.choice([0, 0, 1, 3]), draw.choice([0, 0, 8, 16, 64])
+    dtype = draw.choice(["fp16", "bf16", "bf16", "fp32"])
+    bias = draw.choice(["", "", "", "same", "fp32", "bool"])
+    return CacheCase(
+        seqlen_q=max(new, draw.choice([1, 1, 2, 5, 40])),
+        new=new,
+        capacity=draw.choice([70, 200]),
+        heads_q=heads_kv * draw.choice([1, 2, 4, 7]),
+        heads_kv=heads_kv,
+        d=d,
+        d_v=draw.choice([None, None, None, 64, 128]),
+        dtype=dtype,
+        cache="" if dtype == "fp32" else draw.choice(["", "", *EIGHT_BITS]),
+        page_size=page_size,
+        shared=page_size > 0 and draw.random() < 0.4,
+        rows=draw.random() < 0.4,
+        leftpad=draw.random() < 0.3,
+        rotary=draw.choice(["", "interleaved", "halves"]) if new and d >= 32 else "",
+        causal=draw.random() < 0.7,
+        window=draw.choice([(-1, -1), (-1, -1), (20, 5), (-1, 70)]),
+        softcap=draw.choice([0.0, 0.0, 5.0]),
+        alibi=draw.random() < 0.2,
+        sink=draw.random() < 0.2,
+        bias=bias,
+        bias_shape=draw.choice(["bhqk", "hqk", "bk"]),
+        tree="" if bias else draw.choice(["", "", "one", "each"]),
+        num_splits=draw.choice([0, 0, 3]),
+        batch_invariant=draw.random() < 0.2,
+        garbage=draw.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize(
+    "device, number",
+    [
+        pytest.param(device, number, id=f"{device}-{number}", marks=marks)
+        for device, count, marks in (("cpu", 5, ()), ("cuda", 25, pytest.mark.gpu))
+        for number in range(count)
+        if device == "cuda" or not SIMULATED
+    ],
+)
+def test_random_calls_against_caches(device: str, number: int) -> None:
+    draw = random.Random(f"cache {device} {number}")
+    for _ in range(CALLS):
+        case, seed = random_cache_case(draw), draw.randrange(1 << 20)
+        problem = CacheProblem(case, seed, device)
+        try:
+            problem.compare(*problem.run(problem.support().backend))
+        except (AssertionError, RuntimeError) as error:
+            raise AssertionError(f"{case}, seed {seed}") from error
 
 
 def test_draws_are_unlike() -> None:
