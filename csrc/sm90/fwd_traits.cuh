@@ -69,8 +69,9 @@ struct FwdTraits {
   static constexpr bool kStartsEarly = kQStages > 1;
   using Scores = Accumulator<1, kBlockN>;
   using Output = Accumulator<1, kHeadDimV>;
-  // Powers of two that row maxima may rise before a block is computed again. P of any size round
-  // alike, so it is as many as fit: fp16 ends below 2¹⁶, and sums of bf16's P have to fit fp32.
+  // Powers of two that row maxima may rise before a block is computed again. Large P round as small
+  // ones do, so the type sets the limit: fp16 ends below 2¹⁶. bf16 goes further than is of use, and
+  // with 2²⁰ sums of P stay far from the end of fp32.
   static constexpr int kSlackLog2 = kDType == DType::kFp16 ? 15 : 20;
   using Softmax =
       OnlineSoftmax<2, kSlackLog2, std::conditional_t<kMaxLogits, LogitRecord<2>, NoRecord>>;

@@ -85,8 +85,9 @@ __device__ __forceinline__ void add_alibi(Accumulator<1, kKeys>& S,
 }
 
 // S += a bias of `Number`s. first_column: of it, at S's first column; negative where the keys have
-// none. Several numbers are asked for before one is used, even where none lies, as memory answers
-// each of them late; all at once would spill.
+// none. Several numbers are asked for before one is used, as memory answers each of them late; with
+// the widest heads more than two at once would spill. Where none lies, a neighbour is read and not
+// used.
 template <typename Number, int kKeys>
 __device__ __forceinline__ void add_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
                                          const DecodeRowTerms (&rows)[kDecodeRows],
