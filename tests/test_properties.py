@@ -33,7 +33,7 @@ TESTS = {ATEN_CPU: 15, ATEN_CUDA: 10, SM80: 45, SM90: 45}  # 300 calls on a CPU,
 def random_case(draw: random.Random) -> Case:
     """Each feature is as likely whatever else the call has, but for the spread of the scores.
 
-    N(0, 9) inputs give nearly all of a row to one key, and that is left out in three cases. Beside a
+    N(0, 9) inputs give nearly all of a row to one key, which is left out in three cases. Beside a
     softcap the derivative is rounding alone. Where dropout takes that key, the other P of the row
     are subnormal in fp16. Above a head dim of 128 sm90 stores P in 16 bits on the way to dS, which
     makes the smallest 0. Scales above 0.1 would do to N(0, 1) inputs what N(0, 9) does.
