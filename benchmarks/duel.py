@@ -1,7 +1,7 @@
 """Builds of this library in turns: is the one after a change faster?
 
     python -m benchmarks.duel BEFORE AFTER... [--kinds fwd,bwd,shapes,bwd_shapes,features,
-    bwd_features,decode,short,peaked,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
+    bwd_features,decode,short,decode_terms,peaked,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
     [--phases PRODUCT,SETTLE,TIMED] [--out FILE.json]
 
 BEFORE and each AFTER are checkouts with a built package. Each has a process of its own, which takes
@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,6 +28,22 @@ import flash_attn
 from benchmarks import backends, race_caches, results, shapes
 from benchmarks.contest import AGREE, Race, progress
 from benchmarks.timing import QUICK, Recipe, Timer
+
+
+@dataclass(frozen=True)
+class TermCase:
+    """Decode with one of backends.DECODE_TERMS."""
+
+    call: shapes.DecodeCase
+    term: str
+
+    def shape(self) -> dict:
+        return self.call.shape() | {"term": self.term}
+
+
+def decode_terms(quick: bool) -> list[TermCase]:
+    return [TermCase(x, term) for x in shapes.decode_terms(quick) for term in backends.DECODE_TERMS]
+
 
 KINDS = {
     "fwd": shapes.dense,
@@ -37,6 +54,7 @@ KINDS = {
     "bwd_features": shapes.features,
     "decode": shapes.decode,
     "short": shapes.short_decode,
+    "decode_terms": decode_terms,
     "peaked": shapes.peaked,
     "cpu": shapes.cpu,
 }
@@ -49,6 +67,10 @@ WORKER = (
 
 def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     """What is timed, and how many calls of the library it makes."""
+    if kind == "decode_terms":
+        q, caches, rounds = race_caches.caches_and_rounds(race, case.call)
+        calls = [backends.decode_term(case.term, case.call, q, x) for x in caches] * rounds
+        return race_caches.graph_of(calls), len(calls)
     if kind in ("decode", "short"):
         q, caches, rounds = race_caches.caches_and_rounds(race, case)
         calls = [backends.decode("cuda", case, q, cache) for cache in caches] * rounds
