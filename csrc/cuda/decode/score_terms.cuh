@@ -120,6 +120,39 @@ __device__ __forceinline__ void add_bias(Accumulator<1, kKeys>& S, const BiasPar
   }
 }
 
+// The same where all columns exist and lie in pairs. first_column: even. Every pair has its place
+// behind the first one of its row, so that there is hardly more to do than to load and to add.
+template <typename Number, int kKeys>
+__device__ __forceinline__ void add_bias_in_pairs(Accumulator<1, kKeys>& S, const BiasParams& bias,
+                                                  const DecodeRowTerms (&rows)[kDecodeRows],
+                                                  int first_column, int lane_of_thread) {
+  const auto lane = static_cast<int>(ptx::opaque(lane_of_thread));
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Number* const first = static_cast<const Number*>(bias.data) +
+                                rows[fragment_row(half, lane)].bias_offset + first_column +
+                                fragment_col(0, lane);
+#pragma unroll
+    for (int i = 0; i < S.kRowElements; i += 2) {
+      const float2 pair = load_bias_pair(first + fragment_col(i, 0));
+      S.at(half, i) = fmaf(pair.x, kLog2E, S.at(half, i));
+      S.at(half, i + 1) = fmaf(pair.y, kLog2E, S.at(half, i + 1));
+    }
+  }
+}
+
+template <typename Number, int kKeys>
+__device__ __forceinline__ void add_any_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
+                                             const DecodeRowTerms (&rows)[kDecodeRows],
+                                             int first_column, int lane) {
+  const bool whole = first_column >= 0 && first_column + kKeys <= bias.keys;
+  if (whole && bias.in_pairs && first_column % 2 == 0) {
+    add_bias_in_pairs<Number>(S, bias, rows, first_column, lane);
+  } else {
+    add_bias<Number>(S, bias, rows, first_column, lane);
+  }
+}
+
 // Q Kᵀ becomes scores in units of log 2. A bias consists of fp32, of bool or of `Number`s; without
 // kBias there is none.
 template <bool kWide, typename Number, bool kBias, int kKeys>
@@ -136,11 +169,11 @@ __device__ __forceinline__ void finish_scores(Accumulator<1, kKeys>& S, const De
   const int first_column = first_key - rows[0].bias_key;  // of all rows
   if (first_column + kKeys <= 0) return;  // a tree says nothing of the long rest of the cache
   if (bias.dtype == DType::kBool) {
-    add_bias<bool>(S, bias, rows, first_column, lane);
+    add_any_bias<bool>(S, bias, rows, first_column, lane);
   } else if (std::is_same_v<Number, float> || bias.dtype == DType::kFp32) {
-    add_bias<float>(S, bias, rows, first_column, lane);
+    add_any_bias<float>(S, bias, rows, first_column, lane);
   } else {
-    add_bias<Number>(S, bias, rows, first_column, lane);
+    add_any_bias<Number>(S, bias, rows, first_column, lane);
   }
 }
 
