@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.shapes import Case, DecodeCase
+from benchmarks.shapes import Case, DecodeCase, PagedCase
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 
@@ -328,6 +328,34 @@ def decode_term(
             return flash_decode_func(q, cache.k, cache.v, seqlens, **options)
 
     return call
+
+
+def varlen_pages(
+    case: PagedCase, device: torch.device, dtype: torch.dtype
+) -> Callable[[], torch.Tensor]:
+    """Ours of scattered pages, or of keys in one row."""
+    from flash_attn import flash_attn_varlen_func
+
+    generator = torch.Generator(device).manual_seed(0)
+    normal = functools.partial(torch.randn, dtype=dtype, device=device, generator=generator)
+    q = normal((case.batch * case.tokens, case.heads, case.head_dim))
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+    common = dict(
+        cu_seqlens_q=starts * case.tokens,
+        cu_seqlens_k=starts * case.length,
+        max_seqlen_q=case.tokens,
+        max_seqlen_k=case.length,
+        causal=True,
+    )
+    if case.page_size == 0:
+        k, v = normal((2, case.batch * case.length, case.heads_kv, case.head_dim))
+        return functools.partial(flash_attn_varlen_func, q, k, v, **common)
+    pages = case.batch * case.length // case.page_size
+    k, v = normal((2, pages, case.page_size, case.heads_kv, case.head_dim))
+    order = torch.randperm(pages, device=device, generator=generator).int().view(case.batch, -1)
+    spare = case.capacity // case.page_size - order.size(1)
+    table = torch.nn.functional.pad(order, (0, spare), value=-1)
+    return functools.partial(flash_attn_varlen_func, q, k, v, **common, block_table=table)
 
 
 CACHE_FORMS = ("plain", "rows", "paged16", "paged64", "paged256", "paged1", "e4m3", "int8")

@@ -1,7 +1,8 @@
 """Builds of this library in turns: is the one after a change faster?
 
     python -m benchmarks.duel BEFORE AFTER... [--kinds fwd,bwd,shapes,bwd_shapes,features,
-    bwd_features,decode,short,decode_terms,peaked,cpu] [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
+    bwd_features,decode,short,decode_terms,varlen_pages,peaked,cpu]
+    [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
     [--phases PRODUCT,SETTLE,TIMED] [--out FILE.json]
 
 BEFORE and each AFTER are checkouts with a built package. Each has a process of its own, which takes
@@ -55,6 +56,7 @@ KINDS = {
     "decode": shapes.decode,
     "short": shapes.short_decode,
     "decode_terms": decode_terms,
+    "varlen_pages": shapes.varlen_pages,
     "peaked": shapes.peaked,
     "cpu": shapes.cpu,
 }
@@ -67,6 +69,8 @@ WORKER = (
 
 def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     """What is timed, and how many calls of the library it makes."""
+    if kind == "varlen_pages":
+        return backends.varlen_pages(case, race.device, race.dtype), 1
     if kind == "decode_terms":
         q, caches, rounds = race_caches.caches_and_rounds(race, case.call)
         calls = [backends.decode_term(case.term, case.call, q, x) for x in caches] * rounds

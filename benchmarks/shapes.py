@@ -268,6 +268,46 @@ def chunk(quick: bool = False) -> list[DecodeCase]:
     return cases[::3] if quick else cases
 
 
+@dataclass(frozen=True)
+class PagedCase:
+    """A causal varlen call whose keys lie in pages, all sequences alike; page_size 0: in one row."""
+
+    batch: int
+    tokens: int
+    length: int
+    page_size: int
+    capacity: int  # keys that a row of the table has room for
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+
+    def shape(self) -> dict:
+        return {
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "length": self.length,
+            "d": self.head_dim,
+            "page": self.page_size,
+            "room": self.capacity,
+        }
+
+
+def varlen_pages(quick: bool = False) -> list[PagedCase]:
+    """Whole prompts, and chunks of long ones, in tables with and without room to spare."""
+    cases = [
+        PagedCase(batch, tokens, length, page_size, capacity, head_dim=head_dim)
+        for batch, tokens, length, capacity in (
+            (8, 2048, 2048, 2048),
+            (8, 8192, 8192, 8192),
+            (4, 512, 16384, 65536),
+            (16, 64, 4096, 32768),
+        )
+        for page_size in (0, 16, 64, 256)
+        for head_dim in (64, 128, 256)
+    ]
+    return cases[:2] if quick else cases
+
+
 def ragged(quick: bool = False) -> dict[str, tuple[int, ...]]:
     """64 lengths, log-uniform from 100 to 64k, and as many tokens in equal ones."""
     generator = random.Random(0)

@@ -201,6 +201,9 @@ def clear_pages(k: Tensor, v: Tensor, missing: Tensor, /) -> None:
 # The backend, every other one with its reasons why not, and of each that can, how.
 Explanation = tuple[str, dict[str, list[str]], dict[str, str]]
 
+def reads_pages(*fwd_arguments: object) -> bool:
+    """Whether fwd takes these arguments, which have a block_table, as they are."""
+
 def explain_fwd(*fwd_arguments: object) -> Explanation:
     """The backend that serves fwd of these arguments, and every other's reasons why not."""
 

@@ -15,7 +15,7 @@ from flash_attn import _checks, _functorch, _log
 from flash_attn._errors import shown
 from flash_attn._library import C
 from flash_attn._masked_call import lower_mask, runs_packed, used_lengths
-from flash_attn._pages import unpage
+from flash_attn._pages import may_stay_in_pages, unpage
 from flash_attn.masks import Mask, lowering
 from flash_attn.masks.tiles import Tiled, is_top_left
 
@@ -135,8 +135,50 @@ def fwd_arguments(
             top_left,
             *lengths,
         )
-    if block_table is not None:
-        k, v, cu_seqlens_k, seqused_k, max_seqlen_k, attn_bias = unpage(
+    if rng_state is None and dropout_p > 0.0:
+        rng_state = draw_rng_state(q)
+
+    def with_keys(k, v, cu_seqlens_k, seqused_k, max_seqlen_k, attn_bias, block_table=None):
+        return (
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            attn_bias,
+            alibi_slopes,
+            learnable_sink,
+            rng_state,
+            *tiled,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_left,
+            window_right,
+            top_left,
+            softcap,
+            deterministic,
+            return_probs,
+            return_max_logits,
+            dropout_place,
+            forced_backend(),
+        )
+
+    if block_table is None:
+        return with_keys(k, v, cu_seqlens_k, seqused_k, max_seqlen_k, attn_bias)
+    if may_stay_in_pages(q, k, v, block_table, learnable_sink):
+        lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        in_place = with_keys(k, v, None, lengths, max_seqlen_k, attn_bias, block_table)
+        if C.reads_pages(*in_place):
+            return in_place
+    return with_keys(
+        *unpage(
             k,
             v,
             block_table,
@@ -147,37 +189,6 @@ def fwd_arguments(
             attn_bias,
             return_probs,
         )
-    if rng_state is None and dropout_p > 0.0:
-        rng_state = draw_rng_state(q)
-    return (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        leftpad_k,
-        None,  # block_table
-        attn_bias,
-        alibi_slopes,
-        learnable_sink,
-        rng_state,
-        *tiled,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        top_left,
-        softcap,
-        deterministic,
-        return_probs,
-        return_max_logits,
-        dropout_place,
-        forced_backend(),
     )
 
 

@@ -42,8 +42,9 @@ def _pairs_of_queries_and_keys(call: dict) -> int:
     cu_seqlens_q, cu_seqlens_k = call.get("cu_seqlens_q"), call.get("cu_seqlens_k")
     if cu_seqlens_q is None:
         return q.shape[0] * q.shape[1] * call["k"].shape[1]
-    if _readable(cu_seqlens_q) and _readable(cu_seqlens_k):
-        return int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff()).sum())
+    lengths_k = call.get("seqused_k") if cu_seqlens_k is None else cu_seqlens_k.diff()  # of pages
+    if _readable(cu_seqlens_q) and _readable(lengths_k):
+        return int((cu_seqlens_q.diff().long() * lengths_k).sum())
     batch = cu_seqlens_q.shape[0] - 1
     return batch * call["max_seqlen_q"] * call["max_seqlen_k"]
 

@@ -1,4 +1,4 @@
-"""Paged keys of a varlen call, whose kernels read no block_table: the pages side by side."""
+"""Paged keys of a varlen call: the pages side by side, for kernels that read no block_table."""
 
 import torch
 from torch import Tensor
@@ -35,6 +35,19 @@ def _check(k: Tensor, v: Tensor, block_table: Tensor, **indices: Tensor | None) 
             f"flash_attn: v: expected {k.size(0)} pages of {k.size(1)} keys as k has, got"
             f" {v.size(0)} of {v.size(1)}"
         )
+
+
+def may_stay_in_pages(q, k, v, block_table, learnable_sink) -> bool:
+    """Whether the op may be asked to read the pages of a call where they lie: the rest it says.
+
+    It has no gradient for them, and traces and transforms are given the copy, whose operations they
+    know.
+    """
+    plain = all(type(x) is Tensor for x in (q, k, v, block_table))
+    traced = torch.compiler.is_compiling() or _functorch.is_active()
+    inputs = [x for x in (q, k, v, learnable_sink) if x is not None]
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return plain and not traced and not wants_gradient
 
 
 def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:

@@ -403,11 +403,12 @@ def test_pages_that_do_not_exist(target: Target, seed: int) -> None:
 
 @each_target(*PREFILL_TARGETS)
 def test_more_keys_than_a_copy_has_room_for(target: Target, seed: int) -> None:
-    """Four sequences share pages; the last one's keys exceed 1 GiB and stay where they are."""
+    """Four sequences share pages, of a size that is copied; the last one's keys exceed 1 GiB and
+    stay where they are."""
     torch.manual_seed(seed)
     make = dict(device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 64, 16, 8, 256, **make)
-    table = torch.randint(64, (4, 2500), dtype=torch.int32, device="cuda")
+    k, v = torch.randn(2, 64, 12, 8, 256, **make)
+    table = torch.randint(64, (4, 3334), dtype=torch.int32, device="cuda")
     q = torch.randn(4, 17, 8, 256, **make)
     with use(target):
         out, lse = flash_attn.flash_decode_func(q, k, v, block_table=table, return_softmax_lse=True)

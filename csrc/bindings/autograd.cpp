@@ -43,6 +43,9 @@ FwdResult fwd_autograd(const FwdArgs& args) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_fwd(args);
   }
+  TORCH_CHECK_NOT_IMPLEMENTED(!attn.block_table,
+                              "flash_attn: block_table: expected tensors that need no gradient, "
+                              "got one that does (flash_attn_varlen_func copies the pages first)");
   // A backend that was named has to serve the backward too: better refused here than in the middle
   // of it.
   if (args.backend) select_backend(backward_shape(args), args.backend);

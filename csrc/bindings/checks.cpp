@@ -8,6 +8,7 @@
 
 #include "argument_checks.h"
 #include "mask.h"
+#include "pages.h"
 
 namespace flash_attn {
 
@@ -71,7 +72,8 @@ SymInt check_lengths(const AttnArgs& args) {
                 k.sym_size(1), " as k has, got ", args.max_seqlen_k);
     return batch;
   }
-  TORCH_CHECK(args.cu_seqlens_k, "flash_attn: cu_seqlens_k: expected with cu_seqlens_q, got none");
+  TORCH_CHECK(args.cu_seqlens_k || args.block_table,
+              "flash_attn: cu_seqlens_k: expected with cu_seqlens_q, got none");
   TORCH_CHECK(v.sym_size(0) == k.sym_size(0), "flash_attn: v: expected ", k.sym_size(0),
               " tokens as k has, got ", v.sym_size(0));
   TORCH_CHECK(args.cu_seqlens_q->dim() == 1 && args.cu_seqlens_q->sym_size(0) >= 1,
@@ -86,20 +88,17 @@ SymInt check_lengths(const AttnArgs& args) {
   return args.cu_seqlens_q->sym_size(0) - 1;
 }
 
+// Of a block_table, check(FwdArgs) has said all.
 void check_attention(const AttnArgs& args) {
-  if (args.is_varlen()) {
+  if (args.is_varlen() && !args.block_table) {
     check_qkv(args.q, args.k, args.v, 3, "(total, heads, head_dim) with cu_seqlens_q");
-  } else {
+  } else if (!args.block_table) {
     check_qkv(args.q, args.k, args.v, 4, "(batch, seqlen, heads, head_dim)");
   }
   const SymInt batch = check_lengths(args);
   check_int32_vector("seqused_q", args.seqused_q, batch, args.q);
   check_int32_vector("seqused_k", args.seqused_k, batch, args.q);
   check_int32_vector("leftpad_k", args.leftpad_k, batch, args.q);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !args.block_table,
-      "flash_attn: block_table: expected None (paged keys are served by flash_decode_func and "
-      "flash_attn_with_kvcache), got a tensor");
   check_bias(args.attn_bias, args.q, batch, args.max_seqlen_q, args.max_seqlen_k);
   check_mask(args, batch);
   check_alibi(args.alibi_slopes, batch, args.q);
@@ -113,11 +112,18 @@ void check_attention(const AttnArgs& args) {
 }  // namespace
 
 void check(const FwdArgs& args) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !args.attn.block_table || reads_pages(args),
+      "flash_attn: block_table: expected a call whose pages sm90's kernels read in place, got "
+      "another (flash_attn_varlen_func takes any, and copies the pages first)");
   check_attention(args.attn);
   check_dropout_place(args.dropout_place, args.attn);
 }
 
 void check(const BwdArgs& args) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!args.attn.block_table,
+                              "flash_attn: block_table: expected None in the backward, got a "
+                              "tensor");
   check_attention(args.attn);
   check_dropout_place(args.dropout_place, args.attn);
   const Tensor& q = args.attn.q;
@@ -183,6 +189,7 @@ void check_max_seqlens(const AttnArgs& args) {
   };
   check_side("max_seqlen_q", args.max_seqlen_q,
              longest(*args.cu_seqlens_q, args.seqused_q, std::nullopt, args.q.size(0)));
+  if (!args.cu_seqlens_k) return;  // pages, of a simulated GPU's tensors
   check_side("max_seqlen_k", args.max_seqlen_k,
              longest(*args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.k.size(0)));
 }

@@ -10,6 +10,7 @@
 #include "fwd.h"
 #include "key_mask.h"
 #include "mask.h"
+#include "pages.h"
 
 namespace flash_attn {
 namespace {
@@ -63,7 +64,10 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
     fill_params(params, attn, args.dropout_place);
     params.score = score_params(attn);
     if (max_logits.defined()) params.max_logits = max_logits.data_ptr<float>();
-    const std::optional<DealtSequences> dealt = deal_out(params, params.score, attn);
+    if (attn.block_table) fill_pages(params, attn);
+    const std::optional<DealtSequences> dealt = attn.block_table
+                                                    ? std::optional(DealtSequences(params, q))
+                                                    : deal_out(params, params.score, attn);
     plan.skips_tiles ? launch_masked(plan, params, attn, out, lse)
                      : launch_fwd(plan, params, out, lse);
     if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));

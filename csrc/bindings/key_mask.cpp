@@ -7,10 +7,25 @@
 
 namespace flash_attn {
 
+namespace {
+
+at::Tensor numbers_for(const AttnParams& params, const at::Tensor& like) {
+  return at::empty({2 * int64_t{params.batch}}, like.options().dtype(at::kInt));
+}
+
+}  // namespace
+
+DealtSequences::DealtSequences(FwdParams& params, const at::Tensor& like)
+    : seqused_k_(params.seqused_k), numbers_(numbers_for(params, like)) {
+  auto* const hidden = numbers_.data_ptr<int32_t>();
+  int32_t* const seqused = hidden + params.batch;
+  cuda::run_find_missing_pages(params, hidden, seqused, stream_of(like));
+  params.seqused_k = seqused;
+  params.seqlen_new = 0;
+}
+
 DealtSequences::DealtSequences(AttnParams& params, ScoreParams& score, const at::Tensor& like)
-    : mask_(score.bias),
-      seqused_k_(params.seqused_k),
-      numbers_(at::empty({2 * int64_t{params.batch}}, like.options().dtype(at::kInt))) {
+    : mask_(score.bias), seqused_k_(params.seqused_k), numbers_(numbers_for(params, like)) {
   auto* const hidden = numbers_.data_ptr<int32_t>();
   int32_t* const seqused = hidden + params.batch;
   cuda::run_find_hidden(params, mask_, hidden, seqused, stream_of(like));

@@ -1,5 +1,5 @@
 // A varlen call with a mask of the keys alone, bool and the same for all heads and queries, as
-// pages that do not exist make it. It is there for the few sequences that lack a page, or for none;
+// pages that do not exist make it, or with the pages themselves. It is there for the few sequences that lack a page, or for none;
 // which, only the device knows. So it runs twice: first as without the mask, for the sequences of
 // which it hides nothing, and then on sm80's kernels with score terms, for the others. Each leaves
 // the other's rows as they are.
@@ -18,13 +18,18 @@ class DealtSequences {
  public:
   // `params` and `score` become those of the first run. like: a tensor of the call's device.
   DealtSequences(AttnParams& params, ScoreParams& score, const at::Tensor& like);
+  // The same by params.pages, of a forward.
+  DealtSequences(FwdParams& params, const at::Tensor& like);
+
+  // Of each sequence 1 if it is of the second run, on the device.
+  const int32_t* hidden() const { return numbers_.const_data_ptr<int32_t>(); }
 
   // Those of the second. Params: FwdParams or BwdParams, of the first.
   template <typename Params>
   OfSequences<Params> rest(Params params) const {
     params.seqused_k = seqused_k_;
     params.score.bias = mask_;
-    return {params, numbers_.template const_data_ptr<int32_t>()};
+    return {params, hidden()};
   }
 
  private:

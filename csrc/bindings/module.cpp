@@ -47,6 +47,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("rng_state", wrap_pybind_function_no_gil(&call_rng_state));
   module.def("unpack", wrap_pybind_function_no_gil(&call_unpack));
   module.def("clear_pages", wrap_pybind_function_no_gil(&clear_pages));
+  module.def("reads_pages",
+             wrap_pybind_function(&Unpacked<bool, FwdArgs>::from_list<&reads_pages>));
   module.def("explain_fwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_fwd>));
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));
   module.def("explain_decode", wrap_pybind_function(&ExplainDecode::from_list<&explain_decode>));

@@ -9,6 +9,7 @@
 #include "../cuda/decode/kvcache.h"
 #include "cache_call.h"
 #include "fwd.h"
+#include "key_mask.h"
 
 namespace flash_attn {
 namespace {
@@ -53,6 +54,34 @@ void launch_forward(const Plan& plan, FwdParams& params, const DecodeParams& cal
   if (plan.splits.count > 1) cuda::run_decode_combine(call, stream_of(lse));
 }
 
+// Leaves the sequences that `missed` names to decode's kernels.
+void launch_rest(const Plan& plan, DecodeParams& call, const int32_t* missed, Stream stream) {
+  call.sequence_mask = missed;
+  call.splits = plan.rest_splits;
+  call.partial = {};
+  if (plan.rest == Kernel::kDecode) return cuda::run_decode(call, stream);
+  cuda::run_kvcache(call, plan.grid, stream);
+}
+
+// Whether the forward reads the pages where they lie (bindings/pages.h).
+bool reads_pages(const Plan& plan, const DecodeParams& call) {
+  return plan.backend == Backend::kSm90 && call.page_size % PageTable::kMultiple == 0 &&
+         call.leftpad_k == nullptr && call.window_left < 0;
+}
+
+// Sequences that lack a page are decode's: which, only the device knows.
+void prefill_in_place(const Plan& plan, FwdParams params, DecodeParams& call, const at::Tensor& q,
+                      const DecodeResult& results) {
+  params.pages = {.entries = call.block_table,
+                  .row_stride = call.table_stride,
+                  .page_size = call.page_size,
+                  .num_pages = call.cache_rows};
+  params.cache_rows = call.table_rows;
+  const DealtSequences dealt(params, q);
+  launch_forward(plan, params, call, results);
+  launch_rest(plan, call, dealt.hidden(), stream_of(q));
+}
+
 // Pages copied side by side, for as many keys as count. Sequences that cannot be, as a page of
 // theirs does not exist or the copy has no room left, are decode's: which, only the device knows.
 void prefill_paged(const Plan& plan, FwdParams params, DecodeParams& call, const at::Tensor& q,
@@ -86,11 +115,7 @@ void prefill_paged(const Plan& plan, FwdParams params, DecodeParams& call, const
   params.seqlen_new = 0;
   launch_forward(plan, params, call, results);
 
-  call.sequence_mask = packed.missed;
-  call.splits = plan.rest_splits;
-  call.partial = {};
-  if (plan.rest == Kernel::kDecode) return cuda::run_decode(call, stream_of(q));
-  cuda::run_kvcache(call, plan.grid, stream_of(q));
+  launch_rest(plan, call, packed.missed, stream_of(q));
 }
 
 }  // namespace
@@ -110,6 +135,9 @@ void prefill(const Plan& plan, const DecodeArgs& args, DecodeParams& call,
     cuda::run_rotate_queries(call, rotated.data_ptr(), stream_of(q));
     params.q = rotated.data_ptr();
     params.q_strides = strides_of(rotated);
+  }
+  if (call.block_table != nullptr && reads_pages(plan, call)) {
+    return prefill_in_place(plan, params, call, q, results);
   }
   if (call.block_table != nullptr) return prefill_paged(plan, params, call, q, results);
   launch_forward(plan, params, call, results);

@@ -47,6 +47,7 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max
   }
   call.ragged =
       args.cu_seqlens_q || args.cu_seqlens_k || args.seqused_q || args.seqused_k || args.leftpad_k;
+  call.paged = args.block_table.has_value();
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
   call.dropout = args.dropout_p > 0;
@@ -255,9 +256,10 @@ AttnArgs readable(AttnArgs args) {
   args.q = readable(args.q);
   args.k = readable(args.k);
   args.v = readable(args.v);
-  for (OptTensor* vector : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
-                            &args.seqused_k, &args.leftpad_k, &args.alibi_slopes, &args.rng_state,
-                            &args.mask_tiles, &args.mask_rows, &args.mask_labels}) {
+  for (OptTensor* vector :
+       {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q, &args.seqused_k, &args.leftpad_k,
+        &args.block_table, &args.alibi_slopes, &args.rng_state, &args.mask_tiles, &args.mask_rows,
+        &args.mask_labels}) {
     *vector = contiguous(*vector);
   }
   if (args.learnable_sink) args.learnable_sink = args.learnable_sink->to(at::kFloat).contiguous();

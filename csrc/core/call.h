@@ -25,6 +25,7 @@ struct CallShape {
   bool dense_bias = false;  // a bias of q's dtype, or a mask of the keys alone; and no varlen call
   bool tile_mask = false;   // a mask of tiles; bias is true too, as which it can be read
   bool ragged = false;      // varlen, or seqused or leftpad
+  bool paged = false;       // of decode, and of a forward that reads pages in place
   bool return_probs = false, max_logits = false;
   bool deterministic = false, bias_gradient = false;  // backward only
   bool bias_of_keys = false;  // one number for all queries, and not for all keys
@@ -35,7 +36,7 @@ struct CallShape {
   int64_t capacity = 0;  // keys of a sequence that the cache has room for
   int64_t num_splits = 0;
   int64_t window_left = -1;
-  bool paged = false, batch_invariant = false;
+  bool batch_invariant = false;
   bool appends = false;  // tokens to the cache, before
   bool rotates = false;  // and the queries
   // Sequences share leading pages, and none has a leftpad.

@@ -165,11 +165,25 @@ struct PartialResults {
   float* lse = nullptr;  // (rows)
 };
 
+// Keys that lie in pages: k and v are (num_pages, page_size, heads_kv, head_dim or head_dim_v), and
+// key j of a sequence is row j % page_size of the page that its row of the table names at j /
+// page_size. The table lives on the device and may hold anything: an entry that names no page has
+// no keys.
+struct PageTable {
+  static constexpr int kMultiple = 8;  // of page_size
+
+  const int32_t* entries = nullptr;  // (rows, max_pages), or null: no pages
+  int64_t row_stride = 0;
+  int page_size = 0, num_pages = 0;
+};
+
 struct FwdParams : AttnParams {
   ScoreParams score;
 
-  // Where k and v are a cache: sequence b's keys lie in row cache_batch_idx[b], of cache_rows;
-  // null: in row b.
+  // seqlen_k is what a row of the table has room for; the lengths are seqused_k.
+  PageTable pages;
+  // Where k and v are a cache: sequence b's keys lie in row cache_batch_idx[b] of it, or of the page
+  // table, of cache_rows; null: in row b.
   const int32_t* cache_batch_idx = nullptr;
   int cache_rows = 0;
   int seqlen_new = 0;  // keys of each sequence that seqused_k does not count: just appended

@@ -1,5 +1,7 @@
 #include "key_mask.h"
 
+#include "attn/block_range.cuh"
+#include "attn/pages.cuh"
 #include "attn/seqlen.cuh"
 #include "launch.h"
 
@@ -28,6 +30,27 @@ __global__ void __launch_bounds__(kThreads)
   seqused[batch_idx] = hides ? 0 : leftpad + seqlen.len_k;
 }
 
+// A thread block reads a sequence's row of the table.
+__global__ void __launch_bounds__(kThreads)
+    find_missing_pages_kernel(const __grid_constant__ FwdParams params, int32_t* hidden,
+                              int32_t* seqused) {
+  const int batch_idx = blockIdx.x;
+  const SeqlenInfo seqlen(params, batch_idx);
+  const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
+  const int end_key = seqlen.len_q > 0 ? window.end_key(seqlen.len_q - 1) : 0;
+  const int32_t* const entries =
+      entries_of_row(params.pages, SeqlenInfo::kv_row(params, batch_idx));
+  bool lacks = false;
+  for (int64_t key = int64_t{threadIdx.x} * params.pages.page_size; key < end_key;
+       key += int64_t{kThreads} * params.pages.page_size) {
+    lacks |= page_of_key(params.pages, entries, static_cast<int>(key)) < 0;
+  }
+  lacks = __syncthreads_or(lacks) != 0;
+  if (threadIdx.x != 0) return;
+  hidden[batch_idx] = lacks;
+  seqused[batch_idx] = lacks ? 0 : seqlen.len_k;
+}
+
 __device__ __forceinline__ void clear(char* page, int64_t bytes) {
   const bool in_chunks = (reinterpret_cast<uintptr_t>(page) | bytes) % sizeof(uint4) == 0;
   const int64_t chunks = in_chunks ? bytes / static_cast<int64_t>(sizeof(uint4)) : 0;
@@ -54,6 +77,12 @@ void run_clear_pages(void* k, int64_t k_page_bytes, void* v, int64_t v_page_byte
   launch<clear_pages_kernel>(static_cast<unsigned>(pages), kThreads, 0, stream,
                              static_cast<char*>(k), k_page_bytes, static_cast<char*>(v),
                              v_page_bytes, missing);
+}
+
+void run_find_missing_pages(const FwdParams& params, int32_t* hidden, int32_t* seqused,
+                            Stream stream) {
+  if (params.batch == 0) return;
+  launch<find_missing_pages_kernel>(params.batch, kThreads, 0, stream, params, hidden, seqused);
 }
 
 void run_find_hidden(const AttnParams& params, const BiasParams& mask, int32_t* hidden,

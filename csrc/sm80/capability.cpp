@@ -50,6 +50,7 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   refuse_head_dims(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
   if (call.dtype == DType::kFp32) refuse_float32(reasons, call);
+  reasons.refuse_if(call.paged, "a block_table is copied first, not read in place");
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
   reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias),
                     "return_max_logits with score terms is not supported");

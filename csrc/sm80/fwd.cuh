@@ -47,6 +47,7 @@
 #include "../cuda/tile/store.cuh"
 #include "config.h"
 #include "fwd.h"
+#include "fwd_pages.cuh"
 
 namespace flash_attn::sm80 {
 
@@ -71,6 +72,8 @@ struct FwdTraits {
   using Output = Accumulator<kMBlocks, kHeadDim>;
   using Softmax = OnlineSoftmax<Scores::kRows>;
   using Scheduler = TileScheduler<kBlockM>;
+  // Those that run_fwd_of_sequences() launches.
+  static constexpr bool kReadsPages = ScorePolicy::kGeneral && !kIsWide<Element>;
 };
 
 // What a thread block works on. It lives in shared memory because in registers it would cost 20 of
@@ -82,6 +85,7 @@ struct FwdWork {
   const Element *q, *k, *v;  // row 0 of the sequence, at this head
   Element* out;
   float* lse;
+  const int32_t* page_entries;  // null: no pages
   // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
   [[no_unique_address]] typename Traits::ScorePolicy score;
   AttentionWindow window;
@@ -103,8 +107,10 @@ struct FwdWork {
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
     };
+    const int kv_row = SeqlenInfo::kv_row(params, tile.batch_idx);
+    page_entries = Traits::kReadsPages ? entries_of_row(params.pages, kv_row) : nullptr;
     const auto of_k = [&](const Strides& strides) {
-      return SeqlenInfo::offset(strides, SeqlenInfo::kv_row(params, tile.batch_idx), head_kv,
+      return SeqlenInfo::offset(strides, page_entries == nullptr ? kv_row : 0, head_kv,
                                 seqlen.k_begin);
     };
     q = static_cast<const Element*>(params.q) + of_q(params.q_strides);
@@ -198,14 +204,24 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     TileLoader<Tile, Traits::kThreads>(matrix, row_stride, num_cols, ptx::opaque(thread))
         .load(tile, first_row, num_rows, skipped_rows);
   };
+  const auto load_keys = [&](const auto& tile, const Element* matrix, const Strides& strides,
+                             int num_cols, unsigned thread, int first_key, int skipped_keys) {
+    if constexpr (Traits::kReadsPages) {
+      if (work.page_entries != nullptr) {
+        return load_tile_of_pages<Traits::kThreads>(tile, matrix, strides, params.pages,
+                                                    work.page_entries, num_cols, thread, first_key,
+                                                    work.end_key);
+      }
+    }
+    load(tile, matrix, strides.row, num_cols, thread, first_key, work.end_key, skipped_keys);
+  };
   const auto load_k = [&](int n) {
-    load(smem.k, work.k, params.k_strides.row, params.head_dim, threadIdx.x, n * kBlockN,
-         work.end_key, 0);
+    load_keys(smem.k, work.k, params.k_strides, params.head_dim, threadIdx.x, n * kBlockN, 0);
   };
   // What nobody sees is not read: its P is 0, but 0 · NaN would reach O.
   const auto load_v = [&](int n) {
-    load(smem.v, work.v, params.v_strides.row, params.head_dim_v,
-         Traits::kThreads - 1 - threadIdx.x, n * kBlockN, work.end_key, work.first_key);
+    load_keys(smem.v, work.v, params.v_strides, params.head_dim_v,
+              Traits::kThreads - 1 - threadIdx.x, n * kBlockN, work.first_key);
   };
 
   // `n`, or less where the blocks before it are hidden.
@@ -250,6 +266,11 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
     }
     if constexpr (kSkipsTiles<typename Traits::ScorePolicy>) {
       work.score.mask(S, place, lane);
+    }
+    if constexpr (Traits::kReadsPages) {
+      if (work.page_entries != nullptr) {
+        mask_missing_pages(S, params.pages, work.page_entries, n * kBlockN, work.end_key);
+      }
     }
 
     ptx::cp_async_wait<0>();

@@ -34,6 +34,7 @@ template <DType kDType, int kHeadDimClass, int kKeys, typename ScorePolicyType>
 struct FwdLargeHeadTraits {
   using Element = flash_attn::Element<kDType>;
   using ScorePolicy = ScorePolicyType;
+  static constexpr bool kReadsPages = false;
   using Params = FwdParams;
   static constexpr int kBlockM = kFwdLargeHeadBlockM, kBlockN = kKeys;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;

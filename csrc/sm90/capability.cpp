@@ -59,6 +59,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
   reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias || call.dropout),
                     "return_max_logits with score terms or dropout is not supported");
+  reasons.refuse_if(call.paged && (call.softcap || call.alibi || call.bias || call.dropout),
+                    "a block_table with score terms or dropout is copied first");
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 

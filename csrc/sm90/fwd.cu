@@ -1,5 +1,7 @@
 #include "fwd.h"
 
+#include <algorithm>
+
 #include "config.h"
 #include "tile/tensor_map.h"
 
@@ -37,7 +39,11 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
         launch_fwd_with_scores<kDType, kHeadDim>(params, device, stream);
       });
     } else {
-      with_head_dim_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+      // The class between reads no pages (FwdTraits::kReadsPages).
+      const int widest = std::max(params.head_dim, params.head_dim_v);
+      const bool between = params.pages.entries != nullptr && widest > 128 && widest <= 160;
+      const int head_dim = between ? 161 : params.head_dim;
+      with_head_dim_class(head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
         launch_fwd<kDType, kHeadDim, kHeadDimV>(params, device, stream);
       });
     }

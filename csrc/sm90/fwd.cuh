@@ -33,7 +33,8 @@
 // It is compiled for several forms (FwdForm): without score terms, with all of them, with one of
 // them (fwd_steps.cuh), without them for a piece of the keys, whose O and LSE are partial results,
 // and without them for a mask whose hidden tiles are passed over (fwd_masked_producer.cuh): there
-// warp 0 takes tiles and finds their blocks of keys, and warp 3 loads K.
+// warp 0 takes tiles and finds their blocks of keys, and warp 3 loads K. It does so, too, where keys
+// lie in pages, which forms without score terms read in place (fwd_pages.cuh).
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
@@ -105,7 +106,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
                const __grid_constant__ FwdTensorMaps<Traits::kBiasMaps> maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
-  if (threadIdx.x == 0) smem.init_barriers();
+  const bool in_pages = maps.pages.rows > 0;
+  if (threadIdx.x == 0) smem.init_barriers(in_pages);
   smem.zero_absent_slabs(params);
   if constexpr (Traits::kAlibi) smem.alibi.init(threadIdx.x, Traits::kThreads);
   __syncthreads();
@@ -118,11 +120,28 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       if constexpr (Traits::kMasked) {
         schedule_and_find_keys_loop<Traits>(params, scheduler, num_tiles, smem);
       } else {
-        schedule_and_load_k_loop<Traits>(params, scheduler, num_tiles, maps.k, smem);
+        if (Traits::kReadsPages && in_pages) {
+          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, scheduler, num_tiles,
+                                                                maps.k, smem);
+        } else {
+          schedule_and_load_k_loop<Traits, false>(params, scheduler, num_tiles, maps.k, smem);
+        }
       }
     } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
       if constexpr (Traits::kDropout) draw_key_words_loop<Traits>(params, smem);
       if constexpr (Traits::kKeyBias) load_key_bias_loop<Traits>(params, smem);
+    } else if (Traits::kReadsPages && in_pages && warp > 1) {
+      if constexpr (Traits::kReadsPages) {
+        if (Traits::kPageLoaders > 1 || ptx::elect_one()) {
+          if (warp == 2) {
+            load_pages_loop<Traits>(params, maps.v, maps.pages, params.head_dim_v, smem.v,
+                                    smem.v_ring, smem);
+          } else {
+            load_pages_loop<Traits>(params, maps.k, maps.pages, params.head_dim, smem.k,
+                                    smem.k_ring, smem);
+          }
+        }
+      }
     } else if (warp < (Traits::kStagedBias || Traits::kMasked ? 4 : 3) && ptx::elect_one()) {
       if (warp == 1) load_q_loop<Traits>(params, maps.q, smem);
       if constexpr (Traits::kMasked) {

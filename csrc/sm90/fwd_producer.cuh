@@ -25,8 +25,9 @@ __device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork
 
 // Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
 // blocks share, the next tile is taken before this one's last K is waited for: late, so that blocks
-// end together, but early enough for its first loads to hide behind the end of this one.
-template <typename Traits>
+// end together, but early enough for its first loads to hide behind the end of this one. Keys that
+// lie in pages (kPages) are another warp's to load.
+template <typename Traits, bool kPages>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     const CUtensorMap& k_map, FwdSharedStorage<Traits>& smem) {
@@ -50,6 +51,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       n = stage.work().range.end, begin = stage.work().range.begin;
       turned = turned_blocks<Traits>(stage.work(), seqlen.diagonal(params));
     }
+    if constexpr (kPages) n = begin;
     const auto load_next = [&] {
       load_block<Traits>(k_map, stage.work(), --n, turned, params.head_dim, smem.k, k_ring);
     };
@@ -242,6 +244,36 @@ __device__ __forceinline__ void load_v_loop(const FwdParams& params, const CUten
       load_block<Traits>(map, work, n, turned, params.head_dim_v, smem.v, ring);
     }
   });
+}
+
+// Loads K or V that lies in pages. kPageLoaders threads of a warp call it.
+template <typename Traits, typename Tile>
+__device__ __forceinline__ void load_pages_loop(const FwdParams& params, const CUtensorMap& map,
+                                                const PageBoxes& boxes, int num_cols,
+                                                Tile (&tiles)[Traits::kStages],
+                                                RingBarriers<Traits::kStages>& barriers,
+                                                FwdSharedStorage<Traits>& smem) {
+  constexpr int kThreads = Traits::kPageLoaders;
+  const bool speaks = kThreads == 1 || threadIdx.x % 32 == 0;
+  Ring<kFwdWorkStages> work_ring(smem.queue.ring);
+  Ring<Traits::kStages> ring(barriers);
+#pragma unroll 1
+  for (;; work_ring.advance()) {
+    work_ring.wait_full();
+    const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
+    if (stage.end) break;
+    const FwdWork& work = stage.work();
+#pragma unroll 1
+    for (int n = work.range.end - 1; n >= work.range.begin; --n, ring.advance()) {
+      ring.wait_empty();
+      if (speaks) ring.expect_bytes(loaded_bytes<Tile>(num_cols));
+      if constexpr (kThreads > 1) __syncwarp();
+      load_tile_of_pages<kThreads>(tiles[ring.stage()], map, params.pages, boxes, work.kv.batch,
+                                   work.kv.head, n * Traits::kBlockN, work.window.len_k(), num_cols,
+                                   ring.full(), ptx::CacheHint::kEvictLast);
+    }
+    work_ring.arrive_empty();
+  }
 }
 
 }  // namespace flash_attn::sm90

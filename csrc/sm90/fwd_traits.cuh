@@ -9,6 +9,7 @@
 #include "../cuda/attn/seqlen.cuh"
 #include "config.h"
 #include "fwd_forms.cuh"
+#include "fwd_pages.cuh"
 #include "ordered_scheduler.cuh"
 #include "shared_bias_scheduler.cuh"
 #include "tile/copy.cuh"
@@ -38,6 +39,12 @@ struct FwdTraits {
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
   static constexpr bool kDropout = kForm == FwdForm::kDropout;
+  // Keys may lie in pages. Producers of other forms, and of a class whose rows are five slabs, have
+  // no registers for that.
+  static constexpr bool kReadsPages = kPlainScores && !kMasked && kHeadDim != 160;
+  // Threads that load each of K and V then: of a warp, as one that starts box after box is too slow
+  // for blocks of many boxes. With short blocks a single one was faster.
+  static constexpr int kPageLoaders = kTile.block_n > 64 ? 32 : 1;
   static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
   // S starts as a staged bias, and Q Kᵀ joins it. Else the bias is added beside the exponentials.
   static constexpr bool kStartsWithBias = kStagedBias && kHeadDim <= 64;
@@ -335,13 +342,17 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init_barriers(bool in_pages) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     // Whatever threads write, each thread that reads it releases, as racecheck follows nothing
     // else. Of the loaders one thread each reads the queue for Q, for V, for a staged bias and,
-    // with a mask, for K. A whole warp reads it for a key bias or for dropout's words.
+    // with a mask, for K. A whole warp reads it for a key bias or for dropout's words, and may do so
+    // for each of K and V that lie in pages.
     constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
-    queue.init(2 + (Traits::kStagedBias || Traits::kMasked) + kWarpReaders + 32 * kConsumerWarps);
+    constexpr int kOthers = 32 * kConsumerWarps + kWarpReaders;
+    queue.init(kOthers + (Traits::kReadsPages && in_pages
+                              ? 1 + 2 * Traits::kPageLoaders
+                              : 2 + (Traits::kStagedBias || Traits::kMasked)));
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
     v_ring.init(Traits::kDropout ? 1 + 32 : 1, (Traits::kDropout ? 32 : 1) * kConsumerWarps);
@@ -357,10 +368,12 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
 template <int kBiasMaps>
 struct FwdTensorMaps {
   CUtensorMap q, k, v, out, bias[kBiasMaps];
+  PageBoxes pages;
 };
 template <>
 struct FwdTensorMaps<0> {
   CUtensorMap q, k, v, out;
+  PageBoxes pages;
 };
 
 template <typename Traits>
@@ -380,15 +393,22 @@ FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
                                                                             : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
+  const auto pages = PageBoxes::make(params.pages, Traits::kBlockN);
+  const auto make_key_map = [&](const void* keys, const Strides& strides, const TensorShape& shape,
+                                int slab_cols) {
+    if (pages.rows > 0) {
+      return make_page_map(keys, strides, shape, params.pages, slab_cols, pages.rows);
+    }
+    return make_tensor_map(keys, strides, shape, slab_cols, Traits::kBlockN);
+  };
   FwdTensorMaps<Traits::kBiasMaps> maps = {
       .q = make_tensor_map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols,
                            Traits::kBlockM),
-      .k = make_tensor_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols,
-                           Traits::kBlockN),
-      .v = make_tensor_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols,
-                           Traits::kBlockN),
+      .k = make_key_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols),
+      .v = make_key_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols),
       .out = make_tensor_map(params.out, params.out_strides, out_shape,
-                             Traits::OutputSlab::kSlabCols, 16)};
+                             Traits::OutputSlab::kSlabCols, 16),
+      .pages = pages};
   if constexpr (Traits::kStagedBias) {
     using Tile = typename Traits::BiasTile;
     using RestTile = typename Traits::BiasRestTile;
