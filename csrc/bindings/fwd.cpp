@@ -42,6 +42,24 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn, co
   sm90::run_fwd_masked(masked, order.data_ptr<int32_t>(), *plan.device, stream_of(out));
 }
 
+// return_max_logits beside terms that change the scores whose maxima the kernels keep: one call with
+// the terms, and one without them for the logits alone. Of the terms only an additive bias hides
+// keys, so that as a mask it stays. Two calls take kernels that are there already, of whichever
+// backends serve each best.
+FwdResult with_max_logits_apart(FwdArgs args) {
+  FwdArgs plain = args;
+  plain.attn.softcap = plain.attn.dropout_p = 0;
+  plain.attn.alibi_slopes = plain.attn.rng_state = std::nullopt;
+  plain.dropout_place = std::nullopt;
+  OptTensor& bias = plain.attn.attn_bias;
+  if (bias && bias->scalar_type() != at::kBool) bias = seen_with_bias(*bias);
+  at::Tensor max_logits = std::get<3>(fwd_wanted(plain));
+  args.return_max_logits = false;
+  FwdResult results = fwd_wanted(args);
+  std::get<3>(results) = std::move(max_logits);
+  return results;
+}
+
 FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
@@ -92,6 +110,7 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   const Plan plan = make_plan(call_shape(args), args.backend);
+  if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
   const bool only_sink = args.attn.learnable_sink && args.attn.k.numel() == 0;

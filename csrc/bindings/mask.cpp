@@ -4,10 +4,12 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_right_shift.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "../core/score_range.h"
 #include "argument_checks.h"
 #include "checks.h"
 
@@ -100,6 +102,16 @@ AttnArgs with_bool_mask(AttnArgs args) {
       states.eq(kTileMixed).logical_and(seen_by_rows(args, states)));
   args.mask_tiles = args.mask_rows = args.mask_labels = std::nullopt;
   return args;
+}
+
+Tensor seen_with_bias(const Tensor& bias) {
+  Tensor numbers = bias;  // each once, however often an expanded bias has it
+  for (int64_t d = 0; d < bias.dim(); ++d) {
+    if (bias.stride(d) == 0 && bias.size(d) > 1) numbers = numbers.narrow(d, 0, 1);
+  }
+  // As a tensor, since a scalar would become a number of the bias's dtype, of fp16 an infinity.
+  const Tensor least = at::full({1}, -kMaxScore, bias.options().dtype(at::kFloat));
+  return numbers.ge(least).view(numbers.sizes()).expand(bias.sizes());
 }
 
 TileMask tile_mask_params(const AttnArgs& args) {

@@ -23,6 +23,9 @@ void check_mask(const AttnArgs& args, const c10::SymInt& batch);
 // The same call with the mask as a bool attn_bias, which every backend reads.
 AttnArgs with_bool_mask(AttnArgs args);
 
+// Which keys an additive bias leaves visible (core/score_range.h), as a bool mask of its shape.
+at::Tensor seen_with_bias(const at::Tensor& bias);
+
 // The mask as kernels read it. args are readable() ones.
 TileMask tile_mask_params(const AttnArgs& args);
 

@@ -37,6 +37,7 @@ CallShape call_shape_of(Op op, const AttnArgs& args, bool return_probs, bool max
   call.tile_mask = args.mask_tiles.has_value();
   const bool has_bias = args.attn_bias && !deals_out_sequences(args);
   call.bias = has_bias || call.tile_mask;
+  call.bool_mask = call.tile_mask || (has_bias && args.attn_bias->scalar_type() == at::kBool);
   if (has_bias && args.attn_bias->dim() > 0) {
     const at::Tensor& bias = *args.attn_bias;
     call.bias_of_keys = bias.sym_size(-1) != 1 && (bias.dim() == 1 || bias.sym_size(-2) == 1);
@@ -112,6 +113,7 @@ CallShape backward_shape(const FwdArgs& args) {
 CallShape call_shape(const DecodeArgs& args) {
   CallShape call = call_shape_of(Op::kDecode, args.q, args.v_cache);
   call.bias = args.attn_bias || args.tree_mask;
+  call.bool_mask = args.tree_mask || (args.attn_bias && args.attn_bias->scalar_type() == at::kBool);
   call.alibi = args.alibi_slopes.has_value();
   call.softcap = args.softcap > 0;
   call.sink = args.learnable_sink.has_value();

@@ -24,6 +24,7 @@ struct CallShape {
   bool bias = false, alibi = false, softcap = false, dropout = false, sink = false;
   bool dense_bias = false;  // a bias of q's dtype, or a mask of the keys alone; and no varlen call
   bool tile_mask = false;   // a mask of tiles; bias is true too, as which it can be read
+  bool bool_mask = false;   // the bias hides keys and adds nothing; of tile_mask too
   bool ragged = false;      // varlen, or seqused or leftpad
   bool paged = false;       // of decode, and of a forward that reads pages in place
   bool return_probs = false, max_logits = false;

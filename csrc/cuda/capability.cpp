@@ -55,6 +55,10 @@ void refuse_tensors(Reasons& reasons, const CallShape& call) {
   refuse_head_dims(reasons, call, kMostHeadDim);
 }
 
+bool changes_logits(const CallShape& call) {
+  return call.softcap || call.alibi || (call.bias && !call.bool_mask);
+}
+
 void refuse_cache(Reasons& reasons, const CallShape& call) {
   const bool fp8 = call.cache_dtype == DType::kFp8E4M3;
   const int64_t multiple = fp8 || call.cache_dtype == DType::kInt8 ? 16 : 8;

@@ -20,6 +20,8 @@ void refuse_tensors(Reasons& reasons, const CallShape& call);
 void refuse_dtype(Reasons& reasons, const CallShape& call);
 void refuse_dtype_of_three(Reasons& reasons, const CallShape& call);  // fp32 too
 void refuse_head_dims(Reasons& reasons, const CallShape& call, int64_t largest);
+// Whether terms make scores differ from the logits that max_logits is about.
+bool changes_logits(const CallShape& call);
 // Every kernel that reads a cache.
 void refuse_cache(Reasons& reasons, const CallShape& call);
 // The forward kernels, where they serve decode.

@@ -52,8 +52,6 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.dtype == DType::kFp32) refuse_float32(reasons, call);
   reasons.refuse_if(call.paged, "a block_table is copied first, not read in place");
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
-  reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias),
-                    "return_max_logits with score terms is not supported");
 }
 
 // Whether the kernels that skip the hidden tiles of a mask serve the call.
@@ -76,7 +74,8 @@ double cost(const CallShape& call) {
 Plan plan(const CallShape& call) {
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, 1);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
-          .skips_tiles = skips_tiles(call)};
+          .skips_tiles = skips_tiles(call),
+          .max_logits_apart = call.max_logits && cuda::changes_logits(call)};
 }
 
 }  // namespace

@@ -57,8 +57,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   cuda::refuse_tensors(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
-  reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias || call.dropout),
-                    "return_max_logits with score terms or dropout is not supported");
+  reasons.refuse_if(call.max_logits && call.bias,
+                    "return_max_logits with attn_bias is not supported");
   reasons.refuse_if(call.paged && (call.softcap || call.alibi || call.bias || call.dropout),
                     "a block_table with score terms or dropout is copied first");
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
@@ -100,7 +100,8 @@ double cost(const CallShape& call) {
 Plan plan(const CallShape& call) {
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, decode_splits(call));
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
-          .skips_tiles = skips_tiles(call)};
+          .skips_tiles = skips_tiles(call),
+          .max_logits_apart = call.max_logits && (cuda::changes_logits(call) || call.dropout)};
 }
 
 }  // namespace

@@ -48,6 +48,7 @@ void ask_for(CallShape& call, std::string_view features) {
       {"sink", &CallShape::sink},
       {"dense_bias", &CallShape::dense_bias},
       {"tile_mask", &CallShape::tile_mask},
+      {"bool_mask", &CallShape::bool_mask},
       {"ragged", &CallShape::ragged},
       {"return_probs", &CallShape::return_probs},
       {"max_logits", &CallShape::max_logits},
