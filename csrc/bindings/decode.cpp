@@ -8,6 +8,7 @@
 #include "../cuda/decode/prefix.h"
 #include "cache_call.h"
 #include "checks.h"
+#include "mask.h"
 #include "overlap.h"
 
 namespace flash_attn {
@@ -90,7 +91,7 @@ at::Tensor rotated_queries(const CacheCall& call) {
   return rotated;
 }
 
-DecodeResult launch(const Plan& plan, const CacheCall& call) {
+DecodeResult launch_once(const Plan& plan, const CacheCall& call) {
   const DecodeResult results = allocate_results(call.args);
   if (call.args.q.numel() == 0) return results;
   DecodeParams params = decode_params(plan, call, results);
@@ -111,6 +112,26 @@ DecodeResult launch(const Plan& plan, const CacheCall& call) {
   return results;
 }
 
+// The forward's with_max_logits_apart() says why there may be two launches. Nothing is appended
+// between them.
+DecodeResult launch(CallShape shape, const Plan& plan, const CacheCall& call) {
+  if (!plan.max_logits_apart) return launch_once(plan, call);
+  CacheCall with_terms = call, plain = call;
+  with_terms.args.return_max_logits = false;
+  DecodeResult results = launch_once(plan, with_terms);
+
+  plain.args.softcap = 0;
+  plain.args.alibi_slopes = std::nullopt;
+  OptTensor& bias = plain.args.attn_bias;
+  if (bias && bias->scalar_type() != at::kBool) bias = seen_with_bias(*bias);
+  shape.softcap = shape.alibi = false;
+  shape.bool_mask = shape.bias;
+  shape.shares_prefix = false;  // terms have each sequence's pages in a block table of its own
+  const Plan plan_of_plain = make_plan(shape, call.args.backend);
+  std::get<2>(results) = std::get<2>(launch_once(plan_of_plain, plain));
+  return results;
+}
+
 }  // namespace
 
 DecodeResult decode(const DecodeArgs& args) {
@@ -119,7 +140,7 @@ DecodeResult decode(const DecodeArgs& args) {
   const CallShape shape = call_shape(args);
   const Plan plan = make_plan(shape, args.backend);
   if (plan.backend == Backend::kAten) return aten::decode(to_aten(without_shared_prefix(args)));
-  return launch(plan, cache_call(shape, planned(plan, args), nullptr));
+  return launch(shape, plan, cache_call(shape, planned(plan, args), nullptr));
 }
 
 DecodeResult kvcache(const KvcacheArgs& args) {
@@ -139,8 +160,8 @@ DecodeResult kvcache(const KvcacheArgs& args) {
       call.args.q = rotated_queries(call);
     }
     append(call.params, tokens);
-    if (!args.decode.prefix_source || plan.prefix_pieces > 0) return launch(plan, call);
-    return launch(plan, cache_call(shape, without_shared_prefix(call.args), &tokens));
+    if (!args.decode.prefix_source || plan.prefix_pieces > 0) return launch(shape, plan, call);
+    return launch(shape, plan, cache_call(shape, without_shared_prefix(call.args), &tokens));
   }
   const aten::Appended appended =
       aten::append(to_aten(args.decode), {.k = args.k,
@@ -152,7 +173,7 @@ DecodeResult kvcache(const KvcacheArgs& args) {
   longer.q = appended.q;
   longer.cache_seqlens = appended.cache_seqlens;
   if (plan.backend == Backend::kAten) return aten::decode(to_aten(without_shared_prefix(longer)));
-  return launch(plan, cache_call(shape, planned(plan, longer), nullptr));
+  return launch(shape, plan, cache_call(shape, planned(plan, longer), nullptr));
 }
 
 }  // namespace flash_attn

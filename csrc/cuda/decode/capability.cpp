@@ -32,8 +32,6 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   refuse_cache(reasons, call);
   reasons.refuse_if(call.dtype == DType::kFp32 && call.cache_dtype != DType::kFp32,
                     "a cache of 8 bits in float32 is not supported");
-  reasons.refuse_if(call.max_logits && (call.softcap || call.alibi || call.bias),
-                    "return_max_logits with score terms is not supported");
 }
 
 double cost(const CallShape& call) {

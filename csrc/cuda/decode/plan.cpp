@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../capability.h"
 #include "../dispatch.h"
 #include "config.h"
 #include "kvcache_config.h"
@@ -226,7 +227,8 @@ Plan plan_decode(const CallShape& call) {
   const auto batch = static_cast<int>(call.batch);
   const int64_t rows_of_sequence = call.heads_q * call.tokens;
   const bool decode = serves_16bit(call) || serves_8bit(call);
-  Plan plan = {.kernel = decode ? Kernel::kDecode : Kernel::kKvcache};
+  Plan plan = {.kernel = decode ? Kernel::kDecode : Kernel::kKvcache,
+               .max_logits_apart = call.max_logits && changes_logits(call)};
   if (is_empty(call)) return plan;
   if (reads_prefix_once(call)) {
     plan.kernel = Kernel::kDecode;
