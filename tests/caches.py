@@ -18,7 +18,7 @@ from poison import Guarded, dirty_allocator, fill_value
 
 import flash_attn
 from flash_attn.layers.rotary import apply_rotary_emb
-from flash_attn.reference import attention_ref, condition_tensors
+from flash_attn.reference import attention_ref, condition_tensors, max_logits_ref
 
 INT_MAX = 2**31 - 1
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -332,14 +332,14 @@ class CacheProblem:
             return self.lengths.to(self.device)
         return None if self.case.lengths == "none" else int(self.lengths[0])
 
-    def support(self) -> flash_attn.Support:
+    def support(self, **overrides: object) -> flash_attn.Support:
         """can_use of the call."""
-        options = self.options()
+        options = self.options() | overrides
         del options["return_softmax_lse"]
         tensors = (x.to(self.device) for x in (self.q, self.k_pool, self.v_pool))
         return flash_attn.can_use(*tensors, op="decode", **options)
 
-    def run(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, backend: str, **overrides: object) -> tuple[torch.Tensor, ...]:
         """One call; the pools and their guard zones hold what they must afterwards."""
         guards = [Guarded(pool.to(self.device)) for pool in (self.k_pool, self.v_pool)]
         pools = [guard.tensor for guard in guards]
@@ -352,7 +352,7 @@ class CacheProblem:
                 cache_seqlens=self.given_lengths(),
                 rotary_interleaved=self.case.rotary == "interleaved",
                 **given,
-                **self.options(),
+                **self.options() | overrides,
             )
         if self.case.new:
             self.append()
@@ -399,7 +399,9 @@ class CacheProblem:
             return seen if self.bias is None else seen & self.bias
         return torch.where(seen, self.bias, -torch.inf)
 
-    def compare(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def compare(
+        self, out: torch.Tensor, lse: torch.Tensor, max_logits: torch.Tensor | None = None
+    ) -> None:
         """With float64, after run()."""
         c = self.case
         at_one = not c.causal and max(c.window) < 0
@@ -421,6 +423,14 @@ class CacheProblem:
         largest = conditions.largest_score
         assert_close("out", out, expected, conditions.out, self.dtype, largest_score=largest)
         assert_lse_close(lse, expected_lse, largest)
+        if max_logits is None:
+            return
+        del options["v"]
+        # A rotated query may be rounded another way.
+        tolerance = 2.0**-9 if c.rotary else 1e-5
+        torch.testing.assert_close(
+            max_logits.double().cpu(), max_logits_ref(**options), rtol=tolerance, atol=tolerance
+        )
 
 
 def each_cache(
@@ -430,7 +440,7 @@ def each_cache(
     return pytest.mark.parametrize("case, target", pairs)
 
 
-def skip_unless_served(problem: CacheProblem, target: Target) -> None:
-    support = problem.support()
+def skip_unless_served(problem: CacheProblem, target: Target, **overrides: object) -> None:
+    support = problem.support(**overrides)
     if target.backend != support.backend and support.reasons.get(target.backend):
         pytest.skip("; ".join(support.reasons[target.backend]))

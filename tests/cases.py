@@ -342,7 +342,8 @@ DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "attn_bias": "dbias", "learna
 
 def later_gradients(case: Case, arguments: dict, out, lse, dout, dlse) -> dict[str, torch.Tensor]:
     """The gradients of a backend that has a backward, given another one's forward."""
-    given = {name: x for name, x in arguments.items() if name not in ("return_probs", "backend")}
+    of_forward = ("return_probs", "return_max_logits", "backend")
+    given = {name: x for name, x in arguments.items() if name not in of_forward}
     dq, dk, dv, _, dsink = torch.ops.flash_attn.bwd(
         dout=dout,
         dlse=dlse,
@@ -364,8 +365,8 @@ def run(
     views: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
     **overrides: object,
 ) -> dict[str, torch.Tensor]:
-    """out, lse, probs and the gradients of one poisoned, guarded call. views: what some tensors
-    become views by."""
+    """out, lse, probs, the gradients of one poisoned, guarded call, and max_logits if it asks for
+    them. views: what some tensors become views by."""
     given = problem.float_tensors() | problem.index_tensors()
     if problem.dlse is not None:
         given["dlse"] = problem.dlse
@@ -387,8 +388,10 @@ def run(
         case = problem.case.with_(deterministic=deterministic)
         one_backend = case.gradients_served_by(backend)
         with torch.set_grad_enabled(one_backend):
-            out, lse, probs, _ = torch.ops.flash_attn.fwd(**arguments)
+            out, lse, probs, max_logits = torch.ops.flash_attn.fwd(**arguments)
         results = {"out": out.detach(), "lse": lse.detach(), "probs": probs.detach()}
+        if arguments.get("return_max_logits"):
+            results["max_logits"] = max_logits
         if backward and not one_backend:
             results |= later_gradients(problem.case, arguments, out, lse, dout, dlse)
         elif backward:

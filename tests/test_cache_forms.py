@@ -54,10 +54,10 @@ def cache_cases(count: int, seed: int, **choices) -> list[CacheCase]:
     return cases
 
 
-def check(case: CacheCase, target: Target, seed: int) -> None:
+def check(case: CacheCase, target: Target, seed: int, **overrides: object) -> None:
     problem = CacheProblem(case, seed, target.device)
-    skip_unless_served(problem, target)
-    problem.compare(*problem.run(target.backend))
+    skip_unless_served(problem, target, **overrides)
+    problem.compare(*problem.run(target.backend, **overrides))
 
 
 @each_cache(cache_cases(240, 1, **FORMS))

@@ -16,6 +16,7 @@ LIBRARY = Path(__file__).parent.parent / "build" / "libflash_attn_choice_tests.s
 OPS = {"fwd": 0, "bwd": 1, "decode": 2}
 DEFAULT = "80-real,90-real,80-virtual"
 A100, RTX4090, H100, B200 = 80, 89, 90, 100
+APART = "the largest logits in a call of their own"
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY.is_file(), reason="built without the target flash_attn_tests"
@@ -223,6 +224,30 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="decode", cache="int8", capacity=8193), "cuda; decode"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),
         (dict(op="fwd", return_probs=True), "aten; ATen operations:"),
+        (dict(op="fwd", max_logits=True, sink=True), "sm90; fwd:"),
+        (dict(op="fwd", max_logits=True, softcap=True), f"sm90; fwd, {APART}:"),
+        (dict(op="fwd", max_logits=True, alibi=True), f"sm90; fwd, {APART}:"),
+        (dict(op="fwd", max_logits=True, dropout=True), f"sm90; fwd, {APART}:"),
+        (dict(op="fwd", max_logits=True, dropout=True, head_dim=512), "sm80; fwd:"),
+        (dict(op="fwd", max_logits=True, alibi=True, head_dim=512), f"sm80; fwd, {APART}:"),
+        (dict(op="fwd", max_logits=True, bias=True), f"sm80; fwd, {APART}:"),
+        (dict(op="fwd", max_logits=True, bias=True, bool_mask=True), "sm80; fwd:"),
+        (
+            dict(op="fwd", max_logits=True, bias=True, bool_mask=True, softcap=True),
+            f"sm80; fwd, {APART}:",
+        ),
+        (
+            dict(op="fwd", max_logits=True, bias=True, bool_mask=True, tile_mask=True),
+            "sm80; fwd, the mask's hidden tiles skipped:",
+        ),
+        (dict(op="fwd", max_logits=True, softcap=True, return_probs=True), "aten; ATen"),
+        (dict(op="decode", max_logits=True, capacity=256), "cuda; decode:"),
+        (dict(op="decode", max_logits=True, softcap=True, capacity=256), f"cuda; decode, {APART}:"),
+        (dict(op="decode", max_logits=True, bias=True, capacity=256), f"cuda; decode, {APART}:"),
+        (
+            dict(op="decode", max_logits=True, bias=True, bool_mask=True, capacity=256),
+            "cuda; decode:",
+        ),
     ],
 )
 def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:

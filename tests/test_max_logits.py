@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
+from caches import CacheCase, each_cache
 from cases import (
     ATEN_CPU,
     ATEN_CUDA,
@@ -20,14 +24,19 @@ from cases import (
     expect,
     op_arguments,
     param,
+    use,
 )
+from cases import compare as compare_with_gradients
+from cases import run as run_with_gradients
 from numerics import assert_close, assert_lse_close
 from poison import Guarded, dirty_allocator
+from test_cache_forms import cache_cases
+from test_cache_forms import check as check_cache
 from test_decode import DecodeCase, DecodeProblem, each_decode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
-from flash_attn.reference import max_logits_ref
+from flash_attn.reference import attention_ref, max_logits_ref
 
 # A sum of d products in fp32, in another order.
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
@@ -53,16 +62,62 @@ CASES = [
     Case(dtype="fp16", seqlen_q=200, dropout_p=0.3, causal=True),
     Case(dtype="bf16", seqlen_q=200, softcap=2.0, causal=True),
     Case(dtype="bf16", seqlen_q=200, alibi="head", causal=True),
+    Case(dtype="fp16", seqlen_q=150, alibi="batch", softcap=5.0, dropout_p=0.2, sink=True, d=128),
+    Case(dtype="fp16", seqlen_q=100, seqlen_k=300, d=192, d_v=128, softcap=1.0, window=(90, 3)),
+    Case(dtype="bf16", seqlen_q=130, d=256, d_v=200, alibi="head", dropout_p=0.1),
+    Case(dtype="fp16", seqlen_q=70, d=320, softcap=2.0, causal=True),
+    Case(dtype="fp32", seqlen_q=70, d=72, softcap=2.0, alibi="head", dropout_p=0.3),
+    Case(dtype="bf16", seqlen_q=33, d=20, d_v=12, softcap=2.0),
+    Case(
+        dtype="bf16",
+        lengths_q=(200, 0, 70, 130),
+        lengths_k=(190, 9, 0, 131),
+        tail=3,
+        softcap=2.0,
+        alibi="batch",
+        causal=True,
+    ),
+    Case(
+        dtype="bf16",
+        batch=3,
+        seqlen_q=200,
+        seqused_q=(200, 17, 0),
+        seqused_k=(5, 200, 90),
+        softcap=4.0,
+    ),
+    Case(
+        dtype="fp16",
+        batch=2,
+        seqlen_q=100,
+        seqlen_k=300,
+        leftpad_k=(7, 190),
+        alibi="head",
+        dropout_p=0.2,
+    ),
     Case(dtype="bf16", seqlen_q=100, seqlen_k=130, bias="inf"),
+    Case(dtype="fp16", seqlen_q=100, seqlen_k=130, bias="inf", softcap=2.0, causal=True),
+    Case(dtype="fp16", seqlen_q=100, d=128, bias="full", bias_fp32=True, alibi="head"),
+    Case(dtype="bf16", seqlen_q=100, bias="key", dropout_p=0.2),
+    Case(dtype="fp32", seqlen_q=70, bias="matrix"),
+    Case(dtype="bf16", seqlen_q=70, d=320, bias="bool"),
+    Case(dtype="bf16", seqlen_q=100, seqlen_k=130, bias="bool", dropout_p=0.2),
     Case(dtype="bf16", seqlen_q=100, seqlen_k=130, bias="padding", softcap=3.0),
+    Case(dtype="bf16", lengths_q=(70, 130), lengths_k=(90, 131), bias="padding", softcap=3.0),
 ]
+WITH_TERMS = [c for c in CASES if c.softcap or c.alibi or c.bias or c.dropout_p]
 
 
 def serves(target: Target, case: Case) -> bool:
     """What can_use says."""
-    terms = case.softcap or case.alibi or case.bias
-    refused = {SM80.backend: terms, SM90.backend: terms or case.dropout_p}
-    return case.served_by(target.backend) and not refused.get(target.backend)
+    # Of a varlen call with a mask of the keys, sm90 leaves only the sequences that lack some.
+    refused = case.bias and not (case.is_varlen and case.bias == "padding")
+    return case.served_by(target.backend) and not (target == SM90 and refused)
+
+
+def each_served(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "case, target", [param(c, t) for c in cases for t in OP_TARGETS if serves(t, c)]
+    )
 
 
 def largest(problem: Problem) -> torch.Tensor:
@@ -74,6 +129,8 @@ def largest(problem: Problem) -> torch.Tensor:
     }
     return max_logits_ref(
         **given,
+        max_seqlen_q=problem.max_q,
+        max_seqlen_k=problem.max_k,
         dropout_p=c.dropout_p,
         rng_state=problem.rng,
         softmax_scale=c.softmax_scale,
@@ -84,10 +141,14 @@ def largest(problem: Problem) -> torch.Tensor:
     )
 
 
-def compare(max_logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def compare(
+    max_logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, largest_score: float = 1.0
+) -> None:
+    """largest_score: of all, where the largest of few may be a sum in which little is left."""
     fp64 = dtype == torch.float64
     assert max_logits.dtype == (torch.float64 if fp64 else torch.float32)
     relative, absolute = (1e-12, 1e-12) if fp64 else (RELATIVE, ABSOLUTE)
+    absolute *= max(largest_score, 1.0)
     torch.testing.assert_close(max_logits.cpu().double(), expected, rtol=relative, atol=absolute)
 
 
@@ -105,11 +166,94 @@ def run(problem: Problem, backend: str) -> list[torch.Tensor]:
     return [out, lse, max_logits]
 
 
-@pytest.mark.parametrize(
-    "case, target", [param(c, t) for c in CASES for t in OP_TARGETS if serves(t, c)]
-)
+@each_served(CASES)
 def test_largest_logits(case: Case, target: Target, seed: int) -> None:
     check_logits(case, target, seed)
+
+
+@each_served(WITH_TERMS)
+def test_other_results_beside_terms(case: Case, target: Target, seed: int) -> None:
+    """They are the bits of a call that asks for nothing else: the same backend, the same mask of
+    dropout."""
+    problem = Problem(case, seed, target.device)
+    given = op_arguments(problem) | problem.float_tensors() | problem.index_tensors()
+    results = torch.ops.flash_attn.fwd(**given, return_max_logits=True, backend=target.backend)
+    alone = torch.ops.flash_attn.fwd(**given, backend=target.backend)
+    assert torch.equal(results[0], alone[0]) and torch.equal(results[1], alone[1])
+
+
+@each_served([c for c in WITH_TERMS if c.gradients_served_by(SM90.backend)])
+def test_gradients_beside_terms(case: Case, target: Target, seed: int) -> None:
+    problem = Problem(case, seed, target.device)
+    results = run_with_gradients(problem, target.backend, return_max_logits=True)
+    compare_with_gradients(problem, results, expect(problem))
+
+
+@each_target(SM80, SM90, DECODE_CUDA)
+@pytest.mark.parametrize(
+    "terms", [{}, {"softcap": 2.0}, {"attn_bias": 0}, {"dropout_p": 0.1}], ids=str
+)
+def test_a_kernel_serves_it(terms: dict, target: Target) -> None:
+    q = torch.empty(1, 70, 2, 64, dtype=torch.bfloat16, device=target.device)
+    if "attn_bias" in terms:
+        terms = {"attn_bias": torch.zeros(70, 70, device=target.device)}
+    op = "decode" if target == DECODE_CUDA else "fwd"
+    if op == "decode" and "dropout_p" in terms:
+        pytest.skip("there is no dropout")
+    support = flash_attn.can_use(q, q, q, op=op, return_max_logits=True, **terms)
+    assert support.backend != "aten"
+    has_reasons = bool(support.reasons.get(target.backend))
+    assert has_reasons == (target == SM90 and "attn_bias" in terms)
+
+
+def free_on_sm90(target: Target) -> AbstractContextManager:
+    """Of calls with a bias: sm90 refuses them, if it has to serve them alone."""
+    return nullcontext() if target == SM90 else use(target)
+
+
+@each_target(*OP_TARGETS)
+@pytest.mark.parametrize("form", ["expanded", "transposed", "one number", "finfo.min", "NaN"])
+def test_biases(form: str, target: Target, seed: int) -> None:
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, 2, 60, 4, 64, dtype=torch.bfloat16).to(target.device)
+    bias = torch.randn(2, 4, 60, 60)
+    hidden = torch.rand(2, 1, 1, 60) < 0.5
+    if form == "expanded":
+        bias = bias[:, :1, :1].masked_fill(hidden, -torch.inf).expand(2, 4, 60, 60)
+    elif form == "transposed":
+        bias = bias.masked_fill(hidden, -torch.inf).mT
+    elif form == "one number":
+        bias = torch.tensor(-3.0)
+    else:
+        bias = bias.masked_fill(hidden, torch.finfo(bias.dtype).min if form != "NaN" else torch.nan)
+    with free_on_sm90(target):
+        _, max_logits = flash_attn.flash_attn_func(
+            q, k, k, attn_bias=bias.to(target.device), return_max_logits=True
+        )
+    seen = bias.expand(2, 4, 60, 60) >= -(2**26)
+    compare(max_logits, max_logits_ref(q.cpu(), k.cpu(), attn_bias=seen), q.dtype)
+
+
+@each_target(*OP_TARGETS)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_masks_of_tiles(softcap: float, target: Target, seed: int) -> None:
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, 2, 300, 2, 64, dtype=torch.bfloat16).to(target.device)
+    mask = flash_attn.masks.prefix_lm(70)
+    with free_on_sm90(target):
+        out, lse, _, max_logits = flash_attn.flash_attn_func(
+            *(q, k, k),
+            attn_bias=mask,
+            softcap=softcap,
+            return_attn_probs=True,
+            return_max_logits=True,
+        )
+    at = torch.arange(300)
+    options = dict(attn_bias=(at < 70) | (at <= at[:, None]), softcap=softcap)
+    compare(max_logits, max_logits_ref(q.cpu(), k.cpu(), **options), q.dtype)
+    expected, expected_lse, _ = attention_ref(q.cpu(), k.cpu(), k.cpu(), **options)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=2.0**-6, atol=2.0**-6)
+    assert_lse_close(lse, expected_lse, 60.0)
 
 
 def check_logits(case: Case, target: Target, seed: int) -> None:
@@ -160,21 +304,16 @@ DECODE_CASES = [
     DecodeCase(capacity=300, d=320, dtype="fp16", seqlen_q=2),
     DecodeCase(seqlen_q=40, capacity=300, d=128, causal=False),
     DecodeCase(softcap=2.0, alibi=True),
+    DecodeCase(capacity=300, page_size=16, d=96, sink=True, softcap=2.0, num_splits=3),
+    DecodeCase(capacity=300, d=320, dtype="fp16", seqlen_q=2, alibi=True),
+    DecodeCase(capacity=300, dtype="fp32", seqlen_q=2, softcap=2.0),
+    DecodeCase(seqlen_q=40, capacity=300, d=128, softcap=1.0, alibi=True),
 ]
 DECODING = (ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 
 
-@each_decode([c for c in DECODE_CASES if not c.alibi], DECODING, marks=[pytest.mark.sanitize])
+@each_decode(DECODE_CASES, DECODING, marks=[pytest.mark.sanitize])
 def test_decode(case: DecodeCase, target: Target, seed: int) -> None:
-    check_decode(case, target, seed)
-
-
-@each_decode([c for c in DECODE_CASES if c.alibi], (ATEN_CPU, ATEN_CUDA))
-def test_decode_with_score_terms(case: DecodeCase, target: Target, seed: int) -> None:
-    check_decode(case, target, seed)
-
-
-def check_decode(case: DecodeCase, target: Target, seed: int) -> None:
     problem = DecodeProblem(case, seed, target.device)
     out, lse, max_logits = problem.run(target.backend, return_max_logits=True)
     problem.compare(out, lse)
@@ -188,6 +327,49 @@ def check_decode(case: DecodeCase, target: Target, seed: int) -> None:
         seqused_k=None if problem.lengths is None else problem.lengths.cpu(),
     )
     compare(max_logits, expected, problem.q.dtype)
+
+
+FORMS = dict(
+    seqlen_q=[1, 1, 2, 5, 19],
+    new=[0, 1, 3],
+    capacity=[70, 33, 300],
+    heads=[(4, 2), (6, 1), (3, 3), (40, 2)],
+    d=[48, 64, 96, 128, 256],
+    d_v=[None, None, 64],
+    dtype=["bf16", "fp16", "fp32"],
+    cache=["", "", "int8"],
+    page_size=[0, 0, 3, 16],
+    lengths=["tensor", "tensor", "int"],
+    rows=[False, True],
+    leftpad=[False, False, True],
+    rotary=["", "", "halves"],
+    causal=[True, True, False],
+    window=[(-1, -1), (-1, -1), (40, 0)],
+    softcap=[0.0, 4.0],
+    alibi=[False, True],
+    sink=[False, True],
+    num_splits=[0, 0, 3],
+    batch_invariant=[False, False, True],
+    rotary_dim=[32, 16],
+    descale=["head"],
+)
+
+
+@each_cache(
+    cache_cases(24, 41, **FORMS)
+    + cache_cases(16, 42, **FORMS | dict(bias=["same", "fp32", "bool"], bias_shape=["bhqk", "bk"]))
+    + cache_cases(12, 43, **FORMS | dict(tree=["one", "each"]))
+    + cache_cases(8, 44, **FORMS | dict(shared=[True], page_size=[16]))
+    + [
+        # Without terms, shared pages would be read once.
+        CacheCase(shared=True, page_size=16, d=64, softcap=4.0, seqlen_q=2),
+        CacheCase(shared=True, page_size=16, d=64, alibi=True, new=2, seqlen_q=2, rotary="halves"),
+    ],
+    DECODING,
+)
+def test_any_cache(case: CacheCase, target: Target, seed: int) -> None:
+    """Appended to once, whatever the number of launches."""
+    check_cache(case, target, seed, return_max_logits=True)
 
 
 @each_target(*DECODING)
@@ -235,16 +417,18 @@ def test_after_an_append(target: Target, seed: int) -> None:
 
 
 @each_target(*OP_TARGETS)
-def test_what_comes_back(target: Target) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_what_comes_back(softcap: float, target: Target) -> None:
     """In which order; and that neither gradients nor other results depend on it."""
     q, k, v = (
         torch.randn(1, 70, 2, 64, dtype=torch.bfloat16).to(target.device).requires_grad_()
         for _ in range(3)
     )
     with flash_attn.use_backend(target.backend):
-        out, max_logits = flash_attn.flash_attn_func(q, k, v, return_max_logits=True)
-        whole = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, return_max_logits=True)
-        plain = flash_attn.flash_attn_func(q, k, v)
+        call = partial(flash_attn.flash_attn_func, q, k, v, softcap=softcap)
+        out, max_logits = call(return_max_logits=True)
+        whole = call(return_attn_probs=True, return_max_logits=True)
+        plain = call()
     assert max_logits.shape == (2,) and not max_logits.requires_grad
     assert len(whole) == 4 and torch.equal(whole[3], max_logits) and whole[1].shape == (1, 2, 70)
     gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
@@ -263,10 +447,13 @@ def test_nothing_to_see(target: Target) -> None:
 
 
 @each_target(*OP_TARGETS)
-def test_compiled(target: Target) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_compiled(softcap: float, target: Target) -> None:
+    options = dict(causal=True, softcap=softcap, return_max_logits=True)
+
     @torch.compile(fullgraph=True, backend="aot_eager")
     def call(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flash_attn.flash_attn_func(q, q, q, causal=True, return_max_logits=True)
+        return flash_attn.flash_attn_func(q, q, q, **options)
 
     q = torch.randn(2, 90, 2, 64, dtype=torch.bfloat16).to(target.device)
     with flash_attn.use_backend(target.backend):

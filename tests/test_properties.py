@@ -25,6 +25,9 @@ from cases import (
 )
 from soak import some_lengths
 from test_layouts import LAYOUTS
+from test_max_logits import compare as compare_logits
+from test_max_logits import largest
+from test_max_logits import serves as keeps_logits
 
 CALLS = 20  # of a test
 TESTS = {ATEN_CPU: 15, ATEN_CUDA: 10, SM80: 45, SM90: 45}  # 300 calls on a CPU, 2,000 on Hopper
@@ -113,9 +116,16 @@ def test_random_combinations(target: Target, number: int) -> None:
     for _ in range(CALLS):
         case, seed = served_case(draw, target), draw.randrange(1 << 20)
         views = random_views(draw, case)
+        asks_for_logits = draw.random() < 0.4 and keeps_logits(target, case)
         problem = Problem(case, seed, target.device)
         try:
-            compare(problem, run(problem, target.backend, views=views), expect(problem))
+            results = run(problem, target.backend, views=views, return_max_logits=asks_for_logits)
+            expected = expect(problem)
+            compare(problem, results, expected)
+            if asks_for_logits:
+                compare_logits(
+                    results["max_logits"], largest(problem), problem.q.dtype, expected.largest_score
+                )
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"{case}, seed {seed}, views of {list(views)}") from error
 
@@ -169,8 +179,10 @@ def test_random_calls_against_caches(device: str, number: int) -> None:
     for _ in range(CALLS):
         case, seed = random_cache_case(draw), draw.randrange(1 << 20)
         problem = CacheProblem(case, seed, device)
+        wanted = {"return_max_logits": True} if draw.random() < 0.4 else {}
         try:
-            problem.compare(*problem.run(problem.support().backend))
+            backend = problem.support(**wanted).backend
+            problem.compare(*problem.run(backend, **wanted))
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"{case}, seed {seed}") from error
 
