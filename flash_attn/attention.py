@@ -87,8 +87,9 @@ def flash_attn_func(
                                  1 1
                                  1 1
 
-        return_max_logits: also return max_logits, as the last of the results. With softcap,
-            alibi_slopes, attn_bias or dropout it may take another backend (can_use tells).
+        return_max_logits: also return max_logits, as the last of the results. On a GPU a call with
+            softcap, alibi_slopes, dropout or a bias of numbers may run a second time for them,
+            without these (can_use tells).
 
     Extreme scores have one meaning in every dtype and on every backend: with softcap, attn_bias,
     alibi_slopes or dropout, a key of a score below -2^26 is hidden, and a query with no other key
@@ -107,7 +108,8 @@ def flash_attn_func(
         max_logits (with return_max_logits): (heads_q), fp32 (fp64 for fp64 inputs): the largest
             softmax_scale · q·k of each head, before softcap, bias and ALiBi, over the whole batch
             and all keys that a query sees: what QK-clip asks for. -inf if there are none; a score
-            of NaN is passed over. No gradient.
+            of NaN is passed over. A key that is hidden by a score below -2^26, and neither by a
+            mask nor by a bias, counts on some backends. No gradient.
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it. Or
