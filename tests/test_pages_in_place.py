@@ -52,7 +52,8 @@ class Paged:
         table = torch.tensor(NO_PAGE).repeat(len(counts) * columns)[: len(counts) * columns]
         table = table.view(len(counts), columns).int()
         pools = [
-            torch.full((len(pages), page_size, heads[1], e), math.nan, dtype=dtype) for e in (d, d_v)
+            torch.full((len(pages), page_size, heads[1], e), math.nan, dtype=dtype)
+            for e in (d, d_v)
         ]
         used = 0
         for b, count in enumerate(counts):
