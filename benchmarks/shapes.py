@@ -270,7 +270,7 @@ def chunk(quick: bool = False) -> list[DecodeCase]:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """A causal varlen call whose keys lie in pages, all sequences alike; page_size 0: in one row."""
+    """A causal varlen call on pages, all sequences alike; page_size 0: keys lie in one row."""
 
     batch: int
     tokens: int

@@ -121,7 +121,7 @@ DecodeResult launch(CallShape shape, const Plan& plan, const CacheCall& call) {
   DecodeResult results = launch_once(plan, with_terms);
 
   plain.args.softcap = 0;
-  plain.args.alibi_slopes = std::nullopt;
+  plain.args.alibi_slopes.reset();
   OptTensor& bias = plain.args.attn_bias;
   if (bias && bias->scalar_type() != at::kBool) bias = seen_with_bias(*bias);
   shape.softcap = shape.alibi = false;

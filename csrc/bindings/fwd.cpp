@@ -49,8 +49,9 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn, co
 FwdResult with_max_logits_apart(FwdArgs args) {
   FwdArgs plain = args;
   plain.attn.softcap = plain.attn.dropout_p = 0;
-  plain.attn.alibi_slopes = plain.attn.rng_state = std::nullopt;
-  plain.dropout_place = std::nullopt;
+  plain.attn.alibi_slopes.reset();
+  plain.attn.rng_state.reset();
+  plain.dropout_place.reset();
   OptTensor& bias = plain.attn.attn_bias;
   if (bias && bias->scalar_type() != at::kBool) bias = seen_with_bias(*bias);
   at::Tensor max_logits = std::get<3>(fwd_wanted(plain));
