@@ -76,6 +76,15 @@ struct FwdTraits {
   static constexpr bool kReadsPages = ScorePolicy::kGeneral && !kIsWide<Element>;
 };
 
+// Where a kernel that reads no pages has no memory for their place: for plain fp32 another layout of
+// FwdWork spills registers.
+template <bool kReadsPages>
+struct FwdPages {};
+template <>
+struct FwdPages<true> {
+  const int32_t* entries;  // of the sequence; null: no pages
+};
+
 // What a thread block works on. It lives in shared memory because in registers it would cost 20 of
 // a thread's 255.
 template <typename Traits>
@@ -85,7 +94,6 @@ struct FwdWork {
   const Element *q, *k, *v;  // row 0 of the sequence, at this head
   Element* out;
   float* lse;
-  const int32_t* page_entries;  // null: no pages
   // Here, as nvcc 13.0 lays such a member out by the bytes before it, not by its alignment.
   [[no_unique_address]] typename Traits::ScorePolicy score;
   AttentionWindow window;
@@ -95,6 +103,7 @@ struct FwdWork {
   int first_row;           // of the block's queries, within the sequence
   int segment_q;           // rows to write
   int head;
+  [[no_unique_address]] FwdPages<Traits::kReadsPages> pages;
 
   __device__ __forceinline__ FwdWork(const typename Traits::Params& params,
                                      const TileCoordinates& tile, const SeqlenInfo& seqlen)
@@ -107,11 +116,13 @@ struct FwdWork {
     const auto of_q = [&](const Strides& strides) {
       return SeqlenInfo::offset(strides, tile.batch_idx, tile.head, seqlen.q_begin);
     };
-    const int kv_row = SeqlenInfo::kv_row(params, tile.batch_idx);
-    page_entries = Traits::kReadsPages ? entries_of_row(params.pages, kv_row) : nullptr;
+    int kv_row = SeqlenInfo::kv_row(params, tile.batch_idx);
+    if constexpr (Traits::kReadsPages) {
+      pages.entries = entries_of_row(params.pages, kv_row);
+      if (pages.entries != nullptr) kv_row = 0;  // of page 0
+    }
     const auto of_k = [&](const Strides& strides) {
-      return SeqlenInfo::offset(strides, page_entries == nullptr ? kv_row : 0, head_kv,
-                                seqlen.k_begin);
+      return SeqlenInfo::offset(strides, kv_row, head_kv, seqlen.k_begin);
     };
     q = static_cast<const Element*>(params.q) + of_q(params.q_strides);
     k = static_cast<const Element*>(params.k) + of_k(params.k_strides);
@@ -205,23 +216,23 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
         .load(tile, first_row, num_rows, skipped_rows);
   };
   const auto load_keys = [&](const auto& tile, const Element* matrix, const Strides& strides,
-                             int num_cols, unsigned thread, int first_key, int skipped_keys) {
+                             int num_cols, unsigned thread, int n, int skipped_keys) {
     if constexpr (Traits::kReadsPages) {
-      if (work.page_entries != nullptr) {
+      if (work.pages.entries != nullptr) {
         return load_tile_of_pages<Traits::kThreads>(tile, matrix, strides, params.pages,
-                                                    work.page_entries, num_cols, thread, first_key,
-                                                    work.end_key);
+                                                    work.pages.entries, num_cols, thread,
+                                                    n * kBlockN, work.end_key);
       }
     }
-    load(tile, matrix, strides.row, num_cols, thread, first_key, work.end_key, skipped_keys);
+    load(tile, matrix, strides.row, num_cols, thread, n * kBlockN, work.end_key, skipped_keys);
   };
   const auto load_k = [&](int n) {
-    load_keys(smem.k, work.k, params.k_strides, params.head_dim, threadIdx.x, n * kBlockN, 0);
+    load_keys(smem.k, work.k, params.k_strides, params.head_dim, threadIdx.x, n, 0);
   };
   // What nobody sees is not read: its P is 0, but 0 · NaN would reach O.
   const auto load_v = [&](int n) {
     load_keys(smem.v, work.v, params.v_strides, params.head_dim_v,
-              Traits::kThreads - 1 - threadIdx.x, n * kBlockN, work.first_key);
+              Traits::kThreads - 1 - threadIdx.x, n, work.first_key);
   };
 
   // `n`, or less where the blocks before it are hidden.
@@ -268,8 +279,8 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
       work.score.mask(S, place, lane);
     }
     if constexpr (Traits::kReadsPages) {
-      if (work.page_entries != nullptr) {
-        mask_missing_pages(S, params.pages, work.page_entries, n * kBlockN, work.end_key);
+      if (work.pages.entries != nullptr) {
+        mask_missing_pages(S, params.pages, work.pages.entries, n * kBlockN, work.end_key);
       }
     }
 
