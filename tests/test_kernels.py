@@ -247,7 +247,7 @@ def cache_kernel_cases() -> list[CacheCase]:
 
 
 def chunk_cases() -> list[CacheCase]:
-    """Many new tokens: rows of a dense cache, pages copied side by side, of which some are
+    """Many new tokens: rows of a dense cache, pages in place and copied, of which some are
     missing; few tiles, whose keys sm90 cuts into pieces, and num_splits = 1, where it does not."""
     return [
         CacheCase(d=d, dtype=dtype, seqlen_q=70, new=33, capacity=140, rotary="halves", **form)

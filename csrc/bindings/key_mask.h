@@ -1,8 +1,8 @@
 // A varlen call with a mask of the keys alone, bool and the same for all heads and queries, as
-// pages that do not exist make it, or with the pages themselves. It is there for the few sequences that lack a page, or for none;
-// which, only the device knows. So it runs twice: first as without the mask, for the sequences of
-// which it hides nothing, and then on sm80's kernels with score terms, for the others. Each leaves
-// the other's rows as they are.
+// pages that do not exist make it, or with the pages themselves. Few sequences lack a page, or none
+// does; which, only the device knows. So the call runs twice: first for the sequences of which
+// nothing is hidden, as if there were no mask, and then on sm80's kernels with score terms, for the
+// others. Each run leaves the other's rows as they are.
 #pragma once
 
 #include <optional>

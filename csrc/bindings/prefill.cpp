@@ -63,7 +63,7 @@ void launch_rest(const Plan& plan, DecodeParams& call, const int32_t* missed, St
   cuda::run_kvcache(call, plan.grid, stream);
 }
 
-// Whether the forward reads the pages where they lie (bindings/pages.h).
+// Whether the forward reads the pages where they lie, as in bindings/pages.cpp.
 bool reads_pages(const Plan& plan, const DecodeParams& call) {
   return plan.backend == Backend::kSm90 && call.page_size % PageTable::kMultiple == 0 &&
          call.leftpad_k == nullptr && call.window_left < 0;

@@ -42,8 +42,8 @@ struct FwdTraits {
   // Keys may lie in pages. Producers of other forms, and of a class whose rows are five slabs, have
   // no registers for that.
   static constexpr bool kReadsPages = kPlainScores && !kMasked && kHeadDim != 160;
-  // Threads that load each of K and V then: of a warp, as one that starts box after box is too slow
-  // for blocks of many boxes. With short blocks a single one was faster.
+  // So many threads load K then, and as many V. One that starts box after box is too slow for blocks
+  // of many boxes. Blocks of 64 keys have few, and the form in which one did so was the faster one.
   static constexpr int kPageLoaders = kTile.block_n > 64 ? 32 : 1;
   static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
   // S starts as a staged bias, and Q Kᵀ joins it. Else the bias is added beside the exponentials.
