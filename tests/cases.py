@@ -176,14 +176,14 @@ class Case:
         bias_gradient = self.bias and self.bias not in BOOL_BIASES
         terms = self.softcap or self.alibi or self.bias or self.dropout_p
         narrow = max(self.d, self.d_v or self.d) <= 128
-        dense_bias = self.bias != "bool" and not (self.bias_fp32 or self.is_varlen)
-        several = self.softcap or self.dropout_p or (self.bias and not dense_bias)
-        fp16_slopes = self.alibi and self.dtype == "fp16" and several
         unordered = self.deterministic and terms
         longest_q = max(self.lengths_q, default=0) if self.is_varlen else self.seqlen_q
         longest_k = max(self.segments_k, default=0) if self.is_varlen else self.keys
         queries, keys = BIAS_SHAPES.get(self.bias, "1 1").split()[-2:]
         of_keys = (queries == "1" or longest_q == 1) and keys != "1" and longest_k > 1
+        of_dtype = not self.bias_fp32 and (self.bias not in BOOL_BIASES or of_keys)
+        several = self.softcap or self.dropout_p or (self.bias and (self.is_varlen or not of_dtype))
+        fp16_slopes = self.alibi and self.dtype == "fp16" and several
         refused = unordered or (bias_gradient and of_keys) or fp16_slopes or (terms and not narrow)
         return self.served_by(backend) and not refused
 
