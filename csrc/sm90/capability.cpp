@@ -11,9 +11,9 @@
 namespace flash_attn::sm90 {
 namespace {
 
-constexpr int64_t kPiecesHeadDim = 128;  // what with_pieces_class() knows, both head dims alike
 static_assert(kPiecesTile<64>.block_m() == cuda::kForwardTileQueries &&
-              kPiecesTile<128>.block_m() == cuda::kForwardTileQueries);
+              kPiecesTile<128>.block_m() == cuda::kForwardTileQueries &&
+              kPiecesTile<256>.block_m() == cuda::kForwardTileQueries);
 
 std::string_view why_not_op(Op) { return ""; }
 
@@ -68,7 +68,7 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
 // than multiprocessors. With 1 they are not cut.
 int decode_splits(const CallShape& call) {
   constexpr int64_t kMaxSplits = 16;
-  const bool cut = call.head_dim == call.head_dim_v && call.head_dim <= kPiecesHeadDim;
+  const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
   return static_cast<int>(std::clamp<int64_t>(call.device->num_sms / tiles, 1, kMaxSplits));

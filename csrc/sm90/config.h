@@ -141,9 +141,8 @@ auto with_one_term_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<128>();
 }
 
-// Calls whose keys are cut into pieces have few queries. There are two classes, for head dims up to
-// 128, as each is one more kernel. d = 256 would spill registers at its end, where O goes out in
-// fp32.
+// Calls whose keys are cut into pieces have few queries. There are three classes, as each is one more
+// kernel.
 template <int kHeadDim>
 inline constexpr FwdTile kPiecesTile = kFwdTile<kHeadDim, kHeadDim>;
 template <>
@@ -151,7 +150,8 @@ inline constexpr FwdTile kPiecesTile<64> = kFewQueriesTile<64>;
 template <typename F>
 auto with_pieces_class(int head_dim, F&& f) {
   if (head_dim <= 64) return f.template operator()<64>();
-  return f.template operator()<128>();
+  if (head_dim <= 128) return f.template operator()<128>();
+  return f.template operator()<256>();
 }
 
 // With max_logits there are four classes, as each is one more kernel. Among them is that of

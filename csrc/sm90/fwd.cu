@@ -32,7 +32,9 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
     } else if (has_score_terms(params) && params.head_dim <= kOneTermHeadDim &&
                params.head_dim_v <= kOneTermHeadDim && has_one_term(params)) {
       with_one_term_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-        launch_fwd_with_one_term<kDType, kHeadDim>(params, device, stream);
+        params.score.bias.data == nullptr
+            ? launch_fwd_with_one_term<kDType, kHeadDim>(params, device, stream)
+            : launch_fwd_with_bias<kDType, kHeadDim>(params, device, stream);
       });
     } else if (has_score_terms(params)) {
       with_scores_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {

@@ -220,19 +220,28 @@ void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& dev
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& device,
                               Stream stream) {
+  constexpr FwdTile kTile = kFwdTile<kHeadDim, kHeadDim>;
+  const auto launch = [&]<FwdForm kForm> {
+    launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, kForm>>(params, device, stream);
+  };
+  if (params.dropout.rng_state != nullptr) {
+    launch.template operator()<FwdForm::kDropout>();
+  } else if (params.score.alibi_slopes != nullptr) {
+    launch.template operator()<FwdForm::kAlibi>();
+  } else {
+    launch.template operator()<FwdForm::kSoftcap>();
+  }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_bias(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   const auto launch = [&]<FwdForm kForm, FwdTile kTile> {
     launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, kForm>>(params, device, stream);
   };
   if (broadcasts_queries(params.score.bias)) {
     launch.template operator()<FwdForm::kKeyBias, kFwdTile<kHeadDim, kHeadDim>>();
-  } else if (params.score.bias.data != nullptr) {
-    launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
-  } else if (params.dropout.rng_state != nullptr) {
-    launch.template operator()<FwdForm::kDropout, kFwdTile<kHeadDim, kHeadDim>>();
-  } else if (params.score.alibi_slopes != nullptr) {
-    launch.template operator()<FwdForm::kAlibi, kFwdTile<kHeadDim, kHeadDim>>();
   } else {
-    launch.template operator()<FwdForm::kSoftcap, kFwdTile<kHeadDim, kHeadDim>>();
+    launch.template operator()<FwdForm::kStagedBias, kStagedBiasTile<kHeadDim>>();
   }
 }
 

@@ -1,7 +1,7 @@
 // The forward kernel, and its instances for both dtypes by head-dim class: plain in inst/fwd_d*.cu,
-// with score terms in fwd_scores_d*.cu, with one of them in fwd_one_term_d*.cu, with the keys in
-// pieces in fwd_pieces_d*.cu, without terms but with max_logits in fwd_max_logits_d*.cu, with a
-// mask whose hidden tiles are passed over in fwd_masked_d*.cu.
+// with score terms in fwd_scores_d*.cu, with one of them in fwd_one_term_d*.cu or, a bias, in
+// fwd_bias_d*.cu, with the keys in pieces in fwd_pieces_d*.cu, without terms but with max_logits in
+// fwd_max_logits_d*.cu, with a mask whose hidden tiles are passed over in fwd_masked_d*.cu.
 #pragma once
 
 #include "../core/params.h"
@@ -23,16 +23,18 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_scores(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// Head dims up to 128. Softcap, ALiBi, dropout, or a bias for which can_stage_bias() or
-// broadcasts_queries(), and no other term.
+// Head dims up to 128. Softcap, ALiBi or dropout, and no other term.
 template <DType kDType, int kHeadDim>
 void launch_fwd_with_one_term(const FwdParams& params, const cuda::DeviceInfo& device,
                               Stream stream);
+// The same of a bias for which can_stage_bias() or broadcasts_queries().
+template <DType kDType, int kHeadDim>
+void launch_fwd_with_bias(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 // params.max_logits, no score term.
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);
-// head_dim_v = head_dim <= 128, params.num_splits > 1.
+// head_dim_v = head_dim, params.num_splits > 1.
 template <DType kDType, int kHeadDim>
 void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>

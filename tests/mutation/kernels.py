@@ -46,6 +46,7 @@ INSTANCES = [
     "csrc/sm90/inst/bwd_d64.cu",
     "csrc/sm90/inst/bwd_some_terms_d64.cu",
     "csrc/sm90/inst/fwd_one_term_d64.cu",
+    "csrc/sm90/inst/fwd_bias_d64.cu",
     "csrc/sm90/inst/bwd_split_d64.cu",
     "csrc/cuda/decode/inst/kvcache_d64.cu",
     "csrc/cuda/decode/inst/decode_d64.cu",
