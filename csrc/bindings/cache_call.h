@@ -12,6 +12,9 @@ struct CacheCall {
 // tokens: appended by this call, on the same stream; or null.
 CacheCall cache_call(const CallShape& shape, const DecodeArgs& given, const KvcacheArgs* tokens);
 
+// The op decode, of a plan for kernels.
+DecodeResult decode_planned(const CallShape& shape, const Plan& plan, const DecodeArgs& args);
+
 // The tokens into the caches, in place.
 void append(const CacheParams& cache, const KvcacheArgs& tokens);
 

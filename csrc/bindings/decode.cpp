@@ -134,13 +134,17 @@ DecodeResult launch(CallShape shape, const Plan& plan, const CacheCall& call) {
 
 }  // namespace
 
+DecodeResult decode_planned(const CallShape& shape, const Plan& plan, const DecodeArgs& args) {
+  return launch(shape, plan, cache_call(shape, planned(plan, args), nullptr));
+}
+
 DecodeResult decode(const DecodeArgs& args) {
   check(args);
   const c10::DeviceGuard guard(args.q.device());
   const CallShape shape = call_shape(args);
   const Plan plan = make_plan(shape, args.backend);
   if (plan.backend == Backend::kAten) return aten::decode(to_aten(without_shared_prefix(args)));
-  return launch(shape, plan, cache_call(shape, planned(plan, args), nullptr));
+  return decode_planned(shape, plan, args);
 }
 
 DecodeResult kvcache(const KvcacheArgs& args) {

@@ -7,6 +7,7 @@
 #include "../sm80/fwd.h"
 #include "../sm90/fwd.h"
 #include "checks.h"
+#include "few_queries.h"
 #include "fwd.h"
 #include "key_mask.h"
 #include "mask.h"
@@ -14,14 +15,6 @@
 
 namespace flash_attn {
 namespace {
-
-void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
-  params.out = out.data_ptr();
-  params.out_strides = strides_of(out);
-  params.lse = lse.data_ptr<float>();
-  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
-  params.lse_head_stride = lse.stride(-2);
-}
 
 // sm90's kernels deal out tiles by a counter; the result holds it.
 at::Tensor start_tile_counter(FwdParams& params, const at::Tensor& out) {
@@ -67,12 +60,7 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
   attn = readable(std::move(attn));
   const at::Tensor& q = attn.q;
 
-  auto out_sizes = q.sizes().vec();
-  out_sizes.back() = attn.v.size(-1);
-  at::Tensor out = at::empty(out_sizes, q.options());
-  const auto lse_options = q.options().dtype(at::kFloat);
-  at::Tensor lse = attn.is_varlen() ? at::empty({q.size(1), q.size(0)}, lse_options)
-                                    : at::empty({q.size(0), q.size(2), q.size(1)}, lse_options);
+  auto [out, lse] = empty_results(attn);
   at::Tensor max_logits;
   if (args.return_max_logits) max_logits = start_max_logits(q, true);
   if (q.numel() == 0 || attn.k.numel() == 0) {
@@ -97,6 +85,24 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
 
 }  // namespace
 
+std::pair<at::Tensor, at::Tensor> empty_results(const AttnArgs& args) {
+  const at::Tensor& q = args.q;
+  auto out_sizes = q.sizes().vec();
+  out_sizes.back() = args.v.size(-1);
+  const auto lse_options = q.options().dtype(at::kFloat);
+  return {at::empty(out_sizes, q.options()),
+          args.is_varlen() ? at::empty({q.size(1), q.size(0)}, lse_options)
+                           : at::empty({q.size(0), q.size(2), q.size(1)}, lse_options)};
+}
+
+void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
+  params.out = out.data_ptr();
+  params.out_strides = strides_of(out);
+  params.lse = lse.data_ptr<float>();
+  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);
+  params.lse_head_stride = lse.stride(-2);
+}
+
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
   set_results(params, out, lse);
   if (plan.backend == Backend::kSm80) {
@@ -110,6 +116,7 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   check(args);
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
+  if (std::optional<FwdResult> results = fwd_of_few_queries(args)) return *std::move(results);
   const Plan plan = make_plan(call_shape(args), args.backend);
   if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);

@@ -1,9 +1,15 @@
-// The launch of a planned forward, for the op of that name and for the forward against a cache.
+// The launch of a planned forward, and its results, for the op of that name, for the forward against
+// a cache and for few queries.
 #pragma once
 
 #include "to_params.h"
 
 namespace flash_attn {
+
+// out and softmax_lse of a call with readable() arguments, not filled in.
+std::pair<at::Tensor, at::Tensor> empty_results(const AttnArgs& args);
+// Where the kernels leave them, laid out as FwdParams says.
+void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse);
 
 // params lack only the results and workspace. out and lse: new tensors, laid out as FwdParams says.
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, const at::Tensor& lse);

@@ -9,6 +9,7 @@
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
 #include "../cuda/decode/prefix.h"
+#include "../cuda/few_queries.h"
 #include "../cuda/key_mask.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
@@ -35,6 +36,8 @@ void cuda::run_rotate_queries(const DecodeParams&, void*, Stream) { not_built();
 void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const DeviceInfo&, Stream) {
   not_built();
 }
+void cuda::run_gather_queries(const FwdParams&, const EvenQueries&, Stream) { not_built(); }
+void cuda::run_scatter_results(const FwdParams&, const EvenResults&, Stream) { not_built(); }
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void cuda::run_find_hidden(const AttnParams&, const BiasParams&, int32_t*, int32_t*, Stream) {

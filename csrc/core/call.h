@@ -35,6 +35,7 @@ struct CallShape {
   DType cache_dtype = DType::kFp16;
   int64_t batch = 0, tokens = 0, heads_q = 0, heads_kv = 0;
   int64_t capacity = 0;  // keys of a sequence that the cache has room for
+  int64_t longest = 0;   // keys of the longest one, as the caller says, or 0
   int64_t num_splits = 0;
   int64_t window_left = -1;
   bool batch_invariant = false;

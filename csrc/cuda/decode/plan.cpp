@@ -59,8 +59,8 @@ int64_t resident_blocks(const CallShape& call) {
 
 // The lengths are on the device; the host knows what bounds them. Windows count from the end.
 int64_t most_keys(const CallShape& call) {
-  return call.window_left < 0 ? call.capacity
-                              : std::min(call.capacity, call.window_left + call.tokens);
+  const int64_t keys = call.longest > 0 ? std::min(call.longest, call.capacity) : call.capacity;
+  return call.window_left < 0 ? keys : std::min(keys, call.window_left + call.tokens);
 }
 
 // Row tiles of the whole call, each of which reads the keys of its sequence and kv head once.

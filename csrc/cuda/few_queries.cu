@@ -1,0 +1,106 @@
+#include "few_queries.h"
+
+#include <cmath>
+
+#include "attn/seqlen.cuh"
+#include "launch.h"
+#include "ptx/griddepcontrol.cuh"
+
+namespace flash_attn::cuda {
+namespace {
+
+constexpr int kThreads = 128, kChunkBytes = sizeof(uint4);
+
+__host__ __device__ int element_bytes(const AttnParams& params) {
+  return params.dtype == DType::kFp16 || params.dtype == DType::kBf16 ? 2 : 4;
+}
+
+// A query's row of all heads in chunks of 16 bytes.
+struct HeadChunks {
+  int element_bytes, of_head, of_row;
+
+  __device__ HeadChunks(const AttnParams& params, int head_dim)
+      : element_bytes(cuda::element_bytes(params)),
+        of_head(head_dim * element_bytes / kChunkBytes),
+        of_row(of_head * params.heads_q) {}
+
+  // Chunk i of row `row` of a tensor whose sequence this is.
+  template <typename Byte>
+  __device__ Byte* at(Byte* tensor, const Strides& strides, int batch_idx, int64_t row,
+                      int i) const {
+    const int head = i / of_head;
+    return tensor + SeqlenInfo::offset(strides, batch_idx, head, row) * element_bytes +
+           (i - head * of_head) * kChunkBytes;
+  }
+};
+
+// A thread block copies a place of a sequence's row.
+__global__ void __launch_bounds__(kThreads)
+    gather_queries_kernel(const __grid_constant__ FwdParams params, EvenQueries even) {
+  ptx::wait_for_prerequisites();
+  ptx::launch_dependents();
+  const int place = blockIdx.x, batch_idx = blockIdx.y;
+  const SeqlenInfo seqlen(params, batch_idx);
+  const int query = place - even.tokens + seqlen.len_q;
+  const HeadChunks chunks(params, params.head_dim);
+  auto* const to =
+      static_cast<uint4*>(even.q) + (int64_t{batch_idx} * even.tokens + place) * chunks.of_row;
+  for (int i = threadIdx.x; i < chunks.of_row; i += kThreads) {
+    uint4 chunk = {};
+    if (query >= 0) {
+      chunk = *reinterpret_cast<const uint4*>(chunks.at(static_cast<const char*>(params.q),
+                                                        params.q_strides, batch_idx,
+                                                        seqlen.q_begin + query, i));
+    }
+    to[i] = chunk;
+  }
+  if (place == 0 && threadIdx.x == 0) {
+    even.first[batch_idx] = static_cast<int>(seqlen.k_begin);
+    even.end[batch_idx] = static_cast<int>(seqlen.k_begin + seqlen.len_k);
+  }
+}
+
+// A row of thread blocks writes a sequence's rows. The first and the last of them write what lies
+// outside all sequences.
+__global__ void __launch_bounds__(kThreads)
+    scatter_results_kernel(const __grid_constant__ FwdParams params, EvenResults even) {
+  ptx::wait_for_prerequisites();
+  const int batch_idx = static_cast<int>(blockIdx.y) - 1;
+  const SeqlenInfo seqlen(params, batch_idx);
+  const HeadChunks chunks(params, params.head_dim_v);
+  for (int row = blockIdx.x; row < seqlen.segment_q; row += static_cast<int>(gridDim.x)) {
+    const bool counts = row < seqlen.len_q;
+    const int place = row - seqlen.len_q + even.tokens;
+    const bool has_result = counts && place >= 0;
+    const auto* const from = static_cast<const uint4*>(even.out) +
+                             (int64_t{batch_idx} * even.tokens + place) * chunks.of_row;
+    for (int i = threadIdx.x; i < chunks.of_row; i += kThreads) {
+      const uint32_t bits = counts ? ~0u : 0;  // NaN, or 0
+      const uint4 chunk = has_result ? from[i] : uint4{bits, bits, bits, bits};
+      *reinterpret_cast<uint4*>(chunks.at(static_cast<char*>(params.out), params.out_strides,
+                                          batch_idx, seqlen.q_begin + row, i)) = chunk;
+    }
+    for (int head = threadIdx.x; head < params.heads_q; head += kThreads) {
+      const int64_t lse_row = int64_t{batch_idx} * params.heads_q + head;
+      const float lse = has_result ? even.lse[lse_row * even.tokens + place]
+                        : counts   ? NAN
+                                   : -INFINITY;
+      params.lse[batch_idx * params.lse_batch_stride + head * params.lse_head_stride +
+                 seqlen.q_begin + row] = lse;
+    }
+  }
+}
+
+}  // namespace
+
+void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream) {
+  const dim3 grid(even.tokens, params.batch);
+  launch_overlapping<gather_queries_kernel>(grid, kThreads, 0, true, stream, params, even);
+}
+
+void run_scatter_results(const FwdParams& params, const EvenResults& even, Stream stream) {
+  const dim3 grid(even.tokens, params.batch + 2);
+  launch_overlapping<scatter_results_kernel>(grid, kThreads, 0, true, stream, params, even);
+}
+
+}  // namespace flash_attn::cuda

@@ -1,0 +1,275 @@
+"""Forwards of few queries beside many keys, as in generation, which run on decode's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from cases import ATEN_CPU, DECODE_CUDA, SIMULATED, Target, each_target
+
+import flash_attn
+
+KEYS = 700
+# Decode is chosen where no backend is named.
+DEVICES = (ATEN_CPU, DECODE_CUDA)
+
+
+@dataclass
+class Ragged:
+    """Varlen sequences between rows that belong to none, all of which are NaN."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    d: int = 64
+    d_v: int = 64
+    dtype: torch.dtype = torch.float16
+    heads: tuple[int, int] = (4, 2)
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    leftpad: tuple[int, ...] | None = None
+    page_size: int = 0
+    options: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def rows(lengths, heads, d):
+            x = torch.full((sum(lengths) + 5, heads, d), math.nan, dtype=self.dtype)
+            x[2 : 2 + sum(lengths)].normal_()
+            return x
+
+        self.q = rows(self.lengths_q, self.heads[0], self.d)
+        self.k = rows(self.lengths_k, self.heads[1], self.d)
+        self.v = rows(self.lengths_k, self.heads[1], self.d_v)
+
+    def starts(self, lengths) -> list[int]:
+        return torch.tensor([2, *lengths]).cumsum(0).tolist()
+
+    def pages(self, x: torch.Tensor) -> torch.Tensor:
+        """Each sequence's keys in pages of its own; what they have no keys for is NaN."""
+        most = -(-max(self.lengths_k) // self.page_size)
+        pool = torch.full((len(self.lengths_k) * most, self.page_size, *x.shape[1:]), math.nan)
+        pool = pool.to(x.dtype)
+        starts = self.starts(self.lengths_k)
+        for b, length in enumerate(self.lengths_k):
+            own = pool[b * most : (b + 1) * most].flatten(0, 1)
+            own[:length] = x[starts[b] : starts[b + 1]]
+        return pool
+
+    def call(self, device: str):
+        def ints(x):
+            return None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
+
+        options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in self.options.items()}
+        k, v = self.k, self.v
+        if self.page_size:
+            k, v = self.pages(k), self.pages(v)
+            table = torch.arange(len(k), dtype=torch.int32, device=device)
+            options["block_table"] = table.view(len(self.lengths_k), -1)
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            *(x.to(device) for x in (self.q, k, v)),
+            ints(self.starts(self.lengths_q)),
+            ints(self.starts(self.lengths_k)),
+            max(self.lengths_q),
+            max(self.lengths_k),
+            seqused_q=ints(self.used_q),
+            seqused_k=ints(self.used_k),
+            leftpad_k=ints(self.leftpad),
+            return_attn_probs=True,
+            **options,
+        )
+        return out.cpu().double(), lse.cpu().double()
+
+    def expected(self):
+        """By the CPU in float64, sequence by sequence; rows that do not count are 0, lse -inf."""
+        out = torch.zeros(len(self.q), self.heads[0], self.d_v, dtype=torch.float64)
+        lse = torch.full((self.heads[0], len(self.q)), -math.inf, dtype=torch.float64)
+        for b in range(len(self.lengths_q)):
+            queries = self.lengths_q[b] if self.used_q is None else self.used_q[b]
+            keys = self.lengths_k[b] if self.used_k is None else self.used_k[b]
+            skipped = 0 if self.leftpad is None else self.leftpad[b]
+            first_q, first_k = self.starts(self.lengths_q)[b], self.starts(self.lengths_k)[b]
+            if queries == 0:
+                continue
+            q = self.q[first_q : first_q + queries].double()[None]
+            k, v = (x[first_k + skipped : first_k + keys].double()[None] for x in (self.k, self.v))
+            o, s, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **self.options)
+            out[first_q : first_q + queries], lse[:, first_q : first_q + queries] = o[0], s[0]
+        return out, lse
+
+
+SLOPES = torch.tensor([0.1, 0.02, 0.3, 0.0])
+LENGTHS = {"lengths_q": (1, 0, 3, 1, 5), "lengths_k": (KEYS, 33, 5, 0, 300)}
+RAGGED: dict[str, Ragged] = {
+    name: Ragged(**(LENGTHS | changes))
+    for name, changes in {
+        "plain": {},
+        "one query each": {"lengths_q": (1, 1, 1), "lengths_k": (KEYS, 1, 530)},
+        "causal": {"options": {"causal": True}},
+        "window": {"options": {"window_size": (100, 3)}},
+        "used": {"used_q": (1, 0, 2, 0, 5), "used_k": (600, 0, 5, 0, 299)},
+        "leftpad": {"leftpad": (100, 3, 0, 0, 7), "options": {"causal": True}},
+        "sink": {"options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 4)}},
+        "softcap": {"options": {"causal": True, "softcap": 4.0}},
+        "alibi": {"options": {"causal": True, "alibi_slopes": SLOPES}},
+        "narrow v": {"d": 192, "d_v": 128, "dtype": torch.bfloat16},
+        "wide": {"d": 256, "d_v": 256, "heads": (8, 1)},
+        "wider": {"d": 512, "d_v": 512},
+        "fp32": {"dtype": torch.float32, "options": {"causal": True}},
+        "odd d": {"d": 36, "d_v": 36},
+    }.items()
+}
+
+
+def assert_close(actual, expected, dtype: torch.dtype) -> None:
+    error = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5}[dtype]
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=error, atol=error)
+
+
+@each_target(*DEVICES)
+@pytest.mark.parametrize("page_size", [0, 12, 16])
+@pytest.mark.parametrize("name", RAGGED)
+def test_varlen(name: str, page_size: int, target: Target) -> None:
+    """Queries and keys in float64, whatever lies between the sequences."""
+    problem = dataclasses.replace(RAGGED[name], page_size=page_size)
+    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
+
+
+@each_target(*DEVICES)
+@pytest.mark.parametrize("queries", [1, 7, 40])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_dense(d: int, queries: int, target: Target) -> None:
+    """Out, lse and gradients in float64."""
+    batch = 3
+    inputs = [
+        torch.randn(batch, n, h, d, dtype=torch.float64).to(torch.float16)
+        for n, h in ((queries, 4), (KEYS, 2), (KEYS, 2))
+    ]
+    dout = torch.randn(batch, queries, 4, d, dtype=torch.float64).to(torch.float16)
+
+    def run(device: str, dtype: torch.dtype):
+        q, k, v = (x.to(device, dtype).requires_grad_() for x in inputs)
+        out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        gradients = torch.autograd.grad(out, (q, k, v), dout.to(device, dtype))
+        return [x.detach().cpu().double() for x in (out, lse, *gradients)]
+
+    assert_close(run(target.device, torch.float16), run("cpu", torch.float64), torch.float16)
+
+
+@each_target(*DEVICES)
+@pytest.mark.parametrize("queries", [1, 16, 40])
+@pytest.mark.parametrize("shape", ["b11k", "1hqk", "bhqk", "k", "bh11"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_bias(kind: str, shape: str, queries: int, target: Target) -> None:
+    """A bias or a mask, broadcast in several ways, with its gradient."""
+    batch = 2
+    sizes = {"b": batch, "h": 4, "q": queries, "k": KEYS, "1": 1}
+    q, k, v = (torch.randn(batch, n, h, 64).half() for n, h in ((queries, 4), (KEYS, 2), (KEYS, 2)))
+    bias = torch.randn([sizes[x] for x in shape]).half()
+    if kind == "bool":
+        bias = bias > -0.5
+
+    def run(device: str, dtype: torch.dtype):
+        given = bias.to(device) if kind == "bool" else bias.to(device, dtype).requires_grad_()
+        x = [y.to(device, dtype) for y in (q, k, v)]
+        out, lse, _ = flash_attn.flash_attn_func(
+            *x, causal=True, attn_bias=given, return_attn_probs=True
+        )
+        gradients = () if kind == "bool" else torch.autograd.grad(out.sum(), given)
+        return [y.detach().cpu().double() for y in (out, lse, *gradients)]
+
+    actual, expected = run(target.device, torch.float16), run("cpu", torch.float64)
+    assert_close(actual[:2], expected[:2], torch.float16)
+    for a, e in zip(actual[2:], expected[2:], strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-2 * e.abs().max().item())
+
+
+def tensors(device: str, batch: int, queries: int, heads: tuple[int, int] = (4, 2)):
+    make = {"device": device, "dtype": torch.float16}
+    q = torch.randn(batch, queries, heads[0], 64, **make)
+    k, v = torch.randn(2, batch, KEYS, heads[1], 64, **make)
+    return q, k, v
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.parametrize("queries", [1, 16])
+def test_has_the_bits_of_decode(queries: int, target: Target) -> None:
+    """Dense, and varlen with as many queries of each sequence: the same kernels, cut alike."""
+    q, k, v = tensors(target.device, 2, queries)
+    expected = flash_attn.flash_decode_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True), expected)
+    starts = torch.arange(3, dtype=torch.int32, device=target.device)
+    actual = flash_attn.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        starts * queries,
+        starts * KEYS,
+        queries,
+        KEYS,
+        causal=True,
+    )
+    assert torch.equal(actual.view_as(expected), expected)
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.real_gpu
+def test_wrong_lengths(target: Target) -> None:
+    """More queries than max_seqlen_q says: the last ones are right, those before are NaN. Starts
+    that lie anywhere leave memory alone."""
+    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, 2, 8))
+    make = {"dtype": torch.int32, "device": target.device}
+    starts_q = torch.tensor([0, 3, 16], **make)
+    starts_k = torch.tensor([0, KEYS, 2 * KEYS], **make)
+    out = flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 4, KEYS, causal=True)
+    whole = flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 13, KEYS, causal=True)
+    torch.testing.assert_close(out[:3], whole[:3], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out[12:], whole[12:], rtol=2e-3, atol=2e-3)
+    assert out[3:12].isnan().all()
+    for anywhere in ([0, 2**31 - 1, -5], [9, 3, 1], [-(2**31), 16, 2**30]):
+        wrong = torch.tensor(anywhere, **make)
+        for starts in ((wrong, starts_k), (starts_q, wrong), (wrong, wrong)):
+            flash_attn.flash_attn_varlen_func(q, k, v, *starts, 8, KEYS)
+
+
+@each_target(DECODE_CUDA)
+def test_what_decode_does_not_know(target: Target) -> None:
+    """Dropout, the top left and a backend that was named go to the forward's kernels."""
+    q, k, v = tensors(target.device, 2, 1)
+    expected = flash_attn.flash_decode_func(q, k, v)
+    out = flash_attn.flash_attn_func(q, k, v, causal_alignment="top-left")
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    if not SIMULATED:
+        assert flash_attn.flash_attn_func(q, k, v, dropout_p=0.5).isfinite().all()
+    with flash_attn.use_backend("sm80"):
+        out = flash_attn.flash_attn_func(q, k, v)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.real_gpu
+def test_a_graph_reads_the_lengths_of_its_replay(target: Target) -> None:
+    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, 3, 1))
+    make = {"dtype": torch.int32, "device": target.device}
+    starts_q, starts_k = (torch.tensor(x, **make) for x in ([0, 1, 2, 3], [0, 700, 1400, 2100]))
+
+    def attend():
+        return flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 1, KEYS)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    starts_q.copy_(torch.tensor([0, 1, 1, 2]))
+    starts_k.copy_(torch.tensor([0, 80, 900, 2100]))
+    graph.replay()
+    assert torch.equal(captured, attend())
+    assert captured[:2].any() and not captured[2].any()
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["used", "leftpad"])
+def test_under_a_sanitizer(name: str, target: Target) -> None:
+    problem = RAGGED[name]
+    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
