@@ -218,9 +218,10 @@ def flash_attn_varlen_func(
         block_table: int32 (batch, max_pages): k and v are pages (num_pages, page_size, heads_kv,
             d), of any page size, and cu_seqlens_k only gives the lengths. On Hopper pages of a
             multiple of 8 keys are read in place, where no gradient is wanted, with fp16 and bf16,
-            and without a leftpad, a window to the left, dropout, softcap, ALiBi and a bias; else
-            they are copied side by side first. A page that does not exist has no keys. Entries past
-            a sequence's length may hold anything.
+            and without a leftpad, dropout, a bias, and a window of fewer than 8 keys or one from
+            the top left; else they are copied side by side first. A page that does not exist has no
+            keys. Entries past a sequence's length, or of keys that no query's window reaches, may
+            hold anything.
         seqused_q, seqused_k: int32 (batch): only that many first rows of each sequence count.
             Queries beyond give out 0, softmax_lse -inf and no gradient.
         leftpad_k: int32 (batch): keys to skip at the start of each sequence; positions count from

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import ATTENTION_TARGETS, SIMULATED, SM90, Target, each_target, use
+from cases import OP_TARGETS, SIMULATED, SM90, Target, each_target, use
 
 import flash_attn
 from flash_attn import _call
@@ -139,7 +139,7 @@ DIMS = {
 }
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("page_size", [8, 16, 48, 64, 256])
 @pytest.mark.parametrize(("dims", "dtype"), [(x, y) for x, kinds in DIMS.items() for y in kinds])
 @pytest.mark.parametrize("causal", [False, True])
@@ -159,24 +159,32 @@ def test_pages(
     assert_right(actual, problem.expected(causal=causal), dtype)
 
 
+SLOPES = torch.linspace(0.1, 0.3, 4)
 OPTIONS: dict[str, dict] = {
     "sink": dict(learnable_sink=torch.linspace(-1, 2, 4)),
     "top-left": dict(causal=True, causal_alignment="top-left"),
     "right window": dict(window_size=(-1, 20)),
+    "window": dict(window_size=(40, 0)),
+    "window and sink": dict(window_size=(127, 0), learnable_sink=torch.linspace(-1, 2, 4)),
     "scale": dict(softmax_scale=0.3),
+    "softcap": dict(softcap=5.0),
+    "softcap, window": dict(softcap=5.0, window_size=(40, 0)),
+    "alibi": dict(alibi_slopes=SLOPES, causal=True),
+    "alibi, window": dict(alibi_slopes=SLOPES, window_size=(40, 30)),
+    "softcap and alibi": dict(softcap=5.0, alibi_slopes=SLOPES, window_size=(60, 0)),
 }
 COPIED: dict[str, dict] = {
-    "window": dict(window_size=(40, 0)),
-    "softcap": dict(softcap=5.0),
-    "alibi": dict(alibi_slopes=torch.linspace(0.1, 0.3, 4)),
+    "short window": dict(window_size=(6, 0)),
+    "top-left window": dict(window_size=(40, 0), causal_alignment="top-left"),
 }
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("name", [*OPTIONS, *COPIED])
-def test_options(name: str, target: Target) -> None:
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_options(d: int, name: str, target: Target) -> None:
     options = (OPTIONS | COPIED)[name]
-    problem = Paged.make(32, 64, 64, torch.float16, *LENGTHS)
+    problem = Paged.make(32, d, d, torch.float16, *LENGTHS)
     tensors, given = problem.call(target, **options)
     with use(target):
         actual = attend(tensors, given)
@@ -185,7 +193,64 @@ def test_options(name: str, target: Target) -> None:
     assert_right(actual, problem.expected(**options), torch.float16)
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
+@pytest.mark.parametrize("window", [(20, 0), (100, 30), (9, -1)])
+@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_windows(d: int, page_size: int, window: tuple[int, int], target: Target) -> None:
+    """Of many sizes beside those of boxes, pages and blocks of keys."""
+    problem = Paged.make(page_size, d, d, torch.bfloat16, *LENGTHS)
+    tensors, given = problem.call(target, window_size=window)
+    with use(target):
+        actual = attend(tensors, given)
+        assert stays_in_pages(tensors, given) == (target.backend == "sm90")
+    assert_right(actual, problem.expected(window_size=window), torch.bfloat16)
+
+
+@each_target(*OP_TARGETS)
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_what_windows_leave_behind(options: dict, page_size: int, target: Target) -> None:
+    """Pages whose keys no query sees any more may be gone, and hidden keys may be NaN."""
+    skip_copies_of_missing_pages(target)
+    problem = Paged.make(page_size, 64, 64, torch.float16, (33, 7), (300, 130))
+    options = options | dict(window_size=(50, 0))
+    with use(target):
+        whole = attend(*problem.call(target, **options))
+    for b, (queries, keys) in enumerate(zip(problem.lengths_q, problem.lengths_k, strict=True)):
+        hidden = keys - queries - 50
+        gone = hidden // page_size
+        for pool in (problem.k_pages, problem.v_pages):
+            pool[problem.table[b, :gone].long()] = math.nan
+            pool[problem.table[b, gone], : hidden % page_size] = math.nan
+        problem.table[b, :gone] = -1
+    with use(target):
+        actual = attend(*problem.call(target, **options))
+    if target.backend == "sm90":
+        for a, e in zip(actual, whole, strict=True):
+            assert torch.equal(a, e)
+    else:  # a copy that lacks pages has a mask, with which other kernels run
+        assert_right(actual, [x.cpu().double() for x in whole], torch.float16)
+
+
+@each_target(SM90)
+@pytest.mark.real_gpu
+def test_a_window_beside_memory_that_nobody_owns(target: Target) -> None:
+    """TMA touches the first byte of its map where a box begins outside it. Tensors of this size
+    begin where their allocation does."""
+    problem = Paged.make(16, 64, 64, torch.float16, (33, 7), (300, 130))
+    tensors, given = problem.call(target, window_size=(50, 0))
+    pools = []
+    for pages in tensors[1:]:
+        pool = torch.zeros(1 << 14, *pages.shape[1:], dtype=pages.dtype, device=target.device)
+        pool[: len(pages)] = pages
+        pools.append(pool)
+    with use(target):
+        actual = attend([tensors[0], *pools], given)
+    assert_right(actual, problem.expected(window_size=(50, 0)), torch.float16)
+
+
+@each_target(*OP_TARGETS)
 def test_lengths_beside_cu_seqlens(target: Target) -> None:
     """seqused_k says how many keys count, seqused_q how many queries."""
     problem = Paged.make(16, 64, 64, torch.float16, *LENGTHS)
@@ -210,10 +275,10 @@ def test_lengths_beside_cu_seqlens(target: Target) -> None:
     assert (lse[:, ~rows.to(lse.device)] == -math.inf).all()
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_missing_pages(causal: bool, d: int, target: Target) -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (120, 0)])
+def test_missing_pages(window: tuple[int, int], d: int, target: Target) -> None:
     """Sequences that lack one are right, and the others have the bits that they have without."""
     skip_copies_of_missing_pages(target)
     problem = Paged.make(16, d, d, torch.float16, *LENGTHS)
@@ -222,9 +287,9 @@ def test_missing_pages(causal: bool, d: int, target: Target) -> None:
     for (b, page), nothing in zip(missing, NO_PAGE, strict=True):
         table[b, page] = nothing
     with use(target):
-        whole = attend(*problem.call(target, causal=causal))
-        actual = attend(*problem.call(target, table, causal=causal))
-    assert_right(actual, problem.expected(missing, causal=causal), torch.float16)
+        whole = attend(*problem.call(target, window_size=window))
+        actual = attend(*problem.call(target, table, window_size=window))
+    assert_right(actual, problem.expected(missing, window_size=window), torch.float16)
     starts = problem.starts(problem.lengths_q).tolist()
     for b in (1, 3):
         rows = slice(starts[b], starts[b + 1])
@@ -246,7 +311,7 @@ def test_pages_change_no_bit(d: int, page_size: int, target: Target) -> None:
         assert torch.equal(a, e)
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 def test_largest_logits(target: Target) -> None:
     skip_copies_of_missing_pages(target)
     problem = Paged.make(16, 64, 64, torch.float16, *LENGTHS)
@@ -266,7 +331,7 @@ def test_largest_logits(target: Target) -> None:
     torch.testing.assert_close(largest.cpu().double(), wanted, rtol=2e-3, atol=2e-3)
 
 
-@each_target(*ATTENTION_TARGETS)
+@each_target(*OP_TARGETS)
 @pytest.mark.parametrize("name", ["heads first", "one pool", "padded"])
 def test_strides_of_a_pool(name: str, target: Target) -> None:
     """Pages as engines keep them: with heads before keys, K and V in one tensor, in wider rows."""
@@ -304,9 +369,10 @@ def test_what_is_copied(target: Target) -> None:
 
 
 @each_target(SM90)
+@pytest.mark.parametrize("window", [(-1, 0), (100, 0)])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_prefill(d: int, page_size: int, target: Target) -> None:
+def test_prefill(d: int, page_size: int, window: tuple[int, int], target: Target) -> None:
     """flash_attn_with_kvcache of many tokens: some appended, rows of the table chosen, a page
     missing; the same numbers from dense rows."""
     batch, tokens, new, columns = 3, 150, 20, 512 // page_size
@@ -319,7 +385,7 @@ def test_prefill(d: int, page_size: int, target: Target) -> None:
     rows = torch.tensor([2, 0, 1], dtype=torch.int32, device=target.device)
     lengths = torch.tensor([311, 480, 130], dtype=torch.int32, device=target.device)
     dense = [x[table.long()].flatten(1, 2).contiguous() for x in pools]
-    common = dict(cache_seqlens=lengths, cache_batch_idx=rows, causal=True)
+    common = dict(cache_seqlens=lengths, cache_batch_idx=rows, window_size=window)
     with use(target):
         out = flash_attn.flash_attn_with_kvcache(
             q, *pools.clone(), k, v, block_table=table, **common
@@ -339,7 +405,7 @@ def test_prefill(d: int, page_size: int, target: Target) -> None:
         for x, y in zip(dense, (k, v), strict=True)
     ]
     wanted = flash_attn.flash_attn_func(
-        q[1:2].cpu().double(), *keys, causal=True, attn_bias=exists[None, None, None]
+        q[1:2].cpu().double(), *keys, window_size=window, attn_bias=exists[None, None, None]
     )
     torch.testing.assert_close(actual[1:2].cpu().double(), wanted, rtol=4e-3, atol=4e-3)
 

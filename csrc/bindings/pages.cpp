@@ -1,6 +1,7 @@
 #include "pages.h"
 
 #include "families.h"
+#include "few_queries.h"
 
 namespace flash_attn {
 namespace {
@@ -21,17 +22,22 @@ bool are_pages(const AttnArgs& args) {
 
 }  // namespace
 
+bool fits_boxes(int64_t page_size, int window_left, bool top_left) {
+  const bool has_window = window_left >= 0;
+  return page_size % PageTable::kMultiple == 0 &&
+         (!has_window || (window_left + 1 >= PageTable::kMultiple && !top_left));
+}
+
 bool reads_pages(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
   if (!attn.block_table || gpu_of(attn.q) == nullptr || !are_pages(attn)) return false;
+  if (has_few_queries(args)) return true;
   constexpr int64_t kMostKeys = int64_t{1} << 30;
   const int64_t page_size = attn.k.size(1), room = attn.block_table->size(1) * page_size;
-  // Keys count from a multiple of what TMA brings at once. A leftpad or a window to the left would
-  // have them count from anywhere.
-  const bool counts_from_zero = !attn.leftpad_k && window_to_params(attn.window_left) < 0;
   if (attn.k.numel() == 0 || attn.v.numel() == 0 || room == 0 || room >= kMostKeys ||
-      page_size % PageTable::kMultiple != 0 || !counts_from_zero || attn.attn_bias ||
-      attn.mask_tiles || (args.backend && *args.backend != name(Backend::kSm90))) {
+      !fits_boxes(page_size, window_to_params(attn.window_left), attn.top_left) || attn.leftpad_k ||
+      attn.attn_bias || attn.mask_tiles ||
+      (args.backend && *args.backend != name(Backend::kSm90))) {
     return false;
   }
   const CallShape call = call_shape(args);

@@ -10,6 +10,7 @@
 #include "cache_call.h"
 #include "fwd.h"
 #include "key_mask.h"
+#include "pages.h"
 
 namespace flash_attn {
 namespace {
@@ -65,8 +66,8 @@ void launch_rest(const Plan& plan, DecodeParams& call, const int32_t* missed, St
 
 // Whether the forward reads the pages where they lie, as in bindings/pages.cpp.
 bool reads_pages(const Plan& plan, const DecodeParams& call) {
-  return plan.backend == Backend::kSm90 && call.page_size % PageTable::kMultiple == 0 &&
-         call.leftpad_k == nullptr && call.window_left < 0;
+  return plan.backend == Backend::kSm90 && call.leftpad_k == nullptr &&
+         fits_boxes(call.page_size, call.window_left, /*top_left=*/false);
 }
 
 // Sequences that lack a page are decode's: which, only the device knows.

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   seqused[batch_idx] = hides ? 0 : leftpad + seqlen.len_k;
 }
 
-// A thread block reads a sequence's row of the table.
+// A thread block reads a sequence's row of the table, as far as its queries see keys.
 __global__ void __launch_bounds__(kThreads)
     find_missing_pages_kernel(const __grid_constant__ FwdParams params, int32_t* hidden,
                               int32_t* seqused) {
@@ -41,8 +41,10 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t* const entries =
       entries_of_row(params.pages, SeqlenInfo::kv_row(params, batch_idx));
   bool lacks = false;
-  for (int64_t key = int64_t{threadIdx.x} * params.pages.page_size; key < end_key;
-       key += int64_t{kThreads} * params.pages.page_size) {
+  const int page_size = params.pages.page_size;
+  const int first_page = window.first_key(0) / page_size;
+  for (int64_t key = int64_t{first_page + static_cast<int>(threadIdx.x)} * page_size; key < end_key;
+       key += int64_t{kThreads} * page_size) {
     lacks |= page_of_key(params.pages, entries, static_cast<int>(key)) < 0;
   }
   lacks = __syncthreads_or(lacks) != 0;

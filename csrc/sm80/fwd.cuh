@@ -221,7 +221,7 @@ __device__ __forceinline__ void compute_loop(const FwdParams& params,
       if (work.pages.entries != nullptr) {
         return load_tile_of_pages<Traits::kThreads>(tile, matrix, strides, params.pages,
                                                     work.pages.entries, num_cols, thread,
-                                                    n * kBlockN, work.end_key);
+                                                    n * kBlockN, skipped_keys, work.end_key);
       }
     }
     load(tile, matrix, strides.row, num_cols, thread, n * kBlockN, work.end_key, skipped_keys);

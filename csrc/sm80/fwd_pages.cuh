@@ -11,18 +11,20 @@
 namespace flash_attn::sm80 {
 
 // What TileLoader does for the keys first_key … of a sequence. matrix: page 0 at the head. Keys
-// from end_key on and those of missing pages become 0 and are not read.
+// outside [seen_key, end_key) and those of missing pages become 0 and are not read.
 template <int kThreads, typename Tile, typename Element>
 __device__ __forceinline__ void load_tile_of_pages(const Tile& tile, const Element* matrix,
                                                    const Strides& strides, const PageTable& pages,
                                                    const int32_t* entries, int num_cols,
-                                                   unsigned thread, int first_key, int end_key) {
+                                                   unsigned thread, int first_key, int seen_key,
+                                                   int end_key) {
   const int col = static_cast<int>(thread % Tile::kSlabChunks) * Tile::kChunk;
 #pragma unroll 1
   for (int row = static_cast<int>(thread / Tile::kSlabChunks); row < Tile::kRows;
        row += kThreads / Tile::kSlabChunks) {
     const int key = first_key + row;
-    const int page = key < end_key ? page_of_key(pages, entries, key) : -1;
+    const bool counts = key >= seen_key && key < end_key;
+    const int page = counts ? page_of_key(pages, entries, key) : -1;
     const Element* const source =
         matrix + max(page, 0) * strides.batch + key % pages.page_size * strides.row + col;
 #pragma unroll

@@ -59,8 +59,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
   reasons.refuse_if(call.max_logits && call.bias,
                     "return_max_logits with attn_bias is not supported");
-  reasons.refuse_if(call.paged && (call.softcap || call.alibi || call.bias || call.dropout),
-                    "a block_table with score terms or dropout is copied first");
+  reasons.refuse_if(call.paged && (call.bias || call.dropout),
+                    "a block_table with attn_bias or dropout_p is copied first");
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 

@@ -122,9 +122,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       } else {
         if (Traits::kReadsPages && in_pages) {
           schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, scheduler, num_tiles,
-                                                                maps.k, smem);
+                                                                maps.k, maps.pages.rows, smem);
         } else {
-          schedule_and_load_k_loop<Traits, false>(params, scheduler, num_tiles, maps.k, smem);
+          schedule_and_load_k_loop<Traits, false>(params, scheduler, num_tiles, maps.k,
+                                                  Traits::kKeyAlignment, smem);
         }
       }
     } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
@@ -132,14 +133,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       if constexpr (Traits::kKeyBias) load_key_bias_loop<Traits>(params, smem);
     } else if (Traits::kReadsPages && in_pages && warp > 1) {
       if constexpr (Traits::kReadsPages) {
-        if (Traits::kPageLoaders > 1 || ptx::elect_one()) {
-          if (warp == 2) {
-            load_pages_loop<Traits>(params, maps.v, maps.pages, params.head_dim_v, smem.v,
-                                    smem.v_ring, smem);
-          } else {
-            load_pages_loop<Traits>(params, maps.k, maps.pages, params.head_dim, smem.k,
-                                    smem.k_ring, smem);
-          }
+        if (warp == 2) {
+          load_pages_loop<Traits, false>(params, maps.v, maps.v_front, maps.pages,
+                                         params.head_dim_v, smem.v, smem.v_ring, smem);
+        } else {
+          load_pages_loop<Traits, true>(params, maps.k, maps.k, maps.pages, params.head_dim, smem.k,
+                                        smem.k_ring, smem);
         }
       }
     } else if (warp < (Traits::kStagedBias || Traits::kMasked ? 4 : 3) && ptx::elect_one()) {

@@ -26,13 +26,14 @@ __device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork
 // Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
 // blocks share, the next tile is taken before this one's last K is waited for: late, so that blocks
 // end together, but early enough for its first loads to hide behind the end of this one. Keys that
-// lie in pages (kPages) are another warp's to load.
+// lie in pages (kPages) are another warp's to load, which says when the last K is due.
 template <typename Traits, bool kPages>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
-    const CUtensorMap& k_map, FwdSharedStorage<Traits>& smem) {
+    const CUtensorMap& k_map, int key_alignment, FwdSharedStorage<Traits>& smem) {
   Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kStages> k_ring(smem.k_ring);
+  [[maybe_unused]] uint32_t parity = 0;  // of smem.pages.last_k
   const int lane = threadIdx.x % 32;
   int tile_idx = blockIdx.x;
 #pragma unroll 1
@@ -46,12 +47,18 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       work_ring.wait_empty();
       stage.end = false;
       const int piece = tile_idx % num_pieces<Traits>(params);
-      new (stage.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen));
+      new (stage.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen, key_alignment));
       work_ring.arrive_full();
       n = stage.work().range.end, begin = stage.work().range.begin;
       turned = turned_blocks<Traits>(stage.work(), seqlen.diagonal(params));
     }
-    if constexpr (kPages) n = begin;
+    if constexpr (kPages) {
+      if (has_rows && lane == 0) {
+        wait_parity(smem.pages.last_k, parity);
+        parity ^= 1;
+      }
+      n = begin;
+    }
     const auto load_next = [&] {
       load_block<Traits>(k_map, stage.work(), --n, turned, params.head_dim, smem.k, k_ring);
     };
@@ -246,15 +253,17 @@ __device__ __forceinline__ void load_v_loop(const FwdParams& params, const CUten
   });
 }
 
-// Loads K or V that lies in pages. kPageLoaders threads of a warp call it.
-template <typename Traits, typename Tile>
+// Loads K or V that lies in pages. A whole warp calls it, each lane of which brings a box. The page
+// of a box is looked up before a stage for it is waited for.
+template <typename Traits, bool kK, typename Tile>
 __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const CUtensorMap& map,
+                                                const CUtensorMap& map_of_front,
                                                 const PageBoxes& boxes, int num_cols,
                                                 Tile (&tiles)[Traits::kStages],
                                                 RingBarriers<Traits::kStages>& barriers,
                                                 FwdSharedStorage<Traits>& smem) {
-  constexpr int kThreads = Traits::kPageLoaders;
-  const bool speaks = kThreads == 1 || threadIdx.x % 32 == 0;
+  static_assert(Traits::kBlockN <= 32 * PageTable::kMultiple);
+  const int lane = threadIdx.x % 32, row = lane * boxes.rows;
   Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kStages> ring(barriers);
 #pragma unroll 1
@@ -263,14 +272,30 @@ __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const C
     const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     if (stage.end) break;
     const FwdWork& work = stage.work();
+    // Scores of hidden keys are masked, whatever K is.
+    const int seen_key = kK ? 0 : work.first_key + work.window.first_key(work.first_row);
+    const int end_key = work.first_key + work.window.len_k();
+    const auto say_last = [&] {
+      if (kK && lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.pages.last_k);
+    };
+    if (!work.has_keys()) say_last();
+    [[maybe_unused]] int turned = 0;
+    if constexpr (Traits::kAlibi) {
+      turned = turned_blocks<Traits>(work, SeqlenInfo(params, work.batch_idx).diagonal(params));
+    }
 #pragma unroll 1
     for (int n = work.range.end - 1; n >= work.range.begin; --n, ring.advance()) {
+      if (n == work.range.begin) say_last();
+      const int block = Traits::kAlibi ? block_in_place(work, turned, n) : n;
+      const int first_key = work.first_key + block * Traits::kBlockN;
+      const PageBox box(params.pages, boxes, work.kv.batch, first_key, row, seen_key, end_key);
       ring.wait_empty();
-      if (speaks) ring.expect_bytes(loaded_bytes<Tile>(num_cols));
-      if constexpr (kThreads > 1) __syncwarp();
-      load_tile_of_pages<kThreads>(tiles[ring.stage()], map, params.pages, boxes, work.kv.batch,
-                                   work.kv.head, n * Traits::kBlockN, work.window.len_k(), num_cols,
-                                   ring.full(), ptx::CacheHint::kEvictLast);
+      if (lane == 0) ring.expect_bytes(loaded_bytes<Tile>(num_cols));
+      __syncwarp();
+      if (row < Traits::kBlockN) {
+        load_box(tiles[ring.stage()], box.hides_front ? map_of_front : map, box, work.kv.head, row,
+                 num_cols, ring.full(), ptx::CacheHint::kEvictLast);
+      }
     }
     work_ring.arrive_empty();
   }

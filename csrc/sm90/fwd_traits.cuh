@@ -39,12 +39,13 @@ struct FwdTraits {
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
   static constexpr bool kDropout = kForm == FwdForm::kDropout;
-  // Keys may lie in pages. Producers of other forms, and of a class whose rows are five slabs, have
-  // no registers for that.
-  static constexpr bool kReadsPages = kPlainScores && !kMasked && kHeadDim != 160;
-  // So many threads load K then, and as many V. One that starts box after box is too slow for blocks
-  // of many boxes. Blocks of 64 keys have few, and the form in which one did so was the faster one.
-  static constexpr int kPageLoaders = kTile.block_n > 64 ? 32 : 1;
+  // Keys may lie in pages. In other forms no warp is free to load K, and producers of a class whose
+  // rows are five slabs have no registers for that.
+  static constexpr bool kReadsPages =
+      (kPlainScores || kSoftcap || kAlibi || kForm == FwdForm::kScores) && kHeadDim != 160;
+  // The keys of a tile of queries count from a multiple of this, but in pages from one of a box.
+  // Dropout's mask wants a multiple of 32, a mask of tiles one of its tiles (KeyWalk::wait_values).
+  static constexpr int kKeyAlignment = kMasked ? kTile.block_n : ScorePolicy::kGeneral ? 32 : 1;
   static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
   // S starts as a staged bias, and Q Kᵀ joins it. Else the bias is added beside the exponentials.
   static constexpr bool kStartsWithBias = kStagedBias && kHeadDim <= 64;
@@ -162,17 +163,14 @@ __device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, i
 
 template <typename Traits>
 __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const TileCoordinates& tile,
-                                             int piece, const SeqlenInfo& seqlen) {
+                                             int piece, const SeqlenInfo& seqlen,
+                                             int key_alignment) {
   const int first_row = tile.block * Traits::kBlockM;
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
-  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O. Dropout's mask wants them to
-  // count from a multiple of 32, a mask of tiles from one of its tiles (KeyWalk::wait_values).
+  // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
   const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
-  constexpr int kKeyAlignment = Traits::kMasked                 ? Traits::kBlockN
-                                : Traits::ScorePolicy::kGeneral ? 32
-                                                                : 1;
-  const int first_key = all.first_key(first_row) / kKeyAlignment * kKeyAlignment;
+  const int first_key = all.first_key(first_row) & -key_alignment;
   const int num_keys = first_row < end_row ? max(all.end_key(end_row - 1) - first_key, 0) : 0;
   const int64_t diagonal = seqlen.diagonal(params);
   const AttentionWindow window(seqlen.len_q, num_keys, diagonal - first_key, params.window_left,
@@ -202,6 +200,14 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
       .first_key = first_key,
       .batch_idx = tile.batch_idx};
 }
+
+// Of keys in pages: its phase ends once a tile, when the tile's last block of K is due.
+template <typename Traits, bool kReadsPages = Traits::kReadsPages>
+struct FwdPageStorage {};
+template <typename Traits>
+struct FwdPageStorage<Traits, true> {
+  uint64_t last_k;
+};
 
 // The queue by which tiles come to all warps. Each loop follows it with a ring of its own, not with
 // a WorkReader: a consumer gives a tile back when the next one is under way, and the warp that
@@ -319,6 +325,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
   [[no_unique_address]] FwdDropoutStorage<Traits> dropout;
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
+  [[no_unique_address]] FwdPageStorage<Traits> pages;
   FwdWorkQueue queue;
   alignas(ScorePolicy) unsigned char score_storage[kFwdWorkStages][sizeof(ScorePolicy)];
   RingBarriers<Traits::kQStages> q_ring;
@@ -351,7 +358,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
     constexpr int kWarpReaders = Traits::kKeyBias || Traits::kDropout ? 32 : 0;
     constexpr int kOthers = 32 * kConsumerWarps + kWarpReaders;
     queue.init(kOthers + (Traits::kReadsPages && in_pages
-                              ? 1 + 2 * Traits::kPageLoaders
+                              ? 1 + 2 * 32
                               : 2 + (Traits::kStagedBias || Traits::kMasked)));
     q_ring.init(1, kConsumerWarps);
     k_ring.init(1, kConsumerWarps);
@@ -361,6 +368,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
     }
     if constexpr (Traits::kKeyBias) key_bias.ring.init(32, 32 * kConsumerWarps);
     if constexpr (Traits::kMasked) mask.ring.init(1, 2);
+    if constexpr (Traits::kReadsPages) ::cuda::ptx::mbarrier_init(&pages.last_k, 1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 };
@@ -369,11 +377,13 @@ template <int kBiasMaps>
 struct FwdTensorMaps {
   CUtensorMap q, k, v, out, bias[kBiasMaps];
   PageBoxes pages;
+  CUtensorMap v_front;  // of pages, where a window hides keys in front
 };
 template <>
 struct FwdTensorMaps<0> {
   CUtensorMap q, k, v, out;
   PageBoxes pages;
+  CUtensorMap v_front;  // of pages, where a window hides keys in front
 };
 
 template <typename Traits>
@@ -393,7 +403,7 @@ FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
                                                                             : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
-  const auto pages = PageBoxes::make(params.pages, Traits::kBlockN);
+  const auto pages = PageBoxes::make(params.pages, Traits::kBlockN, params.window_left);
   const auto make_key_map = [&](const void* keys, const Strides& strides, const TensorShape& shape,
                                 int slab_cols) {
     if (pages.rows > 0) {
@@ -409,6 +419,10 @@ FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
       .out = make_tensor_map(params.out, params.out_strides, out_shape,
                              Traits::OutputSlab::kSlabCols, 16),
       .pages = pages};
+  if (pages.rows > 0 && params.window_left >= 0) {
+    maps.v_front = make_page_map(params.v, params.v_strides, v_shape, params.pages,
+                                 Traits::VTile::kSlabCols, pages.rows, HiddenRows::kInFront);
+  }
   if constexpr (Traits::kStagedBias) {
     using Tile = typename Traits::BiasTile;
     using RestTile = typename Traits::BiasRestTile;

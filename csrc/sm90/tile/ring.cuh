@@ -23,6 +23,12 @@ struct RingBarriers {
   }
 };
 
+// Waits until a phase of that parity is over.
+__device__ __forceinline__ void wait_parity(uint64_t& barrier, uint32_t parity) {
+  while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {
+  }
+}
+
 // Where one thread stands in a ring. Both sides visit the stages in the same order; `phase_` is the
 // parity of the visit. A fresh barrier counts as having completed the visit before the first, so
 // the first wait_empty of each stage passes.
@@ -54,8 +60,10 @@ class Ring {
   __device__ __forceinline__ uint64_t& full() const { return barriers_.full[stage_]; }
   __device__ __forceinline__ uint64_t& empty() const { return barriers_.empty[stage_]; }
 
-  __device__ __forceinline__ void wait_full() const { wait(barriers_.full[stage_], phase_); }
-  __device__ __forceinline__ void wait_empty() const { wait(barriers_.empty[stage_], phase_ ^ 1); }
+  __device__ __forceinline__ void wait_full() const { wait_parity(barriers_.full[stage_], phase_); }
+  __device__ __forceinline__ void wait_empty() const {
+    wait_parity(barriers_.empty[stage_], phase_ ^ 1);
+  }
 
   // Says whether the stage is full, without waiting for it.
   __device__ __forceinline__ bool is_full() const {
@@ -81,10 +89,6 @@ class Ring {
   __device__ __forceinline__ void advance_round() { phase_ ^= 1; }
 
  private:
-  __device__ __forceinline__ static void wait(uint64_t& barrier, uint32_t phase) {
-    while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, phase)) {
-    }
-  }
   __device__ __forceinline__ static void arrive(uint64_t& barrier) {
     ::cuda::ptx::mbarrier_arrive(&barrier);
   }

@@ -20,6 +20,10 @@ namespace flash_attn::sm90 {
 // lies beyond the map. Reads give zeros there, writes do nothing, and nothing before `begin` is
 // addressed, but for a box that lies beyond the map as a whole: TMA may then touch the map's first
 // byte, which nobody may own. Such boxes are never asked for.
+//
+// Rows in front are hidden by a negative `first`: with last = h + n, row r of those that begin with
+// row n of the tensor is first = r - h, and r < h lies before the map. A box that begins outside its
+// map makes TMA touch the map's first byte, too, so such a map begins with the tensor itself.
 struct SequenceBox {
   int first;  // of row 0
   int last;
@@ -38,11 +42,15 @@ struct TensorShape {
   int heads, batch;
 };
 
+// On which side of a box a map can hide rows.
+enum class HiddenRows { kBehind, kInFront };
+
 // Coordinates: (column, SequenceBox::first + row, SequenceBox::last, head, batch). A box has
 // box_rows rows of box_cols columns, 64 or 32, swizzled as SmemTile wants it. Columns beyond `cols`
 // are as rows beyond a sequence.
 inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
-                                   const TensorShape& shape, int box_cols, int box_rows) {
+                                   const TensorShape& shape, int box_cols, int box_rows,
+                                   HiddenRows hidden = HiddenRows::kBehind) {
   static const auto encode = [] {
     void* function = nullptr;  // through the runtime, so that nothing links the driver's library
     cudaDriverEntryPointQueryResult found;
@@ -73,7 +81,8 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
   const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(box_cols),
                                  static_cast<cuuint32_t>(box_rows), 1, 1, 1};
   const cuuint32_t steps[kRank] = {1, 1, 1, 1, 1};
-  char* base = static_cast<char*>(const_cast<void*>(tensor)) - rows * row_stride;
+  char* base = static_cast<char*>(const_cast<void*>(tensor));
+  if (hidden == HiddenRows::kBehind) base -= rows * row_stride;
   CUtensorMap map;
   const CUresult result =
       encode(&map,
