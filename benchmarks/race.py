@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import backends, prefix, race_masks, results, shapes
+from benchmarks import backends, cache_calls, prefix, race_masks, results, shapes
 from benchmarks import race_caches as caches
 from benchmarks.contest import Race, progress
 from benchmarks.timing import QUICK, Recipe, Timer
@@ -50,7 +50,7 @@ PEERS = {
     "prefix": ("cascade", "cascade_fa2"),
     "short": ("fa2", "cudnn"),
     "decode_terms": (),
-    "short_pages": backends.FLASHINFER,
+    "short_pages": cache_calls.FLASHINFER,
     "chunk": ("fa2", "cudnn"),
     "splits": (),
     "naive": ("naive",),
@@ -65,13 +65,13 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
     """Ours, the fastest on this device first, then the peers that are installed."""
     ours = {
         "decode": ("cuda",),
-        "cache": backends.CACHE_FORMS,
+        "cache": cache_calls.CACHE_FORMS,
         "pages": ("paged16", "plain"),
         "prefix": ("shared", "plain"),
         "short": ("cuda",),
         "short_pages": ("paged16", "plain", "paged64_e4m3", "e4m3"),
         "splits": ("automatic", "unsplit"),
-        "decode_terms": backends.DECODE_TERMS,
+        "decode_terms": cache_calls.DECODE_TERMS,
         "masks": tuple(dict.fromkeys((*race_masks.BLOCKS, *race_masks.DOCUMENTS))),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
@@ -83,7 +83,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         ours = ("sm90", *ours)
     if kind == "chunk":
         ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
-    flashinfer = (*backends.FLASHINFER, *PEERS["prefix"])
+    flashinfer = (*cache_calls.FLASHINFER, *PEERS["prefix"])
     modules = {"fa4": "flash_attn.cute"} | dict.fromkeys(flashinfer, "flashinfer")
     return *ours, *(
         name

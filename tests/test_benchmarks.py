@@ -114,14 +114,14 @@ def test_ours_gets_every_feature(extra):
 
 @pytest.mark.parametrize("name", ["aten.paged16", "math"])
 def test_chunk_adapters_agree(name):
-    from benchmarks import backends
+    from benchmarks import cache_calls
     from benchmarks.shapes import DecodeCase
 
     case = DecodeCase(4, 2, 2, 48, head_dim=16, tokens=20)
-    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.float32)
+    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.float32)
     assert q.shape[1] == 20
-    for cache, call in zip(caches, backends.chunk(name, case, q, caches), strict=True):
-        expected = backends.chunk("aten", case, q, [cache])[0]()
+    for cache, call in zip(caches, cache_calls.chunk(name, case, q, caches), strict=True):
+        expected = cache_calls.chunk("aten", case, q, [cache])[0]()
         torch.testing.assert_close(call(), expected)
     seen = torch.ones(20, 48, dtype=torch.bool).tril(48 - 20).sum().item()
     assert case.flops() == 4 * 2 * 4 * 16 * seen
@@ -129,13 +129,13 @@ def test_chunk_adapters_agree(name):
 
 @pytest.mark.parametrize("name", ["rows", "paged16", "e4m3", "paged16_e4m3", "paged64_int8"])
 def test_forms_of_a_cache_hold_the_same_numbers(name):
-    from benchmarks import backends
+    from benchmarks import cache_calls
     from benchmarks.shapes import DecodeCase
 
     case = DecodeCase(8, 2, 2, 128, head_dim=32)
-    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
-    expected = backends.decode_form("plain", case, q, caches, "aten")
-    got = backends.decode_form(name, case, q, caches, "aten")
+    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
+    expected = cache_calls.decode_form("plain", case, q, caches, "aten")
+    got = cache_calls.decode_form(name, case, q, caches, "aten")
     for mine, plain in zip(got, expected, strict=True):
         error = ((mine().double() - plain().double()).norm() / plain().double().norm()).item()
         assert error < 0.1
@@ -144,14 +144,14 @@ def test_forms_of_a_cache_hold_the_same_numbers(name):
 
 @pytest.mark.parametrize("name", ["flashinfer", "xqa", "xqa_e4m3"])
 def test_flashinfer_is_used_only_where_it_is_installed(name, monkeypatch):
-    from benchmarks import backends
+    from benchmarks import backends, cache_calls
     from benchmarks.shapes import DecodeCase
 
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     case = DecodeCase(8, 2, 2, 128, head_dim=32)
-    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
+    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
     with pytest.raises(backends.Unsupported, match="flashinfer is not installed"):
-        backends.decode_form(name, case, q, caches)
+        cache_calls.decode_form(name, case, q, caches)
 
 
 def test_a_peer_refuses_what_it_cannot():
