@@ -34,9 +34,10 @@ def decode(
     name: str, case: DecodeCase, q: torch.Tensor, cache: Cache, num_splits: int = 0
 ) -> Callable[[], torch.Tensor]:
     if name in PEERS:
-        if name not in peers.SDPA:
+        if name not in (*peers.SDPA, "sdpa"):
             raise Unsupported("no decode adapter")
-        return functools.partial(peers.sdpa(name, causal=False), q, cache.k, cache.v)
+        attend = peers.sdpa(None if name == "sdpa" else name, causal=False)
+        return functools.partial(attend, q, cache.k, cache.v)
     from flash_attn import flash_decode_func
 
     seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=q.device)
@@ -105,23 +106,29 @@ def varlen_pages(
 
 CACHE_FORMS = ("plain", "rows", "paged16", "paged64", "paged256", "paged1", "e4m3", "int8")
 FLASHINFER = ("flashinfer", "xqa", "xqa_e4m3")  # its forms of a paged cache
-_DESCALE = 0.05  # of 8-bit caches of N(0, 1)
+DESCALE = 0.05  # of 8-bit caches of N(0, 1)
 
 
 def decode_form(
-    name: str, case: DecodeCase, q: torch.Tensor, caches: list[Cache], backend: str = "cuda"
+    name: str,
+    case: DecodeCase,
+    q: torch.Tensor,
+    caches: list[Cache],
+    backend: str | None = "cuda",
 ) -> list[Callable[[], torch.Tensor]]:
     """Ours on each cache, brought into one of CACHE_FORMS, or into pages of 8 bits (as in
-    "paged64_e4m3"); or one of FLASHINFER."""
+    "paged64_e4m3"); or one of FLASHINFER; or a peer that decode() knows."""
     from flash_attn import flash_decode_func
 
     device, options = q.device, {}
+    if name in PEERS:
+        return [decode(name, case, q, cache) for cache in caches]
     if name == "flashinfer":
         return _flashinfer(case, q, *_in_pages(case, caches, 16))
     if name in FLASHINFER:
         eight_bits = name == "xqa_e4m3"
         caches, table = _in_pages(case, caches, 64 if eight_bits else 16)
-        return _xqa(case, q, _quantised(caches, "e4m3") if eight_bits else caches, table)
+        return _xqa(case, q, quantised(caches, "e4m3") if eight_bits else caches, table)
     seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
     layout, _, dtype = name.partition("_")
     if layout in ("e4m3", "int8"):
@@ -134,9 +141,9 @@ def decode_form(
             raise Unsupported("a table this long is nobody's")
         caches, options["block_table"] = _in_pages(case, caches, page)
     if dtype:
-        descale = torch.full((case.heads_kv,), _DESCALE, device=device)
+        descale = torch.full((case.heads_kv,), DESCALE, device=device)
         options |= {"k_descale": descale, "v_descale": descale}
-        caches = _quantised(caches, dtype)
+        caches = quantised(caches, dtype)
 
     def call(cache: Cache) -> torch.Tensor:
         with forced_backend(backend):
@@ -145,11 +152,11 @@ def decode_form(
     return [functools.partial(call, cache) for cache in caches]
 
 
-def _quantised(caches: list[Cache], dtype: str) -> list[Cache]:
-    """Divided by _DESCALE, in e4m3 or int8."""
+def quantised(caches: list[Cache], dtype: str) -> list[Cache]:
+    """Divided by DESCALE, in e4m3 or int8."""
     stored = torch.float8_e4m3fn if dtype == "e4m3" else torch.int8
     return [
-        Cache(*((x / _DESCALE).clamp(-127, 127).to(stored) for x in (cache.k, cache.v)))
+        Cache(*((x / DESCALE).clamp(-127, 127).to(stored) for x in (cache.k, cache.v)))
         for cache in caches
     ]
 
@@ -220,7 +227,7 @@ def _xqa(
             q,
             *(cache.k, cache.v, table, seqlens, out, workspace, semaphores.view(torch.uint32)),
             *(case.heads_kv, cache.k.size(1)),
-            kv_scale=_DESCALE if eight_bits else 1.0,
+            kv_scale=DESCALE if eight_bits else 1.0,
         )
         return out
 

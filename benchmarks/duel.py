@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,8 +26,8 @@ import torch
 
 import flash_attn
 from benchmarks import backends, cache_calls, race_caches, results, shapes
-from benchmarks.contest import AGREE, Race, progress
-from benchmarks.timing import QUICK, Recipe, Timer
+from benchmarks.contest import AGREE, Race, matches, progress
+from benchmarks.timing import QUICK, Recipe, Timer, recipe_of
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,6 @@ def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     inputs = backends.make_inputs(case, race.dtype, race.device)
     make = backends.backward if kind.startswith("bwd") else backends.forward
     return make("ours", case, inputs), 1
-
-
-def recipe_of(phases: str) -> Recipe:
-    return Recipe(*(float(x) for x in phases.split(","))) if phases else Recipe()
 
 
 def serve(device: str, quick: str, phases: str, backend: str) -> None:
@@ -202,7 +197,7 @@ def main() -> int:
     limit = AGREE[torch.float32 if device == "cpu" else torch.bfloat16]
     for kind in kinds:
         for number, case in enumerate(KINDS[kind](args.quick)):
-            if not re.search(args.only, " ".join(f"{k}={v}" for k, v in case.shape().items())):
+            if not matches(args.only, case.shape()):
                 continue
             found, reason = duel(contestants, kind, number, case, args.rounds, limit)
             if found is None:
