@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,14 +25,14 @@ from pathlib import Path
 import torch
 
 import flash_attn
-from benchmarks import backends, race_caches, results, shapes
-from benchmarks.contest import AGREE, Race, progress
-from benchmarks.timing import QUICK, Recipe, Timer
+from benchmarks import backends, cache_calls, race_caches, results, shapes
+from benchmarks.contest import AGREE, Race, matches, progress
+from benchmarks.timing import QUICK, Recipe, Timer, recipe_of
 
 
 @dataclass(frozen=True)
 class TermCase:
-    """Decode with one of backends.DECODE_TERMS."""
+    """Decode with one of cache_calls.DECODE_TERMS."""
 
     call: shapes.DecodeCase
     term: str
@@ -43,7 +42,9 @@ class TermCase:
 
 
 def decode_terms(quick: bool) -> list[TermCase]:
-    return [TermCase(x, term) for x in shapes.decode_terms(quick) for term in backends.DECODE_TERMS]
+    return [
+        TermCase(x, term) for x in shapes.decode_terms(quick) for term in cache_calls.DECODE_TERMS
+    ]
 
 
 KINDS = {
@@ -70,22 +71,18 @@ WORKER = (
 def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     """What is timed, and how many calls of the library it makes."""
     if kind == "varlen_pages":
-        return backends.varlen_pages(case, race.device, race.dtype), 1
+        return cache_calls.varlen_pages(case, race.device, race.dtype), 1
     if kind == "decode_terms":
         q, caches, rounds = race_caches.caches_and_rounds(race, case.call)
-        calls = [backends.decode_term(case.term, case.call, q, x) for x in caches] * rounds
+        calls = [cache_calls.decode_term(case.term, case.call, q, x) for x in caches] * rounds
         return race_caches.graph_of(calls), len(calls)
     if kind in ("decode", "short"):
         q, caches, rounds = race_caches.caches_and_rounds(race, case)
-        calls = [backends.decode("cuda", case, q, cache) for cache in caches] * rounds
+        calls = [cache_calls.decode("cuda", case, q, cache) for cache in caches] * rounds
         return race_caches.graph_of(calls), len(calls)
     inputs = backends.make_inputs(case, race.dtype, race.device)
     make = backends.backward if kind.startswith("bwd") else backends.forward
     return make("ours", case, inputs), 1
-
-
-def recipe_of(phases: str) -> Recipe:
-    return Recipe(*(float(x) for x in phases.split(","))) if phases else Recipe()
 
 
 def serve(device: str, quick: str, phases: str, backend: str) -> None:
@@ -200,7 +197,7 @@ def main() -> int:
     limit = AGREE[torch.float32 if device == "cpu" else torch.bfloat16]
     for kind in kinds:
         for number, case in enumerate(KINDS[kind](args.quick)):
-            if not re.search(args.only, " ".join(f"{k}={v}" for k, v in case.shape().items())):
+            if not matches(args.only, case.shape()):
                 continue
             found, reason = duel(contestants, kind, number, case, args.rounds, limit)
             if found is None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 import flash_attn
-from benchmarks.backends import Cache, Unsupported
+from benchmarks.backends import Unsupported
+from benchmarks.cache_calls import Cache
 
 PAGE, HEAD_DIM = 16, 128
 

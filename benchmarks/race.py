@@ -1,8 +1,10 @@
 """The races: ours by backend against torch's backends, FlexAttention, FlashAttention-4, FlashInfer.
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
-    pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,cpu]
-    [--backends sm80,fa2,cudnn] [--out FILE.json]
+    pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,terms,
+    fp32,wide,wide_decode,packed,aten,cpu]
+    [--backends sm80,fa2,cudnn] [--only PATTERN] [--phases PRODUCT,SETTLE,TIMED]
+    [--out FILE.json]
 
 Forward and backward in TFLOP/s of the work that the mask leaves (4·b·h·s²·d forward, 2.5 times that
 backward), decode in TB/s of K and V read. Each contestant's output is compared with the others'
@@ -16,27 +18,41 @@ a cache, dense and in pages, on the prefill kernels and on decode's. peaked: the
 keys of a row outweigh the others, which costs a kernel that follows the row's maximum. masks:
 blocks and documents of flash_attn.masks, both directions, against FlexAttention; the ratios are
 their times ÷ the full call's times the density, or ÷ varlen's. decode_terms: what softcap, ALiBi, a
-bias or a tree of new tokens costs decode.
+bias or a tree of new tokens costs decode. terms: score terms, dropout and sinks, both directions;
+the cost of a term is its time ÷ the plain call's. fp32: both directions with torch's switch for
+TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256.
+packed: both passes of q, k and v in one tensor. aten: calls that no kernel serves, against naive
+attention.
 """
 
 import argparse
 import dataclasses
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable
 
 import torch
 
-from benchmarks import backends, prefix, race_masks, results, shapes
+from benchmarks import (
+    backends,
+    cache_calls,
+    prefix,
+    race_aten,
+    race_masks,
+    race_packed,
+    results,
+    shapes,
+)
 from benchmarks import race_caches as caches
-from benchmarks.contest import Race, progress
-from benchmarks.timing import QUICK, Recipe, Timer
+from benchmarks.contest import AGREE_TF32, SHOWN, Race, progress
+from benchmarks.timing import QUICK, Timer, recipe_of
 from flash_attn.cli.measure import peak_memory
 
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
-    *("decode_terms", "features", "cpu"),
+    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "aten", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -50,13 +66,19 @@ PEERS = {
     "prefix": ("cascade", "cascade_fa2"),
     "short": ("fa2", "cudnn"),
     "decode_terms": (),
-    "short_pages": backends.FLASHINFER,
+    "short_pages": cache_calls.FLASHINFER,
     "chunk": ("fa2", "cudnn"),
     "splits": (),
     "naive": ("naive",),
     "peaked": ("fa2", "cudnn", "fa4"),
     "masks": (),  # FlexAttention is among its contestants
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
+    "terms": ("fa2", "cudnn", "efficient", "fa4", "flex"),
+    "fp32": ("efficient",),
+    "wide": ("sdpa", "flex"),
+    "wide_decode": ("sdpa",),
+    "packed": (),
+    "aten": ("naive",),
     "cpu": ("flash",),
 }
 
@@ -65,25 +87,30 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
     """Ours, the fastest on this device first, then the peers that are installed."""
     ours = {
         "decode": ("cuda",),
-        "cache": backends.CACHE_FORMS,
+        "cache": cache_calls.CACHE_FORMS,
         "pages": ("paged16", "plain"),
         "prefix": ("shared", "plain"),
         "short": ("cuda",),
         "short_pages": ("paged16", "plain", "paged64_e4m3", "e4m3"),
         "splits": ("automatic", "unsplit"),
-        "decode_terms": backends.DECODE_TERMS,
-        "masks": tuple(dict.fromkeys((*race_masks.BLOCKS, *race_masks.DOCUMENTS))),
+        "decode_terms": cache_calls.DECODE_TERMS,
+        "masks": tuple(
+            dict.fromkeys((*race_masks.BLOCKS, *race_masks.DOCUMENTS, *race_masks.PREFIX))
+        ),
+        "wide_decode": ("plain", "paged16"),
+        "packed": race_packed.FORMS,
+        "aten": ("ours",),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
     on_hopper = kind in (
         *("fwd", "bwd", "shapes", "bwd_shapes", "deterministic", "naive", "peaked", "features"),
-        "chunk",
+        *("chunk", "terms"),
     )
     if on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
         ours = ("sm90", *ours)
     if kind == "chunk":
         ours = (ours[0], "cuda", f"{ours[0]}.paged16", "cuda.paged16")
-    flashinfer = (*backends.FLASHINFER, *PEERS["prefix"])
+    flashinfer = (*cache_calls.FLASHINFER, *PEERS["prefix"])
     modules = {"fa4": "flash_attn.cute"} | dict.fromkeys(flashinfer, "flashinfer")
     return *ours, *(
         name
@@ -93,20 +120,29 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
 
 
 def dense_race(
-    race: Race, kind: str, cases: list[shapes.Case], names: tuple[str, ...], suffix: str = ""
+    race: Race,
+    kind: str,
+    cases: list[shapes.Case],
+    names: tuple[str, ...],
+    suffix: str = "",
+    agree: float | None = None,
+    **more: object,
 ) -> list[dict]:
-    """TFLOP/s of the forward (kind fwd) or the backward (kind bwd)."""
+    """TFLOP/s of the forward (kind fwd) or the backward (kind bwd). agree: how far outputs may be
+    apart, where AGREE does not say. more: what the records' shapes say besides."""
     backward = kind == "bwd"
     make = backends.backward if backward else backends.forward
     records = []
     for case in cases:
         inputs = backends.make_inputs(case, race.dtype, race.device)
-        label = f"{kind}{suffix} {case.shape()}"
+        shape = case.shape() | more
+        label = f"{kind}{suffix} {shape}"
         times = race.seconds(
             names,
             label,
             lambda name, case=case, inputs=inputs: make(name, case, inputs),
             compare=not case.dropout,
+            agree=agree and dict.fromkeys(names, agree),
         )
         flops = case.flops(backward)
         values = {n: None if t is None else flops / t / 1e12 for n, t in times.items()}
@@ -115,8 +151,41 @@ def dense_race(
         first = next((n for n in ours if values[n] is not None), names[0])
         others = [n for n in names if n != first and (values[n] is not None or n not in ours)]
         ratio = results.ratios(values, first, others, "more")
-        records.append(results.record(kind + suffix, case.shape(), "TFLOP/s", values, ratio))
+        records.append(results.record(kind + suffix, shape, "TFLOP/s", values, ratio))
         progress(records[-1])
+    return records
+
+
+def both_directions(race: Race, *args, **more) -> list[dict]:
+    return [r for kind in ("fwd", "bwd") for r in dense_race(race, kind, *args, **more)]
+
+
+def terms_race(race: Race, cases: list[shapes.Case], names: tuple[str, ...]) -> list[dict]:
+    """TFLOP/s, and for each contestant the time of a call ÷ that of its plain one."""
+    records = both_directions(race, cases, names, ".terms")
+    sizes = tuple(shapes.Case(1, 1, 1, 1).shape())
+    plain: dict[tuple, dict] = {}
+    for r in list(records):
+        call = (r["kind"], *(r["shape"][size] for size in sizes))
+        if tuple(r["shape"]) == sizes:
+            plain[call] = r["values"]
+        elif call in plain:
+            costs = {n: plain[call][n] / x for n, x in r["values"].items() if x and plain[call][n]}
+            records.append(results.record(f"{r['kind']}.cost", r["shape"], "of plain", costs))
+    return records
+
+
+def float32_race(race: Race, cases: list[shapes.Case], names: tuple[str, ...]) -> list[dict]:
+    """TFLOP/s with torch's switch for TF32 on, and off."""
+    records, switch = [], torch.backends.cuda.matmul
+    before = switch.allow_tf32
+    try:
+        for allowed in (True, False):
+            switch.allow_tf32 = allowed
+            agree = AGREE_TF32 if allowed else None
+            records += both_directions(race, cases, names, ".fp32", agree, tf32=allowed)
+    finally:
+        switch.allow_tf32 = before
     return records
 
 
@@ -173,44 +242,56 @@ def _peak_mib(
 
 
 def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list[dict]:
+    def of(make: Callable[[bool], list]) -> list:
+        return race.chosen(make(quick))
+
     if kind in ("decode", "short"):
-        cases = shapes.decode(quick) if kind == "decode" else shapes.short_decode(quick)
+        cases = of(shapes.decode if kind == "decode" else shapes.short_decode)
         records = caches.decode_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
     if kind == "cache":
-        return caches.forms_race(race, kind, shapes.cache(quick), names) + caches.ragged_race(
-            race, quick
-        )
+        records = caches.forms_race(race, kind, of(shapes.cache), names)
+        return records + caches.ragged_race(race, quick)
     if kind in ("pages", "short_pages"):
-        cases = shapes.decode(quick) if kind == "pages" else shapes.short_decode(quick)
+        cases = of(shapes.decode if kind == "pages" else shapes.short_decode)
         records = caches.forms_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
+    if kind == "wide_decode":
+        return caches.forms_race(race, "wide", of(shapes.wide_decode), names)
     if kind == "prefix":
-        return caches.prefix_race(race, prefix.cases(quick), names)
+        return caches.prefix_race(race, of(prefix.cases), names)
     if kind == "chunk":
-        return caches.chunk_race(race, shapes.chunk(quick), names)
+        return caches.chunk_race(race, of(shapes.chunk), names)
     if kind == "decode_terms":
-        return caches.terms_race(race, shapes.decode_terms(quick), names)
+        return caches.terms_race(race, of(shapes.decode_terms), names)
     if kind == "splits":
-        return caches.splits_race(race, shapes.splits(quick), names)
-    if kind == "naive":
-        return dense_race(race, "fwd", shapes.gpt2_medium(quick), names, suffix=".naive")
+        return caches.splits_race(race, of(shapes.splits), names)
     if kind == "masks":
         return race_masks.run(race, quick, names)
+    if kind == "aten":
+        return race_aten.run(race, quick, names)
+    if kind == "packed":
+        return race_packed.run(race, of(shapes.packed), names)
+    if kind == "terms":
+        return terms_race(race, of(shapes.score_terms), names)
+    if kind == "fp32":
+        return float32_race(race, of(shapes.float32), names)
+    if kind == "wide":
+        return both_directions(race, of(shapes.wide), names, ".wide")
+    if kind == "naive":
+        return dense_race(race, "fwd", of(shapes.gpt2_medium), names, suffix=".naive")
     if kind == "peaked":
-        return dense_race(race, "fwd", shapes.peaked(quick), names, suffix=".peaked")
-    if kind == "shapes":
-        return dense_race(race, "fwd", shapes.other_shapes(quick), names, suffix=".feature")
-    if kind == "bwd_shapes":
-        return dense_race(race, "bwd", shapes.other_shapes(quick), names, suffix=".feature")
+        return dense_race(race, "fwd", of(shapes.peaked), names, suffix=".peaked")
+    if kind in ("shapes", "bwd_shapes"):
+        direction = "fwd" if kind == "shapes" else "bwd"
+        return dense_race(race, direction, of(shapes.other_shapes), names, suffix=".feature")
     if kind == "deterministic":
-        return deterministic_race(race, shapes.deterministic(quick), names)
+        return deterministic_race(race, of(shapes.deterministic), names)
     if kind == "features":
-        cases = shapes.features(quick)
-        return [r for k in ("fwd", "bwd") for r in dense_race(race, k, cases, names, ".feature")]
+        return both_directions(race, of(shapes.features), names, ".feature")
     if kind == "cpu":
-        return cpu_race(race, shapes.cpu(quick), names)
-    records = dense_race(race, kind, shapes.dense(quick), names)
+        return cpu_race(race, of(shapes.cpu), names)
+    records = dense_race(race, kind, of(shapes.dense), names)
     return records + results.geometric_means(records, by=("d", "causal"))
 
 
@@ -223,8 +304,10 @@ def main() -> int:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
-        help="default: bfloat16; naive float16; cpu float32",
+        help="default: bfloat16; naive float16; fp32 and cpu float32; aten has its own",
     )
+    parser.add_argument("--only", default="", help="shapes in whose description this is found")
+    parser.add_argument("--phases", default="", help="their seconds (default: of timing.py)")
     parser.add_argument(
         "--quick", action="store_true", help="few shapes, short phases: does it run?"
     )
@@ -238,18 +321,23 @@ def main() -> int:
     if set(kinds) != {"cpu"} and not torch.cuda.is_available():
         parser.error("these kinds need a CUDA GPU; without one: --kinds cpu")
 
-    recipe = QUICK if args.quick else Recipe()
+    usual = {"naive": "float16", "cpu": "float32", "fp32": "float32"}
+    recipe = QUICK if args.quick else recipe_of(args.phases)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     records, reasons, wrong = [], {}, []
     for kind in kinds:
         device = torch.device("cpu" if kind == "cpu" else "cuda")
-        dtype = getattr(
-            torch, args.dtype or {"naive": "float16", "cpu": "float32"}.get(kind, "bfloat16")
-        )
+        dtype = getattr(torch, args.dtype or usual.get(kind, "bfloat16"))
         names = tuple(args.backends.split(",")) if args.backends else contestants(kind, device)
-        race = Race(Timer(device, recipe), dtype)
+        race = Race(Timer(device, recipe), dtype, args.only)
         if not records:
             records.append(results.run_record(device, recipe.describe(device)))
-        records += run_kind(kind, race, names, args.quick)
+        SHOWN.clear()
+        try:
+            records += run_kind(kind, race, names, args.quick)
+        except KeyboardInterrupt:  # or SIGTERM, of a time limit: what was shown until then
+            results.write(args.out, records + SHOWN)
+            raise
         reasons |= race.reasons
         wrong += race.wrong
         results.write(args.out, records)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import backends, prefix, results, shapes
+from benchmarks import cache_calls, prefix, results, shapes
 from benchmarks.contest import AGREE_8_BITS, Race, progress
 
 
@@ -18,7 +18,7 @@ def caches_and_rounds(
     graph so that K and V come from memory, and how often: a short graph would time its launch."""
     l2 = torch.cuda.get_device_properties(race.device).L2_cache_size
     count = max(2, -(-5 * l2 // (2 * case.cache_bytes(itemsize))))
-    q, caches = backends.make_caches(case, count, race.device, race.dtype)
+    q, caches = cache_calls.make_caches(case, count, race.device, race.dtype)
     return q, caches, max(1, 48 // count)
 
 
@@ -36,7 +36,7 @@ def decode_race(
         q, caches, rounds = caches_and_rounds(race, case)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
-            calls = [backends.decode(name, case, q, cache) for cache in caches] * rounds
+            calls = [cache_calls.decode(name, case, q, cache) for cache in caches] * rounds
             return graph_of(calls)
 
         times = race.seconds(names, f"{kind} {case.shape()}", build)
@@ -60,7 +60,7 @@ def forms_race(
         q, caches, rounds = caches_and_rounds(race, case, itemsize=1)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
-            return graph_of(backends.decode_form(name, case, q, caches) * rounds)
+            return graph_of(cache_calls.decode_form(name, case, q, caches) * rounds)
 
         times = race.seconds(names, f"{kind} {case.shape()}", build, agree=agree)
         micros = microseconds(times, len(caches) * rounds)
@@ -78,7 +78,7 @@ def terms_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...
         q, caches, rounds = caches_and_rounds(race, case)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
-            return graph_of([backends.decode_term(name, case, q, x) for x in caches] * rounds)
+            return graph_of([cache_calls.decode_term(name, case, q, x) for x in caches] * rounds)
 
         times = race.seconds(names, f"decode_terms {case.shape()}", build, compare=False)
         micros = microseconds(times, len(caches) * rounds)
@@ -113,7 +113,7 @@ def ragged_race(race: Race, quick: bool) -> list[dict]:
     records = []
     modes = {"balanced": {}, "batch_invariant": {"batch_invariant": True}}
     for name, lengths in shapes.ragged(quick).items():
-        call = backends.decode_pages(lengths, race.device, race.dtype)
+        call = cache_calls.decode_pages(lengths, race.device, race.dtype)
 
         def build_mode(mode: str, call=call) -> Callable:
             return graph_of([functools.partial(call, **modes[mode])] * 4)
@@ -135,7 +135,7 @@ def chunk_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...
         q, caches, rounds = caches_and_rounds(race, case)
 
         def build(name: str, case=case, q=q, caches=caches, rounds=rounds) -> Callable:
-            return graph_of(backends.chunk(name, case, q, caches) * rounds)
+            return graph_of(cache_calls.chunk(name, case, q, caches) * rounds)
 
         times = race.seconds(names, f"chunk {case.shape()}", build)
         micros = microseconds(times, len(caches) * rounds)
@@ -156,7 +156,7 @@ def splits_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ..
 
         def calls(name: str, case=case, q=q, caches=caches) -> list[Callable]:
             num_splits = {"automatic": 0, "unsplit": 1}[name]
-            return [backends.decode("cuda", case, q, cache, num_splits) for cache in caches]
+            return [cache_calls.decode("cuda", case, q, cache, num_splits) for cache in caches]
 
         times = race.seconds(
             names,

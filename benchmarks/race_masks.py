@@ -11,21 +11,27 @@ from benchmarks.contest import Race, progress
 from benchmarks.shapes import HIDDEN, TOKENS
 
 BLOCK = 128  # queries, and keys, of a block
-BLOCKS = ("tiles", "full", "flex")
-DOCUMENTS = ("varlen", "packed", "prepared", "ids", "flex")
+BLOCKS = ("tiles", "fresh", "full", "flex")
+DOCUMENTS = ("varlen", "packed", "prepared", "ids", "fresh", "flex")
+PREFIX = ("prefix", "fresh", "bool", "tensor", "causal", "flex")
+UNLIKE = ("full", "causal")  # what others are compared with, and another result
 
 
 @dataclass(frozen=True)
 class MaskCase:
-    """Blocks of a density, each of them seen or not by chance, or causal documents of one sequence.
+    """Blocks of a density, each of them seen or not by chance, or causal documents of one sequence,
+    or prefix-LM.
 
     tiles: the mask. full: no mask. varlen: the documents as sequences. packed, prepared, ids: masks
-    of their bounds, of their ids when it is known that each lies in one piece, and of ids alone."""
+    of their bounds, of their ids when it is known that each lies in one piece, and of ids alone.
+    prefix: the mask. bool: the same, made of a bool tensor. tensor: that tensor itself. causal: no
+    prefix. A mask keeps its tiles from its first call on; fresh: it is made anew in each call."""
 
     seqlen: int
     head_dim: int
     density: float = 0.0
     documents: int = 0
+    prefix: int = 0
 
     @property
     def heads(self) -> int:
@@ -37,6 +43,8 @@ class MaskCase:
 
     @property
     def names(self) -> tuple[str, ...]:
+        if self.prefix:
+            return PREFIX
         return DOCUMENTS if self.documents else BLOCKS
 
     def lengths(self) -> list[int]:
@@ -48,13 +56,16 @@ class MaskCase:
 
     def shape(self) -> dict:
         what = {"documents": self.documents} if self.documents else {"density": self.density}
+        what = {"prefix": self.prefix} if self.prefix else what
         return {"d": self.head_dim, "seqlen": self.seqlen, "batch": self.batch} | what
 
 
 def cases(quick: bool = False) -> list[MaskCase]:
     blocks = [MaskCase(s, d, density=0.1) for d in (64, 128, 256) for s in (8192, 16384, 32768)]
     documents = [MaskCase(TOKENS, d, documents=n) for d in (64, 128, 256) for n in (4, 12, 64)]
-    return (blocks + documents)[::4] if quick else blocks + documents
+    prefixes = [MaskCase(s, d, prefix=s // 4) for d in (64, 128, 256) for s in (8192, 16384)]
+    listed = blocks + documents + prefixes
+    return listed[::4] if quick else listed
 
 
 class Inputs:
@@ -86,6 +97,13 @@ def attention(name: str, case: MaskCase, inputs: Inputs) -> Callable:
         cu, longest = inputs.cu_seqlens, inputs.longest
         bounds = (cu, cu, longest, longest)
         return lambda *qkv: flash_attn_varlen_func(*(x[0] for x in qkv), *bounds, causal=True)[None]
+    if name == "causal":
+        return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+
+    def in_bools() -> torch.Tensor:
+        device = inputs.dout.device
+        return masks.prefix_lm(case.prefix).to_bool(case.seqlen, case.seqlen, device=device)
+
     make = {
         "full": lambda: None,
         "tiles": lambda: masks.block_sparse(inputs.seen, BLOCK),
@@ -94,7 +112,13 @@ def attention(name: str, case: MaskCase, inputs: Inputs) -> Callable:
         "prepared": lambda: (masks.causal() & masks.documents(inputs.ids)).prepared(
             case.seqlen, case.seqlen
         ),
+        "prefix": lambda: masks.prefix_lm(case.prefix),
+        "bool": lambda: masks.from_bool(in_bools()),
+        "tensor": in_bools,
     }
+    if name == "fresh":
+        again = make["prefix" if case.prefix else "ids" if case.documents else "tiles"]
+        return lambda q, k, v: flash_attn_func(q, k, v, attn_bias=again())
     mask = make[name]()
     return lambda q, k, v: flash_attn_func(q, k, v, attn_bias=mask)
 
@@ -103,6 +127,7 @@ def flex(case: MaskCase, inputs: Inputs) -> Callable:
     from torch.nn.attention import flex_attention
 
     torch._functorch.config.donated_buffer = False  # else a backward cannot run twice on one graph
+    torch._dynamo.reset()  # else the ninth shape of a process would not be compiled
     seen, ids = inputs.seen, inputs.ids[0]
 
     def of_blocks(b, h, i, j):
@@ -111,12 +136,13 @@ def flex(case: MaskCase, inputs: Inputs) -> Callable:
     def of_documents(b, h, i, j):
         return (j <= i) & (ids[i] == ids[j])
 
-    sizes = (None, None) if case.documents else (None, case.heads)
+    def of_prefix(b, h, i, j):
+        return (j <= i) | (j < case.prefix)
+
+    sees = of_prefix if case.prefix else of_documents if case.documents else of_blocks
+    heads = case.heads if sees is of_blocks else None
     make = torch.compile(flex_attention.create_block_mask)
-    mask = make(
-        *(of_documents if case.documents else of_blocks, *sizes, case.seqlen, case.seqlen),
-        device=inputs.dout.device,
-    )
+    mask = make(sees, None, heads, case.seqlen, case.seqlen, device=inputs.dout.device)
     compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
@@ -126,10 +152,10 @@ def flex(case: MaskCase, inputs: Inputs) -> Callable:
 
 
 def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
-    """Microseconds of each direction; ratio: the time ÷ that of varlen, or of the full call times
-    the density."""
+    """Microseconds of each direction; ratio: the time ÷ that of varlen, or of the causal call, or
+    of the full call times the density."""
     records = []
-    for case in cases(quick):
+    for case in race.chosen(cases(quick)):
         inputs = Inputs(case, race)
         density = inputs.seen.float().mean().item()
 
@@ -149,16 +175,22 @@ def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
         for direction, build in (("fwd", forward), ("bwd", backward)):
             label = f"masks.{direction} {case.shape()}"
             own = [name for name in case.names if name in names]
-            times = race.seconds([name for name in own if name != "full"], label, build)
-            if "full" in own:
-                times |= race.seconds(["full"], label, build, compare=False)
+            if direction == "bwd" and "fresh" in own:
+                own.remove("fresh")  # whose backward has the forward's tiles
+            times = race.seconds([name for name in own if name not in UNLIKE], label, build)
+            unlike = [name for name in own if name in UNLIKE]
+            times |= race.seconds(unlike, label, build, compare=False)
             micros = {n: None if t is None else t * 1e6 for n, t in times.items()}
-            base, factor = ("varlen", 1.0) if case.documents else ("full", density)
+            base, factor = (
+                ("full", density)
+                if case.density
+                else ("varlen" if case.documents else "causal", 1.0)
+            )
             share = micros.get(base)
             ratio = share and {
                 f"{n}/{base}": t / (share * factor) for n, t in micros.items() if t and n != base
             }
-            shape = case.shape() | ({} if case.documents else {"density": round(density, 4)})
+            shape = case.shape() | ({"density": round(density, 4)} if case.density else {})
             records.append(results.record(f"masks.{direction}", shape, "us", micros, ratio or None))
             progress(records[-1])
         del inputs, forward, backward, build

@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TOKENS, HIDDEN = (
     16384,
@@ -166,6 +166,56 @@ def features(quick: bool = False) -> list[Case]:
     return other_shapes(quick) + (cases[::4] if quick else cases)
 
 
+def score_terms(quick: bool = False) -> list[Case]:
+    """Plain calls, and each with one score term, dropout or a sink."""
+    cases = []
+    for d in (128, 64):
+        causal = Case(2, 8192, HIDDEN // d, d, True)
+        full = Case(4, 4096, HIDDEN // d, d)
+        changes = (
+            *(dict(softcap=50.0), dict(alibi=True), dict(sink=True), dict(dropout=0.1)),
+            *(dict(bias="fixed"), dict(bias="grad")),
+        )
+        cases.append(causal)
+        cases += [replace(causal, **change) for change in changes[:4]]
+        cases.append(full)
+        cases += [replace(full, **change) for change in changes[4:]]
+    return cases[:6:5] if quick else cases
+
+
+def float32(quick: bool = False) -> list[Case]:
+    """For torch's switch of TF32, off and on."""
+    cases = [
+        Case(TOKENS // s, s, HIDDEN // d, d, causal)
+        for s in (1024, 8192, 4096)
+        for d in (64, 128, 256)
+        for causal in (False, True)
+    ]
+    return cases[::6] if quick else cases
+
+
+def wide(quick: bool = False) -> list[Case]:
+    """Head dims above 256."""
+    cases = [
+        Case(TOKENS // s, s, HIDDEN // d, d, causal)
+        for causal in (True, False)
+        for d in (512, 320, 384)
+        for s in (1024, 4096, 8192)
+    ]
+    return cases[::6] if quick else cases
+
+
+def packed(quick: bool = False) -> list[Case]:
+    """Forms of calls whose q, k and v lie in one tensor; few heads of keys; documents."""
+    cases = [
+        Case(TOKENS // s, s, HIDDEN // d, d, True) for d in (64, 128) for s in (512, 2048, 8192)
+    ]
+    docs = documents()
+    cases.append(Case(2, 8192, 32, 128, True, heads_kv=8))
+    cases.append(Case(1, max(docs), 16, 128, True, docs=docs))
+    return cases[::3] if quick else cases
+
+
 def gpt2_medium(quick: bool = False) -> list[Case]:
     """FlashAttention-1's headline shape."""
     return [Case(b, 1024, 16, 64, True) for b in ((8,) if quick else (8, 16, 32, 64))]
@@ -234,6 +284,17 @@ def short_decode(quick: bool = False) -> list[DecodeCase]:
         for batch, length in ((1, 1024), (1, 4096), (16, 1024), (64, 1024))
     ]
     return cases[::8] if quick else cases
+
+
+def wide_decode(quick: bool = False) -> list[DecodeCase]:
+    """Head dims above 256."""
+    cases = [
+        DecodeCase(heads, heads_kv, batch, length, head_dim)
+        for head_dim in (512, 320)
+        for heads, heads_kv in ((16, 4), (8, 8))
+        for batch, length in ((1, 8192), (1, 32768), (16, 2048), (16, 16384))
+    ]
+    return cases[:1] if quick else cases
 
 
 def cache(quick: bool = False) -> list[DecodeCase]:

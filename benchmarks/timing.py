@@ -30,6 +30,11 @@ class Recipe:
         return f"{before}, {self.timed} s timed as one block"
 
 
+def recipe_of(phases: str) -> Recipe:
+    """Of "PRODUCT,SETTLE,TIMED" in seconds; "" is the usual one."""
+    return Recipe(*(float(x) for x in phases.split(","))) if phases else Recipe()
+
+
 QUICK = Recipe(product=0.02, settle=0.02, timed=0.02)
 
 

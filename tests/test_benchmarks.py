@@ -114,14 +114,14 @@ def test_ours_gets_every_feature(extra):
 
 @pytest.mark.parametrize("name", ["aten.paged16", "math"])
 def test_chunk_adapters_agree(name):
-    from benchmarks import backends
+    from benchmarks import cache_calls
     from benchmarks.shapes import DecodeCase
 
     case = DecodeCase(4, 2, 2, 48, head_dim=16, tokens=20)
-    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.float32)
+    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.float32)
     assert q.shape[1] == 20
-    for cache, call in zip(caches, backends.chunk(name, case, q, caches), strict=True):
-        expected = backends.chunk("aten", case, q, [cache])[0]()
+    for cache, call in zip(caches, cache_calls.chunk(name, case, q, caches), strict=True):
+        expected = cache_calls.chunk("aten", case, q, [cache])[0]()
         torch.testing.assert_close(call(), expected)
     seen = torch.ones(20, 48, dtype=torch.bool).tril(48 - 20).sum().item()
     assert case.flops() == 4 * 2 * 4 * 16 * seen
@@ -129,13 +129,13 @@ def test_chunk_adapters_agree(name):
 
 @pytest.mark.parametrize("name", ["rows", "paged16", "e4m3", "paged16_e4m3", "paged64_int8"])
 def test_forms_of_a_cache_hold_the_same_numbers(name):
-    from benchmarks import backends
+    from benchmarks import cache_calls
     from benchmarks.shapes import DecodeCase
 
     case = DecodeCase(8, 2, 2, 128, head_dim=32)
-    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
-    expected = backends.decode_form("plain", case, q, caches, "aten")
-    got = backends.decode_form(name, case, q, caches, "aten")
+    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
+    expected = cache_calls.decode_form("plain", case, q, caches, "aten")
+    got = cache_calls.decode_form(name, case, q, caches, "aten")
     for mine, plain in zip(got, expected, strict=True):
         error = ((mine().double() - plain().double()).norm() / plain().double().norm()).item()
         assert error < 0.1
@@ -144,14 +144,14 @@ def test_forms_of_a_cache_hold_the_same_numbers(name):
 
 @pytest.mark.parametrize("name", ["flashinfer", "xqa", "xqa_e4m3"])
 def test_flashinfer_is_used_only_where_it_is_installed(name, monkeypatch):
-    from benchmarks import backends
+    from benchmarks import backends, cache_calls
     from benchmarks.shapes import DecodeCase
 
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     case = DecodeCase(8, 2, 2, 128, head_dim=32)
-    q, caches = backends.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
+    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
     with pytest.raises(backends.Unsupported, match="flashinfer is not installed"):
-        backends.decode_form(name, case, q, caches)
+        cache_calls.decode_form(name, case, q, caches)
 
 
 def test_a_peer_refuses_what_it_cannot():
@@ -190,17 +190,108 @@ def test_masks_are_raced_with_what_they_leave(monkeypatch):
     cases = race_masks.cases()
     assert all(sum(c.lengths()) == c.seqlen and min(c.lengths()) > 0 for c in cases if c.documents)
     monkeypatch.setattr(race_masks, "HIDDEN", 64)
-    small = [race_masks.MaskCase(256, 32, density=0.3), race_masks.MaskCase(256, 32, documents=3)]
+    small = [
+        race_masks.MaskCase(256, 32, density=0.3),
+        race_masks.MaskCase(256, 32, documents=3),
+        race_masks.MaskCase(256, 32, prefix=64),
+    ]
     monkeypatch.setattr(race_masks, "TOKENS", 256)
     monkeypatch.setattr(race_masks, "cases", lambda quick: small)
     timer = timing.Timer(torch.device("cpu"), timing.Recipe(0.0, 0.001, 0.001))
     race = contest.Race(timer, torch.float32)
-    names = {*race_masks.BLOCKS, *race_masks.DOCUMENTS} - {"flex"}
+    names = {*race_masks.BLOCKS, *race_masks.DOCUMENTS, *race_masks.PREFIX} - {"flex"}
     records = race_masks.run(race, quick=True, names=tuple(names))
     assert not race.wrong and not race.reasons
-    assert [r["kind"] for r in records] == ["masks.fwd", "masks.bwd"] * 2
+    assert [r["kind"] for r in records] == ["masks.fwd", "masks.bwd"] * 3
     for record, case in zip(records[::2], small, strict=True):
         assert set(record["values"]) == set(case.names) - {"flex"}
+
+
+@pytest.fixture
+def short_race():
+    from benchmarks import contest, timing
+
+    timer = timing.Timer(torch.device("cpu"), timing.Recipe(0.0, 0.001, 0.001))
+    return contest.Race(timer, torch.float32)
+
+
+def test_calls_without_a_kernel_are_raced_with_the_same_numbers(short_race, monkeypatch):
+    from benchmarks import race_aten
+    from benchmarks.shapes import Case, DecodeCase
+
+    listed = race_aten.cases()
+    assert len(listed) == len(set(listed))
+    one = dict(batch=2, seqlen=33, heads=4, head_dim=16, causal=True)
+    small = [
+        race_aten.AtenCase(Case(**one, heads_kv=2, softcap=3.0), "float64"),
+        race_aten.AtenCase(Case(**one, dropout=0.1), "float32", probs=True),
+        race_aten.AtenCase(DecodeCase(4, 2, 2, 48, 16, tokens=3), "float64", form="paged16"),
+        race_aten.AtenCase(DecodeCase(4, 2, 2, 64, 16), "float32", form="e4m3"),
+    ]
+    monkeypatch.setattr(race_aten, "cases", lambda quick: small)
+    records = race_aten.run(short_race, quick=True, names=race_aten.NAMES)
+    assert not short_race.wrong and not short_race.reasons
+    directions = ["fwd", "bwd", "fwd", "bwd", "decode", "decode"]
+    assert [r["kind"] for r in records] == [f"aten.{x}" for x in directions]
+    assert all(r["shape"]["served"] == "aten" and "ours/naive" in r["ratio"] for r in records)
+
+
+def test_packed_forms_are_the_same_call(short_race):
+    from benchmarks import race_packed, shapes
+
+    assert len(shapes.packed()) == len(set(shapes.packed()))
+    one = dict(batch=2, seqlen=32, heads=4, head_dim=16, causal=True)
+    cases = [shapes.Case(**one), shapes.Case(**one, heads_kv=2)]
+    cases.append(shapes.Case(1, 40, 2, 16, True, docs=(24, 40)))
+    records = race_packed.run(short_race, cases, race_packed.FORMS)
+    assert not short_race.wrong
+    assert set(short_race.reasons.values()) == {"no GQA"}
+    served = [{n for n, x in r["values"].items() if x} for r in records if r["kind"] == "packed"]
+    assert served == [set(race_packed.FORMS), {"separate", "kv"}, set(race_packed.FORMS)]
+
+
+def test_a_term_costs_what_its_plain_call_does_not(short_race):
+    from benchmarks import race, shapes
+
+    terms = shapes.score_terms()
+    assert len(terms) == len(set(terms)) == 16
+    short_race.only = "softcap|heads=2$"
+    one = dict(batch=1, seqlen=32, heads=2, head_dim=16, causal=True)
+    cases = [shapes.Case(**one), shapes.Case(**one, softcap=3.0), shapes.Case(**one, sink=True)]
+    chosen = short_race.chosen(cases)
+    assert chosen == cases[:2]
+    records = race.terms_race(short_race, chosen, ("aten",))
+    assert not short_race.wrong and not short_race.reasons
+    cost = [r for r in records if r["kind"] == "fwd.terms.cost"]
+    assert [r["shape"].get("softcap") for r in cost] == [3.0]
+    rates = [r["values"]["aten"] for r in records if r["kind"] == "fwd.terms"]
+    assert cost[0]["values"]["aten"] == pytest.approx(rates[0] / rates[1])
+
+
+def test_switches_are_put_back(short_race):
+    from benchmarks import race, shapes
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    records = race.float32_race(short_race, [shapes.Case(1, 32, 2, 16)], ("aten", "math"))
+    assert not short_race.wrong and torch.backends.cuda.matmul.allow_tf32 == before
+    assert [r["shape"]["tf32"] for r in records] == [True, True, False, False]
+    assert len(shapes.float32()) == 18 and len(shapes.wide()) == 18
+
+
+def test_slopes_are_the_same_in_every_process(monkeypatch):
+    """Those of a duel's calls, whose outputs are compared over processes."""
+    import flash_attn
+    from benchmarks import cache_calls
+    from benchmarks.shapes import DecodeCase
+
+    case = DecodeCase(4, 2, 1, 16, 16)
+    q, (cache,) = cache_calls.make_caches(case, 1, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(flash_attn, "flash_decode_func", lambda *_, alibi_slopes: alibi_slopes)
+    slopes = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        slopes.append(cache_calls.decode_term("alibi", case, q, cache)())
+    assert torch.equal(*slopes)
 
 
 def test_a_file_of_results_reads_back(tmp_path):
