@@ -141,24 +141,71 @@ __device__ __forceinline__ void add_bias_in_pairs(Accumulator<1, kKeys>& S, cons
   }
 }
 
+// Whether a tile's columns are such.
+template <int kKeys>
+__device__ __forceinline__ bool lies_in_pairs(const BiasParams& bias, int first_column) {
+  const bool whole = first_column >= 0 && first_column + kKeys <= bias.keys;
+  return whole && bias.in_pairs && first_column % 2 == 0;
+}
+
 template <typename Number, int kKeys>
 __device__ __forceinline__ void add_any_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
                                              const DecodeRowTerms (&rows)[kDecodeRows],
                                              int first_column, int lane) {
-  const bool whole = first_column >= 0 && first_column + kKeys <= bias.keys;
-  if (whole && bias.in_pairs && first_column % 2 == 0) {
+  if (lies_in_pairs<kKeys>(bias, first_column)) {
     add_bias_in_pairs<Number>(S, bias, rows, first_column, lane);
   } else {
     add_bias<Number>(S, bias, rows, first_column, lane);
   }
 }
 
+// A tile's pairs of a bias of 16 bits, asked for while the warp is at work on the tile before, so
+// that memory answers while it waits for K and V anyway. finish_scores() reads other tiles itself,
+// and other numbers, which would take more registers than there are.
+template <typename Number, int kKeys>
+struct BiasAhead {
+  uint32_t pairs[2][kKeys / 8];
+
+  // first_key: of the tile.
+  __device__ __forceinline__ void ask(const BiasParams& bias,
+                                      const DecodeRowTerms (&rows)[kDecodeRows], int first_key,
+                                      int lane_of_thread) {
+    if (bias.data == nullptr || bias.dtype == DType::kBool || bias.dtype == DType::kFp32) return;
+    const int first_column = first_key - rows[0].bias_key;
+    if (!lies_in_pairs<kKeys>(bias, first_column)) return;
+    const auto lane = static_cast<int>(ptx::opaque(lane_of_thread));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Number* const first = static_cast<const Number*>(bias.data) +
+                                  rows[fragment_row(half, lane)].bias_offset + first_column +
+                                  fragment_col(0, lane);
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        pairs[half][i] = *reinterpret_cast<const uint32_t*>(first + fragment_col(2 * i, 0));
+      }
+    }
+  }
+  // S += what was asked for.
+  __device__ __forceinline__ void add_to(Accumulator<1, kKeys>& S) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; i += 2) {
+        const float2 pair = unpack_bias<Number>(pairs[half][i / 2]);
+        S.at(half, i) = fmaf(pair.x, kLog2E, S.at(half, i));
+        S.at(half, i + 1) = fmaf(pair.y, kLog2E, S.at(half, i + 1));
+      }
+    }
+  }
+};
+struct NoBiasAhead {};
+
 // Q Kᵀ becomes scores in units of log 2. A bias consists of fp32, of bool or of `Number`s; without
-// kBias there is none.
-template <bool kWide, typename Number, bool kBias, int kKeys>
+// kBias there is none. ahead: a BiasAhead that was asked for this tile, if there is one.
+template <bool kWide, typename Number, bool kBias, int kKeys, typename Ahead = NoBiasAhead>
 __device__ __forceinline__ void finish_scores(Accumulator<1, kKeys>& S, const DecodeParams& params,
                                               const DecodeRowTerms (&rows)[kDecodeRows],
-                                              int first_key, int lane) {
+                                              int first_key, int lane, const Ahead& ahead = {}) {
   const ScoreParams& score = params.score;
   const float scale[2] = {rows[fragment_row(0, lane)].scale, rows[fragment_row(1, lane)].scale};
   scale_rows(S, scale);
@@ -172,8 +219,12 @@ __device__ __forceinline__ void finish_scores(Accumulator<1, kKeys>& S, const De
     add_any_bias<bool>(S, bias, rows, first_column, lane);
   } else if (std::is_same_v<Number, float> || bias.dtype == DType::kFp32) {
     add_any_bias<float>(S, bias, rows, first_column, lane);
-  } else {
+  } else if constexpr (std::is_same_v<Ahead, NoBiasAhead>) {
     add_any_bias<Number>(S, bias, rows, first_column, lane);
+  } else if (lies_in_pairs<kKeys>(bias, first_column)) {
+    ahead.add_to(S);
+  } else {
+    add_bias<Number>(S, bias, rows, first_column, lane);
   }
 }
 
