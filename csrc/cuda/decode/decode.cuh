@@ -64,6 +64,9 @@ struct DecodeTraits {
   using KvTile = SmemTile<Element, kKeys, k8Bit ? kHeadDim / 2 : kHeadDim>;
   using KeyBits = std::conditional_t<(kKeys > 32), uint64_t, uint32_t>;
   using Output = Accumulator<1, kHeadDim>;
+  // Whether a bias is asked for a tile ahead (score_terms.cuh). Pages of the widest heads leave no
+  // registers for it.
+  static constexpr bool kBiasAhead = !kPlain && !(kPaged && kHeadDim > 192);
 };
 
 template <bool kPlain>
@@ -234,12 +237,23 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     if constexpr (!Traits::kPlain) {
       const int token = piece.token(row);
       const int head = piece.head(row, token);
-      if (lane % 4 == 0) {  // read behind the loop's first barrier
+      if (lane % 4 == 0) {  // read behind a barrier
         smem.terms.of_rows[warp][fragment_row(half, lane)].set(params, piece.batch_idx, piece.len_k,
                                                                token, head, 1.f);
       }
     }
   }
+  // A tile's bias takes the registers of the last one's: it is asked for when that has been added.
+  std::conditional_t<Traits::kBiasAhead, BiasAhead<kKeys>, NoBiasAhead> bias;
+  const auto ask_for_bias = [&](int j) {
+    if constexpr (Traits::kBiasAhead) {
+      if (j == num_tiles) return;
+      bias.ask(params.score.bias, smem.terms.of_rows[warp], warp_first_key + j * Traits::kBlockKeys,
+               lane);
+    }
+  };
+  if constexpr (Traits::kBiasAhead) __syncwarp();
+  ask_for_bias(0);
 
 #pragma unroll 1
   for (int j = 0; j < num_tiles; ++j) {
@@ -256,8 +270,9 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     const int first_key = warp_first_key + j * Traits::kBlockKeys;
     if constexpr (!Traits::kPlain) {
       finish_scores</*kWide=*/false, Element, /*kBias=*/true>(S, params, smem.terms.of_rows[warp],
-                                                              first_key, lane);
+                                                              first_key, lane, bias);
     }
+    ask_for_bias(j + 1);
     // Later rows see later keys: row 1 has the last first key, row 0 the first end.
     if (__any_sync(~0u, first_key < row_first[1] || first_key + kKeys > row_end[0])) {
       const int tile_first[2] = {row_first[0] - first_key, row_first[1] - first_key};
