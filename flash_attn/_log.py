@@ -51,11 +51,8 @@ def _described(value: object) -> object:
 def explained(op: str, arguments: Sequence) -> dict:
     """The backend of a call, how it serves it, and the others' reasons why they cannot."""
     explain = C.explain_fwd if op == "fwd" else C.explain_decode
-    named = dict(zip(argument_names(op), arguments, strict=True))
-    forced = named["backend"]
-    given = [*(named | {"backend": None}).values()]
-    backend, reasons, plans = explain(*(given[5:] if op == "kvcache" else given))
-    return {"backend": forced or backend, "plan": plans.get(forced or backend), "reasons": reasons}
+    backend, reasons, plans = explain(*(arguments[5:] if op == "kvcache" else arguments))
+    return {"backend": backend, "plan": plans.get(backend), "reasons": reasons}
 
 
 def call(op: str, arguments: Sequence) -> None:

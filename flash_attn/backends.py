@@ -163,7 +163,7 @@ def can_use(
             if varlen is not None:
                 tensors, options = varlen[0], options | varlen[1]
             ask = C.explain_fwd if op == "fwd" else C.explain_bwd
-            chosen, reasons, plans = ask(*_call.fwd_arguments(*tensors, **options)[:-1], None)
+            chosen, reasons, plans = ask(*_call.fwd_arguments(*tensors, **options))
         elif op == "decode":
             arguments = _cache_call.decode_arguments(
                 q,
@@ -188,20 +188,11 @@ def can_use(
                 attn_bias=attn_bias,
                 tree_mask=tree_mask,
             )
-            *arguments, _, source, lens, bias, tree = arguments
-            chosen, reasons, plans = C.explain_decode(*arguments, None, source, lens, bias, tree)
+            chosen, reasons, plans = C.explain_decode(*arguments)
         else:
             raise ValueError(f'flash_attn: op: expected "fwd", "bwd" or "decode", got {shown(op)}')
-        forced = _call.forced_backend()
-        if forced is None or forced == chosen:
-            return Support(chosen, reasons, plans.get(chosen))
-        if reasons[forced]:
-            return Support(None, reasons)
-        return Support(
-            forced,
-            {name: why for name, why in reasons.items() if name != forced} | {chosen: []},
-            plans.get(forced),
-        )
+        serves = not reasons.get(chosen)
+        return Support(chosen if serves else None, reasons, plans.get(chosen))
     except Exception as error:
         explain(error, can_use, locals(), {"k_cache": "k", "v_cache": "v"})
         raise

@@ -1,6 +1,7 @@
 // can_use: which backend would serve a call, and why the others would not.
 #include "checks.h"
 #include "families.h"
+#include "few_queries.h"
 #include "to_params.h"
 
 namespace flash_attn {
@@ -15,7 +16,8 @@ Explanation explain(const CallShape& call, OptName forced) {
     const std::string backend(name(family.backend));
     auto reasons = why_not(family, call);
     if (reasons.empty()) plans[backend] = describe(plan_call(families(), call, backend));
-    if (family.backend != chosen) refusals[backend] = std::move(reasons);
+    // One that was named may be among those that refuse.
+    if (family.backend != chosen || !reasons.empty()) refusals[backend] = std::move(reasons);
   }
   return {std::string(name(chosen)), refusals, plans};
 }
@@ -24,7 +26,7 @@ Explanation explain(const CallShape& call, OptName forced) {
 
 Explanation explain_fwd(const FwdArgs& args) {
   check(args);
-  return explain(call_shape(args), args.backend);
+  return explain(shape_of_few_queries(args).value_or(call_shape(args)), args.backend);
 }
 
 Explanation explain_bwd(const FwdArgs& args) {

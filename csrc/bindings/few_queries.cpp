@@ -119,7 +119,10 @@ FwdResult varlen_fwd(DecodeCall call, const FwdArgs& args) {
 
 }  // namespace
 
-bool has_few_queries(const FwdArgs& args) { return planned(args).has_value(); }
+std::optional<CallShape> shape_of_few_queries(const FwdArgs& args) {
+  const std::optional<DecodeCall> call = planned(args);
+  return call ? std::optional(call->shape) : std::nullopt;
+}
 
 std::optional<FwdResult> fwd_of_few_queries(const FwdArgs& args) {
   std::optional<DecodeCall> call = planned(args);

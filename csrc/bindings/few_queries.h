@@ -6,9 +6,8 @@
 
 namespace flash_attn {
 
-// Whether fwd_of_few_queries() serves the call.
-bool has_few_queries(const FwdArgs& args);
-// Of checked arguments; none: the call is not of that kind.
+// The call as one of decode, and its results, both of checked arguments; none: it is not of that kind.
+std::optional<CallShape> shape_of_few_queries(const FwdArgs& args);
 std::optional<FwdResult> fwd_of_few_queries(const FwdArgs& args);
 
 }  // namespace flash_attn
