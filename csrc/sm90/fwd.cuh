@@ -134,11 +134,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     } else if (Traits::kReadsPages && in_pages && warp > 1) {
       if constexpr (Traits::kReadsPages) {
         if (warp == 2) {
-          load_pages_loop<Traits, false>(params, maps.v, maps.v_front, maps.pages,
+          load_pages_loop<Traits, false>(params, maps.v, maps.front.v, maps.pages,
                                          params.head_dim_v, smem.v, smem.v_ring, smem);
         } else {
-          load_pages_loop<Traits, true>(params, maps.k, maps.k, maps.pages, params.head_dim, smem.k,
-                                        smem.k_ring, smem);
+          load_pages_loop<Traits, true>(params, maps.k, maps.front.k, maps.pages, params.head_dim,
+                                        smem.k, smem.k_ring, smem);
         }
       }
     } else if (warp < (Traits::kStagedBias || Traits::kMasked ? 4 : 3) && ptx::elect_one()) {

@@ -272,8 +272,7 @@ __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const C
     const FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     if (stage.end) break;
     const FwdWork& work = stage.work();
-    // Scores of hidden keys are masked, whatever K is.
-    const int seen_key = kK ? 0 : work.first_key + work.window.first_key(work.first_row);
+    const int seen_key = work.first_key + work.window.first_key(work.first_row);
     const int end_key = work.first_key + work.window.len_k();
     const auto say_last = [&] {
       if (kK && lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.pages.last_k);

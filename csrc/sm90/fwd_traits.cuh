@@ -373,17 +373,22 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
   }
 };
 
+// Of pages, where a window hides keys in front of those that count.
+struct PageFrontMaps {
+  CUtensorMap k, v;
+};
+
 template <int kBiasMaps>
 struct FwdTensorMaps {
   CUtensorMap q, k, v, out, bias[kBiasMaps];
   PageBoxes pages;
-  CUtensorMap v_front;  // of pages, where a window hides keys in front
+  PageFrontMaps front;
 };
 template <>
 struct FwdTensorMaps<0> {
   CUtensorMap q, k, v, out;
   PageBoxes pages;
-  CUtensorMap v_front;  // of pages, where a window hides keys in front
+  PageFrontMaps front;
 };
 
 template <typename Traits>
@@ -420,8 +425,13 @@ FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
                              Traits::OutputSlab::kSlabCols, 16),
       .pages = pages};
   if (pages.rows > 0 && params.window_left >= 0) {
-    maps.v_front = make_page_map(params.v, params.v_strides, v_shape, params.pages,
-                                 Traits::VTile::kSlabCols, pages.rows, HiddenRows::kInFront);
+    const auto make_front_map = [&](const void* keys, const Strides& strides,
+                                    const TensorShape& shape, int slab_cols) {
+      return make_page_map(keys, strides, shape, params.pages, slab_cols, pages.rows,
+                           HiddenRows::kInFront);
+    };
+    maps.front = {make_front_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols),
+                  make_front_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols)};
   }
   if constexpr (Traits::kStagedBias) {
     using Tile = typename Traits::BiasTile;
