@@ -30,10 +30,6 @@ __device__ __forceinline__ float2 unpack_bias<__nv_bfloat16>(uint32_t numbers) {
   const uint32_t largest = ptx::pack<__nv_bfloat16>(kMaxBias, kMaxBias);  // a power of two
   return ptx::unpack<__nv_bfloat16>(ptx::minimum2_or_nan_bf16(numbers, largest));
 }
-template <>
-__device__ __forceinline__ float2 unpack_bias<bool>(uint32_t seen) {
-  return {(seen & 0xff) != 0 ? 0.f : -INFINITY, seen >> 8 != 0 ? 0.f : -INFINITY};
-}
 template <typename Number>
 __device__ __forceinline__ float2 load_bias_pair(const Number* numbers) {
   return unpack_bias<Number>(*reinterpret_cast<const uint32_t*>(numbers));

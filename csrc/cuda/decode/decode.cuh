@@ -199,7 +199,7 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     }
   }
   // A tile's bias takes the registers of the last one's: it is asked for when that has been added.
-  std::conditional_t<Traits::kBiasAhead, BiasAhead<kKeys>, NoBiasAhead> bias;
+  std::conditional_t<Traits::kBiasAhead, BiasAhead<Element, kKeys>, NoBiasAhead> bias;
   const auto ask_for_bias = [&](int j) {
     if constexpr (Traits::kBiasAhead) {
       if (j == num_tiles) return;

@@ -148,44 +148,31 @@ __device__ __forceinline__ bool lies_in_pairs(const BiasParams& bias, int first_
   return whole && bias.in_pairs && first_column % 2 == 0;
 }
 
-// A tile's pairs of a bias of 16 bits or of bools, asked for while the warp is at work on the tile
-// before, so that memory answers while it waits for K and V anyway. Other tiles are read when they
-// are added, and so is fp32, which would take more registers than there are.
-template <int kKeys>
-class BiasAhead {
- public:
+template <typename Number, int kKeys>
+__device__ __forceinline__ void add_any_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
+                                             const DecodeRowTerms (&rows)[kDecodeRows],
+                                             int first_column, int lane) {
+  if (lies_in_pairs<kKeys>(bias, first_column)) {
+    add_bias_in_pairs<Number>(S, bias, rows, first_column, lane);
+  } else {
+    add_bias<Number>(S, bias, rows, first_column, lane);
+  }
+}
+
+// A tile's pairs of a bias of 16 bits, asked for while the warp is at work on the tile before, so
+// that memory answers while it waits for K and V anyway. finish_scores() reads other tiles itself,
+// and other numbers, which would take more registers than there are.
+template <typename Number, int kKeys>
+struct BiasAhead {
+  uint32_t pairs[2][kKeys / 8];
+
   // first_key: of the tile.
   __device__ __forceinline__ void ask(const BiasParams& bias,
                                       const DecodeRowTerms (&rows)[kDecodeRows], int first_key,
-                                      int lane) {
-    if (bias.data == nullptr || bias.dtype == DType::kFp32) return;
+                                      int lane_of_thread) {
+    if (bias.data == nullptr || bias.dtype == DType::kBool || bias.dtype == DType::kFp32) return;
     const int first_column = first_key - rows[0].bias_key;
     if (!lies_in_pairs<kKeys>(bias, first_column)) return;
-    if (bias.dtype == DType::kBool) {
-      load<uint8_t, uint16_t>(bias, rows, first_column, lane);
-    } else {
-      load<uint16_t, uint32_t>(bias, rows, first_column, lane);
-    }
-  }
-  // S += what was asked for, a bias of `Number`s.
-  template <typename Number>
-  __device__ __forceinline__ void add_to(Accumulator<1, kKeys>& S) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < S.kRowElements; i += 2) {
-        const float2 pair = unpack_bias<Number>(pairs_[half][i / 2]);
-        S.at(half, i) = fmaf(pair.x, kLog2E, S.at(half, i));
-        S.at(half, i + 1) = fmaf(pair.y, kLog2E, S.at(half, i + 1));
-      }
-    }
-  }
-
- private:
-  template <typename Number, typename Pair>
-  __device__ __forceinline__ void load(const BiasParams& bias,
-                                       const DecodeRowTerms (&rows)[kDecodeRows], int first_column,
-                                       int lane_of_thread) {
     const auto lane = static_cast<int>(ptx::opaque(lane_of_thread));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -194,32 +181,27 @@ class BiasAhead {
                                   fragment_col(0, lane);
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
-        pairs_[half][i] = *reinterpret_cast<const Pair*>(first + fragment_col(2 * i, 0));
+        pairs[half][i] = *reinterpret_cast<const uint32_t*>(first + fragment_col(2 * i, 0));
       }
     }
   }
-
-  uint32_t pairs_[2][kKeys / 8];
+  // S += what was asked for.
+  __device__ __forceinline__ void add_to(Accumulator<1, kKeys>& S) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < S.kRowElements; i += 2) {
+        const float2 pair = unpack_bias<Number>(pairs[half][i / 2]);
+        S.at(half, i) = fmaf(pair.x, kLog2E, S.at(half, i));
+        S.at(half, i + 1) = fmaf(pair.y, kLog2E, S.at(half, i + 1));
+      }
+    }
+  }
 };
 struct NoBiasAhead {};
 
-// ahead: a BiasAhead that was asked for this tile, if there is one.
-template <typename Number, typename Ahead, int kKeys>
-__device__ __forceinline__ void add_any_bias(Accumulator<1, kKeys>& S, const BiasParams& bias,
-                                             const DecodeRowTerms (&rows)[kDecodeRows],
-                                             int first_column, int lane, const Ahead& ahead) {
-  constexpr bool kAhead = !std::is_same_v<Ahead, NoBiasAhead> && sizeof(Number) <= 2;
-  if (!lies_in_pairs<kKeys>(bias, first_column)) {
-    add_bias<Number>(S, bias, rows, first_column, lane);
-  } else if constexpr (kAhead) {
-    ahead.template add_to<Number>(S);
-  } else {
-    add_bias_in_pairs<Number>(S, bias, rows, first_column, lane);
-  }
-}
-
 // Q Kᵀ becomes scores in units of log 2. A bias consists of fp32, of bool or of `Number`s; without
-// kBias there is none.
+// kBias there is none. ahead: a BiasAhead that was asked for this tile, if there is one.
 template <bool kWide, typename Number, bool kBias, int kKeys, typename Ahead = NoBiasAhead>
 __device__ __forceinline__ void finish_scores(Accumulator<1, kKeys>& S, const DecodeParams& params,
                                               const DecodeRowTerms (&rows)[kDecodeRows],
@@ -234,11 +216,15 @@ __device__ __forceinline__ void finish_scores(Accumulator<1, kKeys>& S, const De
   const int first_column = first_key - rows[0].bias_key;  // of all rows
   if (first_column + kKeys <= 0) return;  // a tree says nothing of the long rest of the cache
   if (bias.dtype == DType::kBool) {
-    add_any_bias<bool>(S, bias, rows, first_column, lane, ahead);
+    add_any_bias<bool>(S, bias, rows, first_column, lane);
   } else if (std::is_same_v<Number, float> || bias.dtype == DType::kFp32) {
-    add_any_bias<float>(S, bias, rows, first_column, lane, ahead);
+    add_any_bias<float>(S, bias, rows, first_column, lane);
+  } else if constexpr (std::is_same_v<Ahead, NoBiasAhead>) {
+    add_any_bias<Number>(S, bias, rows, first_column, lane);
+  } else if (lies_in_pairs<kKeys>(bias, first_column)) {
+    ahead.add_to(S);
   } else {
-    add_any_bias<Number>(S, bias, rows, first_column, lane, ahead);
+    add_bias<Number>(S, bias, rows, first_column, lane);
   }
 }
 
