@@ -160,7 +160,7 @@ def test_dense(d: int, queries: int, target: Target) -> None:
 
 @each_target(*DEVICES)
 @pytest.mark.parametrize("queries", [1, 16, 40])
-@pytest.mark.parametrize("shape", ["b11k", "1hqk", "bhqk", "k", "bh11"])
+@pytest.mark.parametrize("shape", ["b11k", "1hqk", "bhqk", "k"])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_bias(kind: str, shape: str, queries: int, target: Target) -> None:
     """A bias or a mask, broadcast in several ways, with its gradient."""
@@ -200,7 +200,7 @@ def test_has_the_bits_of_decode(queries: int, target: Target) -> None:
     q, k, v = tensors(target.device, 2, queries)
     expected = flash_attn.flash_decode_func(q, k, v, causal=True)
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True), expected)
-    assert flash_attn.can_use(q, k, v, causal=True)["backend"] == "cuda"
+    assert flash_attn.can_use(q, k, v, causal=True).backend == "cuda"
     starts = torch.arange(3, dtype=torch.int32, device=target.device)
     actual = flash_attn.flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (q, k, v)),

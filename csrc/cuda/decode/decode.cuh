@@ -207,8 +207,10 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
                lane);
     }
   };
-  if constexpr (Traits::kBiasAhead) __syncwarp();
-  ask_for_bias(0);
+  if (Traits::kBiasAhead && params.score.bias.data != nullptr) {
+    __syncwarp();
+    ask_for_bias(0);
+  }
 
 #pragma unroll 1
   for (int j = 0; j < num_tiles; ++j) {
