@@ -2,7 +2,7 @@
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
     pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,terms,
-    fp32,wide,wide_decode,packed,aten,cpu]
+    fp32,wide,wide_decode,packed,few,aten,cpu]
     [--backends sm80,fa2,cudnn] [--only PATTERN] [--phases PRODUCT,SETTLE,TIMED]
     [--out FILE.json]
 
@@ -21,8 +21,8 @@ their times ÷ the full call's times the density, or ÷ varlen's. decode_terms: 
 bias or a tree of new tokens costs decode. terms: score terms, dropout and sinks, both directions;
 the cost of a term is its time ÷ the plain call's. fp32: both directions with torch's switch for
 TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256.
-packed: both passes of q, k and v in one tensor. aten: calls that no kernel serves, against naive
-attention.
+packed: both passes of q, k and v in one tensor. few: forwards of few queries, dense and varlen.
+aten: calls that no kernel serves, against naive attention.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from benchmarks import (
     cache_calls,
     prefix,
     race_aten,
+    race_few,
     race_masks,
     race_packed,
     results,
@@ -52,7 +53,8 @@ from flash_attn.cli.measure import peak_memory
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
-    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "aten", "cpu"),
+    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "few", "aten"),
+    "cpu",
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -78,6 +80,7 @@ PEERS = {
     "wide": ("sdpa", "flex"),
     "wide_decode": ("sdpa",),
     "packed": (),
+    "few": (),  # peers are among its contestants
     "aten": ("naive",),
     "cpu": ("flash",),
 }
@@ -99,6 +102,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         ),
         "wide_decode": ("plain", "paged16"),
         "packed": race_packed.FORMS,
+        "few": race_few.NAMES,
         "aten": ("ours",),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
@@ -272,6 +276,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return race_aten.run(race, quick, names)
     if kind == "packed":
         return race_packed.run(race, of(shapes.packed), names)
+    if kind == "few":
+        return race_few.run(race, of(shapes.few_queries), names)
     if kind == "terms":
         return terms_race(race, of(shapes.score_terms), names)
     if kind == "fp32":

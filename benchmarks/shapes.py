@@ -286,6 +286,27 @@ def short_decode(quick: bool = False) -> list[DecodeCase]:
     return cases[::8] if quick else cases
 
 
+def few_queries(quick: bool = False) -> list[DecodeCase]:
+    """Steps of generation, and chunks of a prompt, without a cache's function."""
+    cases = [
+        DecodeCase(heads, heads_kv, batch, length, head_dim, tokens)
+        for heads, heads_kv, head_dim in ((32, 8, 128), (16, 16, 64), (16, 4, 256))
+        for batch, length, tokens in (
+            (1, 2048, 1),
+            (1, 8192, 1),
+            (1, 32768, 1),
+            (16, 2048, 1),
+            (64, 2048, 1),
+            (1, 8192, 8),
+            (16, 2048, 8),
+            (1, 8192, 64),
+            (1, 16384, 256),
+            (4, 8192, 64),
+        )
+    ]
+    return cases[::10] if quick else cases
+
+
 def wide_decode(quick: bool = False) -> list[DecodeCase]:
     """Head dims above 256."""
     cases = [

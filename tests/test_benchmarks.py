@@ -250,6 +250,19 @@ def test_packed_forms_are_the_same_call(short_race):
     assert served == [set(race_packed.FORMS), {"separate", "kv"}, set(race_packed.FORMS)]
 
 
+def test_few_queries_are_the_same_call():
+    from benchmarks import backends, race_few, shapes
+
+    assert len(shapes.few_queries()) == len(set(shapes.few_queries()))
+    case = shapes.DecodeCase(4, 2, 2, 32, 16, tokens=3)
+    q, k, v = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (32, 2), (32, 2)))
+    expected = race_few.attention("ours", case, q, k, v)()
+    for name in ("varlen", "paged16"):
+        torch.testing.assert_close(race_few.attention(name, case, q, k, v)(), expected)
+    with pytest.raises(backends.Unsupported):
+        race_few.attention("fa2", case, q, k, v)
+
+
 def test_a_term_costs_what_its_plain_call_does_not(short_race):
     from benchmarks import race, shapes
 

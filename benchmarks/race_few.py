@@ -1,0 +1,95 @@
+"""The race of forwards of few queries beside many keys, as in generation."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash_attn
+from benchmarks import backends, results
+from benchmarks.contest import Race, progress
+from benchmarks.race_caches import graph_of
+from benchmarks.shapes import DecodeCase
+
+# ours: flash_attn_func, whatever serves it; forward: the forward's kernels, named. varlen, paged16:
+# flash_attn_varlen_func, of keys side by side and in pages. fa2, cudnn: torch's SDPA.
+NAMES = ("ours", "forward", "varlen", "paged16", "fa2", "cudnn")
+PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def varlen(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor]:
+    """The same sequences side by side, or their keys in scattered pages of 16."""
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    options = dict(
+        cu_seqlens_q=starts * case.tokens,
+        cu_seqlens_k=starts * case.length,
+        max_seqlen_q=case.tokens,
+        max_seqlen_k=case.length,
+        causal=True,
+    )
+    if name == "paged16":
+        k, v = (x.unflatten(0, (-1, 16)) for x in (k, v))
+        order = torch.randperm(len(k), device=q.device)
+        k, v = (torch.empty_like(x).index_copy_(0, order, x) for x in (k, v))
+        options["block_table"] = order.int().view(case.batch, -1)
+    call = functools.partial(flash_attn.flash_attn_varlen_func, q, k, v, **options)
+    return lambda: call().view(case.batch, case.tokens, *q.shape[1:])
+
+
+def attention(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor]:
+    """(batch, tokens, heads, d); causal from the bottom right."""
+    if name in ("varlen", "paged16"):
+        return varlen(name, case, q, k, v)
+    if name in PEERS:
+        if case.tokens > 1:  # SDPA counts from the top left, and a mask is another call
+            raise backends.Unsupported("no causal mask from the bottom right")
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+
+        def peer() -> torch.Tensor:
+            with sdpa_kernel(PEERS[name]):
+                out = F.scaled_dot_product_attention(
+                    *heads_first, enable_gqa=case.heads != case.heads_kv
+                )
+            return out.transpose(1, 2)
+
+        return peer
+    call = functools.partial(flash_attn.flash_attn_func, q, k, v, causal=True)
+    if name == "ours":
+        return call
+    backend = "sm90" if torch.cuda.get_device_capability(q.device) == (9, 0) else "sm80"
+
+    def forward() -> torch.Tensor:
+        with flash_attn.use_backend(backend):
+            return call()
+
+    return forward
+
+
+def run(race: Race, cases: list[DecodeCase], names: tuple[str, ...], calls: int = 10) -> list[dict]:
+    """Microseconds of a call, of a graph of some; ratio: ÷ ours. Caches come from the L2 cache
+    where they fit."""
+    records = []
+    for case in cases:
+        sizes = (
+            (case.tokens, case.heads),
+            (case.length, case.heads_kv),
+            (case.length, case.heads_kv),
+        )
+        q, k, v = (
+            torch.randn(case.batch, *size, case.head_dim, dtype=race.dtype, device=race.device)
+            for size in sizes
+        )
+        times = race.seconds(
+            names,
+            f"few {case.shape()}",
+            lambda name, case=case, x=(q, k, v): graph_of([attention(name, case, *x)] * calls),
+        )
+        micros = {n: None if t is None else t * 1e6 / calls for n, t in times.items()}
+        base = micros.get("ours")
+        ratio = base and {f"{n}/ours": x / base for n, x in micros.items() if x}
+        records.append(results.record("few", case.shape(), "us", micros, ratio or None))
+        progress(records[-1])
+    return records
