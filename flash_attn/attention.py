@@ -210,16 +210,18 @@ def flash_attn_varlen_func(
             lie outside the tensors are clamped.
         max_seqlen_q, max_seqlen_k: int, at least the longest sequence. A 0-dim tensor works, at the
             price of a synchronisation. Too small a number is refused on the CPU; on a GPU the host
-            does not know, and where the backend is aten, queries beyond give NaN, as do all those
-            of a sequence with keys beyond.
+            does not know. There queries beyond give NaN where the backend is aten, as do all those
+            of a sequence with keys beyond; where it is cuda, as with few queries, the first queries
+            of such a sequence do.
         alibi_slopes: fp32 (heads_q) or (batch, heads_q).
         attn_bias: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k). A mask of
             flash_attn.masks is a bool tensor here, but for causal and window.
         block_table: int32 (batch, max_pages): k and v are pages (num_pages, page_size, heads_kv,
-            d), of any page size, and cu_seqlens_k only gives the lengths. On Hopper pages of a
-            multiple of 8 keys are read in place, where no gradient is wanted, with fp16 and bf16,
-            and without a leftpad, dropout, a bias, and a window of fewer than 8 keys or one from
-            the top left; else they are copied side by side first. A page that does not exist has no
+            d), of any page size, and cu_seqlens_k only gives the lengths. Where no gradient is
+            wanted, pages are read in place by the kernels for few queries beside many keys. So are
+            pages of a multiple of 8 keys on Hopper, with fp16 and bf16, without a leftpad, dropout
+            or a bias, and without a window of fewer than 8 keys or one from the top left. Others
+            are copied side by side first. A page that does not exist has no
             keys. Entries past a sequence's length, or of keys that no query's window reaches, may
             hold anything.
         seqused_q, seqused_k: int32 (batch): only that many first rows of each sequence count.

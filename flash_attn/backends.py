@@ -1,8 +1,9 @@
 """Which backend serves a call, and how to insist on one.
 
 aten: ATen operations, any device and dtype. sm80: CUDA forward and backward. sm90: both on Hopper.
-cuda: split-KV decode. Calls against a cache with many new tokens a sequence are served by
-sm90 and sm80 where those are faster. The append belongs to all three.
+cuda: split-KV decode, and forwards of few queries beside many keys. Calls against a cache with many
+new tokens a sequence are served by sm90 and sm80 where those are faster. The append belongs to all
+three.
 """
 
 from collections.abc import Sequence

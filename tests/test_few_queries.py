@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from cases import ATEN_CPU, DECODE_CUDA, SIMULATED, Target, each_target
+from cases import ATEN_CPU, DECODE_CUDA, Target, each_target
 
 import flash_attn
 
@@ -57,7 +57,7 @@ class Ragged:
             own[:length] = x[starts[b] : starts[b + 1]]
         return pool
 
-    def call(self, device: str):
+    def arguments(self, device: str):
         def ints(x):
             return None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
 
@@ -67,19 +67,24 @@ class Ragged:
             k, v = self.pages(k), self.pages(v)
             table = torch.arange(len(k), dtype=torch.int32, device=device)
             options["block_table"] = table.view(len(self.lengths_k), -1)
-        out, lse, _ = flash_attn.flash_attn_varlen_func(
-            *(x.to(device) for x in (self.q, k, v)),
-            ints(self.starts(self.lengths_q)),
-            ints(self.starts(self.lengths_k)),
-            max(self.lengths_q),
-            max(self.lengths_k),
+        return [x.to(device) for x in (self.q, k, v)], options | dict(
+            cu_seqlens_q=ints(self.starts(self.lengths_q)),
+            cu_seqlens_k=ints(self.starts(self.lengths_k)),
+            max_seqlen_q=max(self.lengths_q),
+            max_seqlen_k=max(self.lengths_k),
             seqused_q=ints(self.used_q),
             seqused_k=ints(self.used_k),
             leftpad_k=ints(self.leftpad),
-            return_attn_probs=True,
-            **options,
         )
+
+    def call(self, device: str):
+        tensors, options = self.arguments(device)
+        out, lse, _ = flash_attn.flash_attn_varlen_func(*tensors, **options, return_attn_probs=True)
         return out.cpu().double(), lse.cpu().double()
+
+    def served_by(self, device: str) -> str:
+        tensors, options = self.arguments(device)
+        return flash_attn.can_use(*tensors, **options).backend
 
     def expected(self):
         """By the CPU in float64, sequence by sequence; rows that do not count are 0, lse -inf."""
@@ -135,6 +140,9 @@ def test_varlen(name: str, page_size: int, target: Target) -> None:
     """Queries and keys in float64, whatever lies between the sequences."""
     problem = dataclasses.replace(RAGGED[name], page_size=page_size)
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)
+    if target.backend == "cuda":
+        served = problem.served_by(target.device)
+        assert served == "cuda" or name == "odd d", served
 
 
 @each_target(*DEVICES)
@@ -235,16 +243,45 @@ def test_wrong_lengths(target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 def test_what_decode_does_not_know(target: Target) -> None:
-    """Dropout, the top left and a backend that was named go to the forward's kernels."""
+    """Dropout, a diagonal from the top left and a backend that was named go elsewhere."""
     q, k, v = tensors(target.device, 2, 1)
     expected = flash_attn.flash_decode_func(q, k, v)
-    out = flash_attn.flash_attn_func(q, k, v, causal_alignment="top-left")
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-    if not SIMULATED:
-        assert flash_attn.flash_attn_func(q, k, v, dropout_p=0.5).isfinite().all()
-    with flash_attn.use_backend("sm80"):
-        out = flash_attn.flash_attn_func(q, k, v)
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    out = flash_attn.flash_attn_func(q, k, v, causal=True, causal_alignment="top-left")
+    first = v[:, :1].repeat_interleave(2, 2)  # the only key that is seen
+    torch.testing.assert_close(out, first, rtol=2e-3, atol=2e-3)
+    dropped = flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
+    assert (dropped - expected).norm() > 0.1 * expected.norm()
+    for name in ("sm80", "cuda"):
+        with flash_attn.use_backend(name):
+            assert flash_attn.can_use(q, k, v, softcap=9.0).backend == name
+            out = flash_attn.flash_attn_func(q, k, v)
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@each_target(DECODE_CUDA)
+def test_one_query_of_sdpa(target: Target) -> None:
+    """Its diagonal is from the top left, and one query has none; its masks are of the keys."""
+    q, k, v = tensors(target.device, 3, 1)
+    seen = torch.arange(KEYS, device=target.device) < torch.tensor([[KEYS], [40], [1]]).to(q.device)
+    for mask in (None, seen[:, None, None]):
+        out = flash_attn.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), mask, enable_gqa=True
+        )
+        expected = flash_attn.flash_decode_func(q, k, v, attn_bias=mask)
+        assert torch.equal(out.transpose(1, 2), expected)
+
+
+@each_target(DECODE_CUDA)
+def test_many_rows_that_do_not_count(target: Target) -> None:
+    """Sequences that use one of many queries, and rows behind all of them, as graphs pad them."""
+    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, 2, 300))
+    make = {"dtype": torch.int32, "device": target.device}
+    starts_q, starts_k = torch.tensor([0, 1, 2], **make), torch.tensor([0, KEYS, 2 * KEYS], **make)
+    bounds = (starts_q, starts_k, 1, KEYS)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, *bounds, return_attn_probs=True)
+    alone = flash_attn.flash_attn_varlen_func(q[:2], k, v, *bounds, return_attn_probs=True)
+    assert torch.equal(out[:2], alone[0]) and torch.equal(lse[:, :2], alone[1])
+    assert not out[2:].any() and (lse[:, 2:] == -math.inf).all()
 
 
 @each_target(DECODE_CUDA)

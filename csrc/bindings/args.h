@@ -196,8 +196,8 @@ FLASH_ATTN_API std::vector<std::string> backend_names();
 FLASH_ATTN_API void clear_pages(const at::Tensor& k, const at::Tensor& v,
                                 const at::Tensor& missing);
 
-// Whether sm90's kernels serve a call with a block_table as it is; for any other, the pages are
-// copied side by side first (flash_attn/_pages.py).
+// Whether sm90's kernels, or decode's, serve a call with a block_table as it is; for any other, the
+// pages are copied side by side first (flash_attn/_pages.py).
 FLASH_ATTN_API bool reads_pages(const FwdArgs& args);
 
 // The ops' bodies, below autograd: check → device guard → allocate → fill params → launch on the

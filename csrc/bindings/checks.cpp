@@ -114,8 +114,8 @@ void check_attention(const AttnArgs& args) {
 void check(const FwdArgs& args) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !args.attn.block_table || reads_pages(args),
-      "flash_attn: block_table: expected a call whose pages sm90's kernels read in place, got "
-      "another (flash_attn_varlen_func takes any, and copies the pages first)");
+      "flash_attn: block_table: expected a call whose pages kernels read in place, got another "
+      "(flash_attn_varlen_func takes any, and copies the pages first)");
   check_attention(args.attn);
   check_dropout_place(args.dropout_place, args.attn);
 }

@@ -26,7 +26,16 @@ Explanation explain(const CallShape& call, OptName forced) {
 
 Explanation explain_fwd(const FwdArgs& args) {
   check(args);
-  return explain(shape_of_few_queries(args).value_or(call_shape(args)), args.backend);
+  Explanation explanation = explain(call_shape(args), args.backend);
+  if (const std::optional<CallShape> call = shape_of_few_queries(args)) {
+    auto& [chosen, refusals, plans] = explanation;
+    const Plan plan = plan_call(families(), *call, std::nullopt);
+    refusals.try_emplace(chosen);
+    chosen = name(plan.backend);
+    refusals.erase(chosen);
+    plans[chosen] = describe(plan);
+  }
+  return explanation;
 }
 
 Explanation explain_bwd(const FwdArgs& args) {

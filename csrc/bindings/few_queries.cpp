@@ -20,30 +20,44 @@ struct DecodeCall {
   Plan plan;
 };
 
-// Whether the call has a form that decode knows, and so few queries beside its keys that it may be
-// the faster one.
-bool may_be_decode(const FwdArgs& args) {
-  constexpr int64_t kLeastKeys = 512, kKeysOfAQuery = 4, kMostSequences = 65'000;
-  constexpr int64_t kMostOfDecode = 16;  // the forward may read a cache for more, but not every one
-  const AttnArgs& attn = args.attn;
-  const bool varlen = attn.is_varlen();
-  const int64_t tokens = varlen ? value(attn.max_seqlen_q) : attn.q.size(1);
-  const int64_t keys = varlen ? value(attn.max_seqlen_k) : attn.k.size(1);
-  if (tokens < 1 || keys < std::max(kLeastKeys, kKeysOfAQuery * tokens)) return false;
-  const bool is_for_decode_alone =
-      varlen || attn.attn_bias || attn.softcap > 0 || attn.alibi_slopes || attn.learnable_sink;
-  if (is_for_decode_alone && tokens > kMostOfDecode) return false;
-  const int64_t batch = varlen ? attn.cu_seqlens_q->size(0) - 1 : attn.q.size(0);
-  const bool known = !args.backend && !args.return_probs && !args.return_max_logits &&
-                     !args.dropout_place && !attn.top_left && !(varlen && attn.attn_bias) &&
-                     !attn.mask_tiles && attn.dropout_p == 0;
-  return known && gpu_of(attn.q) != nullptr && attn.q.numel() > 0 && attn.k.numel() > 0 &&
-         attn.v.numel() > 0 && batch > 0 && batch <= kMostSequences &&
-         varlen == (attn.cu_seqlens_k || attn.block_table) &&
-         (varlen || !(attn.seqused_q || attn.seqused_k || attn.leftpad_k));
+int64_t batch_of(const AttnArgs& attn) {
+  return attn.is_varlen() ? attn.cu_seqlens_q->size(0) - 1 : attn.q.size(0);
+}
+int64_t tokens_of(const AttnArgs& attn) {
+  return attn.is_varlen() ? value(attn.max_seqlen_q) : attn.q.size(1);
 }
 
-// The call. Of varlen sequences q has its shape alone: as many queries of each.
+// Whether decode computes what the call asks for.
+bool has_form_of_decode(const FwdArgs& args) {
+  const AttnArgs& attn = args.attn;
+  const bool varlen = attn.is_varlen();
+  // Decode counts from the bottom right, which is all the same where nothing is counted.
+  const bool counts = attn.causal || value(attn.window_left) >= 0 ||
+                      value(attn.window_right) >= 0 || attn.alibi_slopes;
+  const bool is_ragged = attn.seqused_q || attn.seqused_k || attn.leftpad_k;
+  return !args.return_probs && !args.return_max_logits && !args.dropout_place &&
+         attn.dropout_p == 0 && !(attn.top_left && counts) && !attn.mask_tiles &&
+         !(varlen && attn.attn_bias) && varlen == (attn.cu_seqlens_k || attn.block_table) &&
+         (varlen || !is_ragged);
+}
+
+// Whether there are so few queries beside the keys that decode may be the faster one. Each sequence
+// of a varlen call gets room for as many as any has.
+bool has_few_queries(const AttnArgs& attn) {
+  constexpr int64_t kLeastKeys = 512, kKeysOfAQuery = 4, kMostSequences = 65'000, kMostRoom = 4;
+  // Beyond so many a forward may serve a cache, but none with score terms.
+  constexpr int64_t kMostOfDecode = 16;
+  const bool varlen = attn.is_varlen();
+  const int64_t batch = batch_of(attn), tokens = tokens_of(attn);
+  const int64_t keys = varlen ? value(attn.max_seqlen_k) : attn.k.size(1);
+  if (tokens < 1 || keys < std::max(kLeastKeys, kKeysOfAQuery * tokens)) return false;
+  if (varlen && batch * tokens > kMostRoom * attn.q.size(0)) return false;
+  const bool is_for_decode_alone =
+      varlen || attn.attn_bias || attn.softcap > 0 || attn.alibi_slopes || attn.learnable_sink;
+  return batch > 0 && batch <= kMostSequences && (!is_for_decode_alone || tokens <= kMostOfDecode);
+}
+
+// The call. q of a varlen one has its shape alone: nothing is allocated for it yet.
 DecodeArgs decode_args(const AttnArgs& attn) {
   DecodeArgs args = {.q = attn.q,
                      .k_cache = attn.k,
@@ -63,9 +77,8 @@ DecodeArgs decode_args(const AttnArgs& attn) {
                      .return_max_logits = false,
                      .attn_bias = attn.attn_bias};
   if (!attn.is_varlen()) return args;
-  const int64_t batch = attn.cu_seqlens_q->size(0) - 1;
-  args.q = at::empty({batch, value(attn.max_seqlen_q), attn.q.size(-2), attn.q.size(-1)},
-                     attn.q.options());
+  const int64_t batch = batch_of(attn);
+  args.q = attn.q.narrow(0, 0, 1).unsqueeze(0).expand({batch, tokens_of(attn), -1, -1});
   if (attn.cu_seqlens_k) {
     // Sequences side by side are rows of one cache, of which each has a part for its own.
     args.k_cache = attn.k.unsqueeze(0).expand({batch, -1, -1, -1});
@@ -75,8 +88,13 @@ DecodeArgs decode_args(const AttnArgs& attn) {
 }
 
 std::optional<DecodeCall> planned(const FwdArgs& args) {
-  if (!may_be_decode(args)) return std::nullopt;
   const AttnArgs& attn = args.attn;
+  const bool has_numbers = attn.q.numel() > 0 && attn.k.numel() > 0 && attn.v.numel() > 0;
+  const bool is_named = args.backend.has_value();
+  if ((is_named && *args.backend != name(Backend::kCuda)) || gpu_of(attn.q) == nullptr ||
+      !has_numbers || !has_form_of_decode(args) || !has_few_queries(attn)) {
+    return std::nullopt;
+  }
   if (!is_readable(attn.q) || !is_readable(attn.k) || !is_readable(attn.v)) return std::nullopt;
   DecodeCall call = {.args = decode_args(attn), .shape = {}, .plan = {}};
   call.shape = call_shape(call.args);
@@ -85,6 +103,7 @@ std::optional<DecodeCall> planned(const FwdArgs& args) {
   const bool cuts_keys = !attn.is_varlen() && call.plan.splits.count > 1;
   const bool is_faster = call.plan.kernel != Kernel::kFwd || cuts_keys;
   if (call.plan.backend == Backend::kAten || !is_faster) return std::nullopt;
+  if (is_named && call.plan.backend != Backend::kCuda) return std::nullopt;
   return call;
 }
 
@@ -98,6 +117,7 @@ FwdResult varlen_fwd(DecodeCall call, const FwdArgs& args) {
   auto [out, lse] = empty_results(attn);
   set_results(params, out, lse);
 
+  call.args.q = at::empty(call.args.q.sizes(), attn.q.options());
   const auto tokens = static_cast<int>(call.args.q.size(1));
   const at::Tensor ends = at::empty({2, params.batch}, lse.options().dtype(at::kInt));
   call.args.leftpad_k = ends[0];

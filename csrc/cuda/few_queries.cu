@@ -1,5 +1,6 @@
 #include "few_queries.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "attn/seqlen.cuh"
@@ -34,7 +35,7 @@ struct HeadChunks {
   }
 };
 
-// A thread block copies a place of a sequence's row.
+// A thread block fills one place of a sequence's row of queries.
 __global__ void __launch_bounds__(kThreads)
     gather_queries_kernel(const __grid_constant__ FwdParams params, EvenQueries even) {
   ptx::wait_for_prerequisites();
@@ -99,7 +100,12 @@ void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream
 }
 
 void run_scatter_results(const FwdParams& params, const EvenResults& even, Stream stream) {
-  const dim3 grid(even.tokens, params.batch + 2);
+  // Rows beyond those that count are written, too, and there may be many of them.
+  constexpr int64_t kMostBlocks = 64;
+  const int64_t sequences = int64_t{params.batch} + 2;
+  const int64_t rows = std::min((params.total_q + sequences - 1) / sequences, kMostBlocks);
+  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(even.tokens, rows)),
+                  static_cast<unsigned>(sequences));
   launch_overlapping<scatter_results_kernel>(grid, kThreads, 0, true, stream, params, even);
 }
 

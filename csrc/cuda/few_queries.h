@@ -9,8 +9,8 @@ namespace flash_attn::cuda {
 // Decode counts queries from the end of the keys, so a sequence's queries are the last of its row.
 struct EvenQueries {
   void* q;         // (batch, tokens, heads_q, head_dim) contiguous; what a sequence lacks is 0
-  int32_t* first;  // (batch) where its keys begin, and where they end
-  int32_t* end;
+  int32_t* first;  // (batch) where a sequence's keys begin
+  int32_t* end;    // and where they end
   int tokens;
 };
 struct EvenResults {

@@ -34,7 +34,7 @@
 // them (fwd_steps.cuh), without them for a piece of the keys, whose O and LSE are partial results,
 // and without them for a mask whose hidden tiles are passed over (fwd_masked_producer.cuh): there
 // warp 0 takes tiles and finds their blocks of keys, and warp 3 loads K. Warp 3 loads K, too, where
-// keys lie in pages, which forms without score terms read in place (fwd_pages.cuh).
+// keys lie in pages, which forms without a bias and dropout read in place (fwd_pages.cuh).
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │

@@ -11,7 +11,7 @@ namespace flash_attn::cuda {
 namespace {
 
 std::string_view why_not_op(Op op) {
-  return op == Op::kDecode ? "" : "it serves flash_decode_func and flash_attn_with_kvcache only";
+  return op == Op::kDecode ? "" : "it serves decode and forwards of few queries only";
 }
 
 void refuse_here(Reasons& reasons, const CallShape& call) {
