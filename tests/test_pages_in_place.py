@@ -194,7 +194,7 @@ def test_options(d: int, name: str, target: Target) -> None:
 
 
 @each_target(*OP_TARGETS)
-@pytest.mark.parametrize("window", [(20, 0), (100, 30), (9, -1)])
+@pytest.mark.parametrize("window", [(20, 0), (100, 30), (9, -1), (7, 0)])
 @pytest.mark.parametrize("page_size", [8, 16, 64, 256])
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_windows(d: int, page_size: int, window: tuple[int, int], target: Target) -> None:
@@ -209,12 +209,15 @@ def test_windows(d: int, page_size: int, window: tuple[int, int], target: Target
 
 @each_target(*OP_TARGETS)
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
-def test_what_windows_leave_behind(options: dict, page_size: int, target: Target) -> None:
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("name", ["", "softcap", "alibi", "softcap and alibi"])
+def test_what_windows_leave_behind(name: str, d: int, page_size: int, target: Target) -> None:
     """Pages whose keys no query sees any more may be gone, and hidden keys may be NaN."""
     skip_copies_of_missing_pages(target)
-    problem = Paged.make(page_size, 64, 64, torch.float16, (33, 7), (300, 130))
-    options = options | dict(window_size=(50, 0))
+    problem = Paged.make(page_size, d, d, torch.float16, (33, 7), (300, 130))
+    terms = {"softcap": 5.0, "alibi": SLOPES}
+    options = {"alibi_slopes" if n == "alibi" else n: x for n, x in terms.items() if n in name}
+    options |= dict(window_size=(50, 0))
     with use(target):
         whole = attend(*problem.call(target, **options))
     for b, (queries, keys) in enumerate(zip(problem.lengths_q, problem.lengths_k, strict=True)):
@@ -393,13 +396,14 @@ def test_prefill(d: int, page_size: int, window: tuple[int, int], target: Target
         expected = flash_attn.flash_attn_with_kvcache(q, *dense, k, v, **common)
         torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
         lacking = table.clone()
-        lacking[0, 1] = -1  # of sequence 1
+        missing = 1 if window[0] < 0 else 300 // page_size  # one that is seen
+        lacking[0, missing] = -1  # of sequence 1
         actual = flash_attn.flash_attn_with_kvcache(
             q, *pools.clone(), k, v, block_table=lacking, **common
         )
     assert torch.equal(actual[[0, 2]], out[[0, 2]])
     exists = torch.ones(500, dtype=torch.bool)
-    exists[page_size : 2 * page_size] = False
+    exists[missing * page_size : (missing + 1) * page_size] = False
     keys = [
         torch.cat([x[0, :480], y[1]])[None].cpu().double()
         for x, y in zip(dense, (k, v), strict=True)
