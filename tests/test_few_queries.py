@@ -223,6 +223,7 @@ def test_has_the_bits_of_decode(queries: int, target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 @pytest.mark.real_gpu
+@pytest.mark.sanitize
 def test_wrong_lengths(target: Target) -> None:
     """More queries than max_seqlen_q says: the last ones are right, those before are NaN. Starts
     that lie anywhere leave memory alone."""
@@ -239,6 +240,8 @@ def test_wrong_lengths(target: Target) -> None:
         wrong = torch.tensor(anywhere, **make)
         for starts in ((wrong, starts_k), (starts_q, wrong), (wrong, wrong)):
             flash_attn.flash_attn_varlen_func(q, k, v, *starts, 8, KEYS)
+    again = flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 13, KEYS, causal=True)
+    assert torch.equal(again, whole)
 
 
 @each_target(DECODE_CUDA)

@@ -45,7 +45,8 @@ bool has_form_of_decode(const FwdArgs& args) {
 // of a varlen call gets room for as many as any has.
 bool has_few_queries(const AttnArgs& attn) {
   constexpr int64_t kLeastKeys = 512, kKeysOfAQuery = 4, kMostSequences = 65'000, kMostRoom = 4;
-  // Beyond so many a forward may serve a cache, but none with score terms.
+  // With more queries than that, calls of decode may get the forward's kernels, unless they have
+  // score terms: those would stay with decode, so they are left to the forward here.
   constexpr int64_t kMostOfDecode = 16;
   const bool varlen = attn.is_varlen();
   const int64_t batch = batch_of(attn), tokens = tokens_of(attn);

@@ -192,7 +192,7 @@ __device__ __forceinline__ float attend(typename Traits::Output& O, OnlineSoftma
     if constexpr (!Traits::kPlain) {
       const int token = piece.token(row);
       const int head = piece.head(row, token);
-      if (lane % 4 == 0) {  // read behind a barrier
+      if (lane % 4 == 0) {  // read behind a barrier of the warp
         smem.terms.of_rows[warp][fragment_row(half, lane)].set(params, piece.batch_idx, piece.len_k,
                                                                token, head, 1.f);
       }

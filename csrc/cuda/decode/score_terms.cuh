@@ -141,7 +141,7 @@ __device__ __forceinline__ void add_bias_in_pairs(Accumulator<1, kKeys>& S, cons
   }
 }
 
-// Whether a tile's columns are such.
+// Whether all of a tile's columns exist and lie in pairs.
 template <int kKeys>
 __device__ __forceinline__ bool lies_in_pairs(const BiasParams& bias, int first_column) {
   const bool whole = first_column >= 0 && first_column + kKeys <= bias.keys;
