@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../capability.h"
 #include "../dispatch.h"
@@ -11,6 +12,8 @@
 
 namespace flash_attn::cuda {
 namespace {
+
+constexpr double kMostTileBytes = 64 * 1024;
 
 // Keys of a piece where a result may not depend on the batch.
 constexpr int kInvariantKeys = 2048;
@@ -24,6 +27,19 @@ int64_t row_tiles(const CallShape& call) {
   return ceil_div(call.tokens * call.heads_q / call.heads_kv, kDecodeRows);
 }
 
+// How long blocks take for their tiles, by the share of the SMs that has one: 2 where each has two.
+struct Reading {
+  // The share below which a block does not read faster, as it waits for its own reads.
+  double least_share;
+  int64_t readers = 1;    // of the same keys, for which the memory is read once
+  double busy_share = 0;  // what each of an SM's blocks keeps the SM busy
+
+  double of(double share) const {
+    return std::max(
+        {least_share, share / static_cast<double>(readers), busy_share * std::ceil(share)});
+  }
+};
+
 // Estimated time of a call, in units of the time that the whole device needs to read one tile of
 // keys for each SM. docs/kernels/decode.md says from which sweeps the constants are.
 struct DecodeCost {
@@ -32,21 +48,20 @@ struct DecodeCost {
   int num_sms;
   int64_t resident;  // blocks, of all SMs
   double tile_time;  // of reading a tile: 1 for 16 bits
-  // The share of the SMs, with one block each, below which a block does not read faster. Half of
-  // them saturate the memory, all of them where page numbers are looked up. Of 8 bits a block has
-  // three quarters as much under way.
-  double least_share;
+  Reading reading;
+  double merge_time;  // of the results of one piece of each sequence, written and read
 
   double of(int splits) const {
     constexpr double kBlockOverhead = 0.25;  // start and end of a block
     constexpr double kCombine = 0.8, kCombinePerSplit = 0.01;
     const int64_t blocks = row_tiles * splits;
     const double block = tile_time * ((tiles + splits - 1) / splits) + kBlockOverhead;
-    const double full_wave = block * static_cast<double>(resident / num_sms);
+    const double full_wave = block * reading.of(static_cast<double>(resident / num_sms));
     const double full_waves = full_wave * static_cast<double>(blocks / resident);
     const double share = static_cast<double>(blocks % resident) / num_sms;
-    const double last_wave = share == 0 ? 0 : block * std::max(least_share, share);
-    return full_waves + last_wave + (splits > 1 ? kCombine + kCombinePerSplit * splits : 0);
+    const double last_wave = share == 0 ? 0 : block * reading.of(share);
+    const double piece = kCombinePerSplit + merge_time;
+    return full_waves + last_wave + (splits > 1 ? kCombine + piece * splits : 0);
   }
 };
 
@@ -68,22 +83,46 @@ int64_t all_row_tiles(const CallShape& call) {
   return row_tiles(call) * call.heads_kv * call.batch;
 }
 
-// Into how many equal pieces each sequence is cut, by the cost of a call.
-int best_num_splits(const CallShape& call) {
-  constexpr int kMaxSplits = 256, kAlwaysTried = 4;
+// Whether several row tiles read the same keys, at the same time. Calls of fewer tokens were timed
+// without this, and keep their pieces.
+bool shares_reads(const CallShape& call) {
+  constexpr int64_t kLeastTokens = 9;
+  return call.tokens >= kLeastTokens && row_tiles(call) > 1 && !is_8bit(call.cache_dtype);
+}
+
+// Half of the SMs saturate the memory, all of them where page numbers are looked up. Of 8 bits a
+// block has three quarters as much under way. Shared reads come from the L2 cache, which answers
+// sooner, and then the SMs are the limit: with narrow tiles, above d = 128, they have more to do.
+Reading reading(const CallShape& call) {
+  constexpr double kWideSlow = 1.25, kPagesSlow = 1.2;
+  if (!shares_reads(call)) {
+    return {.least_share = call.paged ? 0.97 : is_8bit(call.cache_dtype) ? 0.65 : 0.49};
+  }
+  const double slow = (widest(call) > 128 ? kWideSlow : 1) * (call.paged ? kPagesSlow : 1);
+  return {.least_share = 0.44 * slow, .readers = row_tiles(call), .busy_share = 0.36 * slow};
+}
+
+DecodeCost decode_cost(const CallShape& call) {
   const int tile_keys = with_head_dim_class(static_cast<int>(widest(call)), [&]<int kHeadDim> {
     return kDecodeTile<kHeadDim>.keys * kDecodeWarps;
   });
-  const DecodeCost cost{
+  const auto result_bytes =
+      static_cast<double>(8 * call.batch * call.heads_q * call.tokens * call.head_dim_v);
+  return {
       .row_tiles = all_row_tiles(call),
       .tiles = static_cast<int>(ceil_div(most_keys(call), tile_keys)),
       .num_sms = call.device->num_sms,
       .resident = resident_blocks(call),
       .tile_time = is_8bit(call.cache_dtype) ? 0.5 : 1,
-      .least_share = call.paged                  ? 0.97
-                     : is_8bit(call.cache_dtype) ? 0.65
-                                                 : 0.49,
+      .reading = reading(call),
+      .merge_time = shares_reads(call) ? result_bytes / (kMostTileBytes * call.device->num_sms) : 0,
   };
+}
+
+// Into how many equal pieces each sequence is cut, by the cost of a call.
+int best_num_splits(const CallShape& call) {
+  constexpr int kMaxSplits = 256, kAlwaysTried = 4;
+  const DecodeCost cost = decode_cost(call);
   int best = 1;
   double best_cost = cost.of(1);
   const int64_t one_wave = cost.resident / cost.row_tiles;
