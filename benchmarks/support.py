@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL:
     loaded.flash_attn_choose.argtypes = (
         *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        ctypes.c_char_p,
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
     )
     return loaded
 
@@ -65,7 +65,7 @@ def choose(
         .flash_attn_choose(
             *(archs.encode(), *chip, list(support.OPS).index(feature.op)),
             *(dtype.encode(), (feature.cache or dtype).encode(), head_dim, feature.tokens),
-            *(support.CAPACITY, ",".join(feature.fields).encode()),
+            *(support.CAPACITY, 0, 0, 0, ",".join(feature.fields).encode()),
         )
         .decode()
     )

@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL:
     loaded.flash_attn_choose.argtypes = (
         *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        ctypes.c_char_p,
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
     )
     return loaded
 
@@ -43,12 +43,26 @@ def choose(archs, gpu, op, *options, **more) -> list[str]:
 
 
 def explain(
-    archs, gpu, op, cache="fp16", tokens=1, dtype="fp16", head_dim=128, capacity=8192, **features
+    archs,
+    gpu,
+    op,
+    cache="fp16",
+    tokens=1,
+    dtype="fp16",
+    head_dim=128,
+    capacity=8192,
+    batch=8,
+    heads=(32, 8),
+    **features,
 ) -> str:
     """features: True for those fields of CallShape that are set."""
     names = ",".join(name for name, asked in features.items() if asked)
-    call = (dtype.encode(), cache.encode(), head_dim, tokens, capacity, names.encode())
-    return library().flash_attn_choose(archs.encode(), gpu, 132, OPS[op], *call).decode()
+    call = (dtype.encode(), cache.encode(), head_dim, tokens, capacity, batch, *heads)
+    return (
+        library()
+        .flash_attn_choose(archs.encode(), gpu, 132, OPS[op], *call, names.encode())
+        .decode()
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,6 +267,41 @@ def test_many_new_tokens_against_a_cache() -> None:
 )
 def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:
     assert explain(DEFAULT, H100, **options).startswith(plan)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "batch", "tokens", "capacity", "plan"),
+    [
+        ((32, 8), 128, 1, 1, 8192, "cuda; decode, each sequence in 8 pieces:"),
+        ((32, 8), 128, 1, 8, 8192, "cuda; decode, each sequence in 4 pieces:"),
+        # Row tiles of the same keys fill the device in pieces.
+        ((16, 16), 64, 1, 64, 8192, "cuda; decode, each sequence in 4 pieces:"),
+        ((32, 8), 128, 1, 32, 8192, "cuda; decode, each sequence in 4 pieces:"),
+        # Long keys beside more queries: the forward, whose narrow tiles are two on an SM.
+        ((16, 16), 64, 1, 64, 32768, "sm90; fwd, each sequence in 16 pieces:"),
+        ((32, 8), 128, 1, 64, 4096, "sm90; fwd, each sequence in 4 pieces:"),
+        ((16, 4), 256, 4, 32, 4096, "sm90; fwd, each sequence in 2 pieces:"),
+        ((16, 4), 256, 4, 64, 4096, "sm90; fwd, each sequence in 2 pieces:"),
+        # Where a merge takes longer than the keys, and where the device is full.
+        ((16, 4), 256, 4, 128, 1024, "sm90; fwd:"),
+        ((32, 8), 128, 4, 128, 8192, "sm90; fwd:"),
+    ],
+)
+def test_few_queries_run_where_they_are_fastest(
+    heads: tuple[int, int], head_dim: int, batch: int, tokens: int, capacity: int, plan: str
+) -> None:
+    """By times of an H200, and by what those predict: docs/kernels/decode.md."""
+    shape = dict(heads=heads, head_dim=head_dim, batch=batch, tokens=tokens, capacity=capacity)
+    assert explain(DEFAULT, H100, "decode", **shape).startswith(plan)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_sm90_is_before_sm80(head_dim: int, paged: bool) -> None:
+    for tokens in (17, 40, 128, 1024):
+        for capacity in (128, 1024, 8192):
+            shape = dict(head_dim=head_dim, tokens=tokens, capacity=capacity, paged=paged)
+            assert not explain(DEFAULT, H100, "decode", **shape).startswith("sm80"), shape
 
 
 def test_kernels_divide_exactly() -> None:

@@ -1,7 +1,6 @@
 #include "capability.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace flash_attn::cuda {
 namespace {
@@ -101,19 +100,55 @@ int64_t forward_tiles(const CallShape& call) {
   return call.batch * call.heads_q * ceil_div(call.tokens, kForwardTileQueries);
 }
 
-double forward_cost(const CallShape& call, double tile_cost, int splits) {
-  constexpr int64_t kDecodeTokens = 16;
-  // Pages are copied before: for each kv head as long as some of decode's blocks take.
-  constexpr double kPagesCost = 6, kMergeCost = 1.2;
-  if (call.tokens <= kDecodeTokens || call.device == nullptr) {
-    return std::numeric_limits<double>::infinity();
-  }
+int64_t most_keys(const CallShape& call) {
+  const int64_t keys = call.longest > 0 ? std::min(call.longest, call.capacity) : call.capacity;
+  return call.window_left < 0 ? keys : std::min(keys, call.window_left + call.tokens);
+}
+
+bool is_for_decode(const CallShape& call) {
+  constexpr int64_t kFewTokens = 16;
+  return call.device == nullptr || call.tokens <= kFewTokens;
+}
+
+double decode_key_time(const CallShape& call) {
+  constexpr double kColumnTime = 57e-6;  // of a column of K and one of V, in 16 bits
+  constexpr int64_t kLeastWidth = 64;
+  const auto width = static_cast<double>(std::max({call.head_dim, call.head_dim_v, kLeastWidth}));
+  return kColumnTime * width * (call.dtype == DType::kFp32 ? 2 : 1);
+}
+
+double forward_time(const CallShape& call, const ForwardTile& tile, int splits) {
+  constexpr double kLaunch = 3.6;
+  constexpr int64_t kLeastKeys = 128;  // of a piece
+  constexpr double kTwoAnSm = 1.6;     // the time of two on one SM
+  // Two more kernels find and serve the sequences that lack a page.
+  constexpr double kMissingPages = 6;
+  // Page numbers are looked up, or the pages of each kv head copied in the time of six blocks of
+  // decode's.
+  constexpr double kPagesSlow = 1.2, kCopy = 6;
+  // The merge has a thread block for each row of results, and pieces are written and read.
+  constexpr double kMerge = 2.6, kMergeRow = 0.5e-3, kMergeColumn = 1.6e-6;
+
   const int num_sms = call.device->num_sms;
-  const int64_t waves = ceil_div(forward_tiles(call) * splits, num_sms);
-  const double cost =
-      tile_cost * static_cast<double>(waves * num_sms) / splits * (splits > 1 ? kMergeCost : 1.0);
-  const auto kv_heads = static_cast<double>(call.batch * call.heads_kv);
-  return cost + (call.paged ? kPagesCost * kv_heads : 0.0);
+  const int64_t tiles = forward_tiles(call) * splits, keys = most_keys(call);
+  const bool two_an_sm = tile.two_an_sm && tiles > num_sms;
+  const auto waves = static_cast<double>(ceil_div(tiles, num_sms * (two_an_sm ? 2 : 1)));
+  const auto piece_keys =
+      static_cast<double>(splits == 1 ? keys : ceil_div(keys, splits * kLeastKeys) * kLeastKeys);
+  const double of_keys = piece_keys * tile.key_time * (two_an_sm ? kTwoAnSm : 1.0);
+  const bool in_place = call.paged && !tile.copies_pages;
+  double time = kLaunch + waves * (of_keys * (in_place ? kPagesSlow : 1.0) + tile.start_time);
+  if (call.paged) time += kMissingPages;
+  if (call.paged && tile.copies_pages) {
+    const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * keys);
+    time += kCopy * heads_keys * decode_key_time(call) / num_sms;
+  }
+  if (splits > 1) {
+    const auto rows = static_cast<double>(call.batch * call.heads_q * call.tokens);
+    const auto columns = static_cast<double>(splits * call.head_dim_v);
+    time += kMerge + rows * (kMergeRow + kMergeColumn * columns);
+  }
+  return time;
 }
 
 }  // namespace flash_attn::cuda

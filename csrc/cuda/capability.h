@@ -31,16 +31,25 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call);
 // not a time: where another kernel skips hidden tiles, that one is the first choice.
 inline constexpr double kReadMaskCost = 1;
 
-// Costs of decode calls, in the time that one of decode's thread blocks, of 16 rows of one kv head,
-// takes for a key. Lengths do not matter.
-//
-// Decode's blocks share a sequence's keys and so always fill the device; a forward kernel's tiles,
-// of kForwardTileQueries queries of one head, leave a part of it idle where they are few and not
-// cut into `splits` pieces. tile_cost: a tile's time for a key. Infinite where decode is the faster
-// one whatever the estimate says.
+// Costs of decode calls are estimated times on an H200, in µs (docs/kernels/decode.md). The lengths
+// are on the device; the host knows what bounds them. Windows count from the end.
+int64_t most_keys(const CallShape& call);
+// Decode's kernels are the fastest, whatever the estimates say: of few tokens.
+bool is_for_decode(const CallShape& call);
+// What a thread block of decode's, with 16 rows of one kv head, takes for a key.
+double decode_key_time(const CallShape& call);
+
+// A thread block of a forward kernel, with kForwardTileQueries queries of one head.
+struct ForwardTile {
+  double key_time;    // that it takes for a key
+  double start_time;  // and for its queries and its results
+  bool two_an_sm;     // two share an SM where there are more blocks than SMs
+  bool copies_pages;  // side by side, before
+};
 inline constexpr int kForwardTileQueries = 128;
-double forward_cost(const CallShape& call, double tile_cost, int splits);
 // Tiles of the whole call, not cut.
 int64_t forward_tiles(const CallShape& call);
+// With the keys of each tile in `splits` pieces, which decode's kernel merges.
+double forward_time(const CallShape& call, const ForwardTile& tile, int splits);
 
 }  // namespace flash_attn::cuda

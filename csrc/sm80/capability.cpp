@@ -1,6 +1,7 @@
 #include "capability.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "../cuda/capability.h"
@@ -65,9 +66,18 @@ bool skips_tiles(const CallShape& call) {
          !(backward && (call.deterministic || small));
 }
 
+double cost_of_decode(const CallShape& call) {
+  constexpr double kTile = 4.75, kStart = 4;  // a tile's time, in blocks of decode's; µs
+  if (cuda::is_for_decode(call)) return std::numeric_limits<double>::infinity();
+  const cuda::ForwardTile tile = {.key_time = kTile * cuda::decode_key_time(call),
+                                  .start_time = kStart,
+                                  .two_an_sm = false,
+                                  .copies_pages = true};
+  return cuda::forward_time(call, tile, 1);
+}
+
 double cost(const CallShape& call) {
-  constexpr double kTileCost = 4.75;
-  if (call.op == Op::kDecode) return cuda::forward_cost(call, kTileCost, 1);
+  if (call.op == Op::kDecode) return cost_of_decode(call);
   return call.tile_mask && !skips_tiles(call) ? 2 * cuda::kReadMaskCost : 0;
 }
 

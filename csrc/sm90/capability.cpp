@@ -1,6 +1,7 @@
 #include "capability.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "../cuda/capability.h"
@@ -64,14 +65,45 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 
-// Into how many pieces the keys of each tile of a decode call are cut, where there are fewer tiles
-// than multiprocessors. With 1 they are not cut.
+// How long a tile of a decode call takes. Narrow is what runs as d = 64, with cut keys d <= 48 too:
+// its exponentials take longer than the products of wider tiles.
+cuda::ForwardTile decode_tile(const CallShape& call, int splits) {
+  constexpr double kKey = 0.0103, kNarrowKey = 0.012;  // µs, up to d = 128
+  constexpr double kStartColumn = 0.022;               // µs
+  const int64_t widest = std::max(call.head_dim, call.head_dim_v);
+  const int64_t cut_class =
+      with_pieces_class(static_cast<int>(widest), []<int kHeadDim> { return kHeadDim; });
+  const auto width = static_cast<double>(splits > 1 ? cut_class : widest);
+  const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
+  return {.key_time = narrow ? kNarrowKey : kKey * std::max(1.0, width / 128),
+          .start_time = kStartColumn * width,
+          .two_an_sm = narrow && kPiecesTile<64>.blocks == 2,
+          .copies_pages = false};
+}
+
+double decode_time(const CallShape& call, int splits) {
+  return cuda::forward_time(call, decode_tile(call, splits), splits);
+}
+
+// Into how many pieces the keys of each tile of a decode call are cut, all of which run at a time.
+// With 1 they are not cut.
 int decode_splits(const CallShape& call) {
   constexpr int64_t kMaxSplits = 16;
   const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
-  return static_cast<int>(std::clamp<int64_t>(call.device->num_sms / tiles, 1, kMaxSplits));
+  const int64_t resident = call.device->num_sms * (decode_tile(call, 2).two_an_sm ? 2 : 1);
+  const int64_t most = std::min(kMaxSplits, resident / tiles);
+  int best = 1;
+  double best_time = decode_time(call, 1);
+  for (int splits = 2; splits <= most; ++splits) {
+    const double time = decode_time(call, splits);
+    if (time < best_time) {
+      best = splits;
+      best_time = time;
+    }
+  }
+  return best;
 }
 
 // Whether the kernels that skip the hidden tiles of a mask serve the call.
@@ -83,18 +115,15 @@ bool skips_tiles(const CallShape& call) {
 
 double cost(const CallShape& call) {
   if (skips_tiles(call)) return 0;
-  // Narrow is what runs as d = 64, with cut keys d <= 48 too: its exponentials take as long as
-  // those of wider tiles, decode's reads half as long.
-  constexpr double kTileCost = 2.25, kNarrowTileCost = 4.75;
+  constexpr double kBiasCost = 3 * cuda::kReadMaskCost;
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   // A bias costs narrow heads more here than the products cost sm80, if it is read number by
   // number, as it is unless can_stage_bias() or broadcasts_queries().
   const bool is_cheap = (call.dense_bias || call.bias_of_keys) && !call.softcap && !call.dropout;
-  if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kNarrowTileCost;
+  if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kBiasCost;
   if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
-  const int splits = decode_splits(call);
-  const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
-  return cuda::forward_cost(call, narrow ? kNarrowTileCost : kTileCost, splits);
+  if (cuda::is_for_decode(call)) return std::numeric_limits<double>::infinity();
+  return decode_time(call, decode_splits(call));
 }
 
 Plan plan(const CallShape& call) {

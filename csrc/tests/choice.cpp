@@ -108,11 +108,13 @@ FLASH_ATTN_EXPORT int flash_attn_code_for(const char* archs, int compute_capabil
 
 // "backend; plan: reasons of the fastest backend that was possible" for a call by a build for
 // `archs`, on a GPU of num_sms multiprocessors, or without one (compute_capability 0). op: of Op.
-// features: names of fields of CallShape. What is not known: "unknown NAME".
+// batch, heads_q, heads_kv: 0 for those of call_of(). features: names of fields of CallShape. What
+// is not known: "unknown NAME".
 FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_capability,
                                                 int num_sms, int op, const char* dtype,
                                                 const char* cache_dtype, int head_dim, int tokens,
-                                                int capacity, const char* features) {
+                                                int capacity, int batch, int heads_q, int heads_kv,
+                                                const char* features) {
   using namespace flash_attn;
   static thread_local std::string answer;
   const Architectures compiled(archs);
@@ -120,6 +122,9 @@ FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_c
   CallShape call = tests::call_of(compiled, device, op, head_dim, tokens);
   if (compute_capability == 0) call.device = nullptr;
   call.capacity = capacity;
+  if (batch > 0) call.batch = batch;
+  if (heads_q > 0) call.heads_q = heads_q;
+  if (heads_kv > 0) call.heads_kv = heads_kv;
   try {
     call.dtype = tests::dtype_from_name(dtype);
     call.cache_dtype = tests::dtype_from_name(cache_dtype);

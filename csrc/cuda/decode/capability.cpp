@@ -5,7 +5,6 @@
 #include "../capability.h"
 #include "kvcache_config.h"
 #include "plan.h"
-#include "workspace.h"
 
 namespace flash_attn::cuda {
 namespace {
@@ -34,12 +33,7 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
                     "a cache of 8 bits in float32 is not supported");
 }
 
-double cost(const CallShape& call) {
-  constexpr double kPagesSlowDecode = 1.2;  // whose reads go by page numbers
-  const int64_t row_tiles = (group_rows(call) + kDecodeRows - 1) / kDecodeRows;
-  const int64_t blocks = call.batch * call.heads_kv * row_tiles;
-  return static_cast<double>(blocks) * (call.paged ? kPagesSlowDecode : 1.0);
-}
+double cost(const CallShape& call) { return is_for_decode(call) ? 0 : decode_time(call); }
 
 }  // namespace
 

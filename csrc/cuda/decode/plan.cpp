@@ -72,12 +72,6 @@ int64_t resident_blocks(const CallShape& call) {
   return int64_t{call.device->num_sms} * (two ? 2 : 1);
 }
 
-// The lengths are on the device; the host knows what bounds them. Windows count from the end.
-int64_t most_keys(const CallShape& call) {
-  const int64_t keys = call.longest > 0 ? std::min(call.longest, call.capacity) : call.capacity;
-  return call.window_left < 0 ? keys : std::min(keys, call.window_left + call.tokens);
-}
-
 // Row tiles of the whole call, each of which reads the keys of its sequence and kv head once.
 int64_t all_row_tiles(const CallShape& call) {
   return row_tiles(call) * call.heads_kv * call.batch;
@@ -289,6 +283,24 @@ Plan plan_decode(const CallShape& call) {
       plan.splits.count == 0 ? 2 * int64_t{plan.grid.parts} : call.batch * plan.splits.count;
   plan.workspace_rows = pieces * rows_of_sequence;
   return plan;
+}
+
+double decode_time(const CallShape& call) {
+  constexpr double kLaunch = 3.8;
+  if (is_empty(call)) return 0;
+  if (!serves_16bit(call) && !serves_8bit(call)) {
+    const auto keys = static_cast<double>(all_row_tiles(call) * most_keys(call));
+    return kLaunch + keys * decode_key_time(call) / call.device->num_sms;
+  }
+  // In which an H200 reads a tile for each SM; in some classes tiles have three quarters.
+  constexpr double kTileTime = 1.9;
+  const double tile_time = with_head_dim_class(static_cast<int>(widest(call)), [&]<int kHeadDim> {
+    constexpr int kTileBytes = 4 * kHeadDim * kDecodeTile<kHeadDim>.keys * kDecodeWarps;
+    return kTileTime * kTileBytes / kMostTileBytes;
+  });
+  const int splits =
+      call.num_splits > 0 ? static_cast<int>(call.num_splits) : best_num_splits(call);
+  return kLaunch + tile_time * decode_cost(call).of(splits);
 }
 
 Plan plan_forward_on_cache(const CallShape& call, int pieces) {

@@ -6,6 +6,8 @@
 namespace flash_attn::cuda {
 
 Plan plan_decode(const CallShape& call);
+// Estimated, as in ../capability.h.
+double decode_time(const CallShape& call);
 
 // Of a forward kernel against a cache, its keys in so many pieces: what decode's kernels do for it.
 Plan plan_forward_on_cache(const CallShape& call, int pieces);
