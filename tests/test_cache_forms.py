@@ -103,7 +103,7 @@ def test_plain_forms(case: CacheCase, target: Target, seed: int) -> None:
 MANY = FORMS | dict(
     seqlen_q=[17, 33, 64, 100, 130, 200, 300],
     new=[0, 17, 40, 129, 200],
-    capacity=[210, 330, 400],
+    capacity=[210, 400, 1500],  # sm90 cuts the keys of long ones
     d=[32, 48, 64, 128],
     dtype=["bf16", "fp16"],
     cache=[""],

@@ -223,7 +223,7 @@ def test_paged(case: DecodeCase, target: Target, seed: int) -> None:
 
 MANY = CHOICES | dict(
     seqlen_q=[17, 64, 100, 129, 193, 300],
-    capacity=[300, 513],
+    capacity=[300, 1400],  # sm90 cuts the keys of long ones
     lengths=[None, (0, 1, 300), (127, 128, 129), (299, 40, 2), (1000, -5, 277), (0, 0, 0)],
     num_splits=[0, 1],
 )

@@ -248,17 +248,28 @@ def cache_kernel_cases() -> list[CacheCase]:
 
 def chunk_cases() -> list[CacheCase]:
     """Many new tokens: rows of a dense cache, pages in place and copied, of which some are
-    missing; few tiles, whose keys sm90 cuts into pieces, and num_splits = 1, where it does not."""
-    return [
+    missing; few tiles with long keys, which sm90 cuts into pieces."""
+    cases = [
         CacheCase(d=d, dtype=dtype, seqlen_q=70, new=33, capacity=140, rotary="halves", **form)
         for d, dtype in ((64, "bf16"), (128, "fp16"))
         for form in (
             dict(rows=True, leftpad=True),
             dict(page_size=16, rows=True, leftpad=True),
             dict(page_size=7, window=(30, 0), garbage=True, num_splits=1),
-            dict(num_splits=1, causal=False),
+            dict(causal=False),
         )
-    ] + [
+    ]
+    cases += [
+        CacheCase(d=d, dtype=dtype, batch=1, heads_q=2, heads_kv=1, seqlen_q=70, **form)
+        for d, dtype in ((40, "fp16"), (64, "bf16"), (128, "fp16"), (256, "bf16"))
+        for form in (
+            dict(capacity=1100, new=33, rotary="halves", leftpad=True),
+            dict(capacity=1100, num_splits=1),
+            dict(capacity=1104, page_size=16, causal=False),
+            dict(capacity=1106, page_size=7, window=(900, 0), garbage=True),
+        )
+    ]
+    return cases + [
         CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16"),
         CacheCase(
             d=256, seqlen_q=70, new=33, capacity=140, page_size=7, garbage=True, rotary="halves"
