@@ -109,8 +109,10 @@ int decode_splits(const CallShape& call) {
 // Whether the kernels that skip the hidden tiles of a mask serve the call.
 bool skips_tiles(const CallShape& call) {
   const bool has_terms = call.alibi || call.softcap || call.dropout;
+  const bool is_wide_backward = call.op == Op::kBackward &&
+                                std::max(call.head_dim, call.head_dim_v) > kBwdMaxSingleHeadDim;
   return call.tile_mask && !has_terms && !call.ragged && !call.max_logits && !call.deterministic &&
-         std::max(call.head_dim, call.head_dim_v) <= kMaskedHeadDim;
+         !is_wide_backward;
 }
 
 double cost(const CallShape& call) {

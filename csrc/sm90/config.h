@@ -165,8 +165,8 @@ auto with_max_logits_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<256, 256>();
 }
 
-// With a mask whose hidden tiles are passed over, a block has two by two of its tiles. Head dims go
-// up to 128.
+// With a mask whose hidden tiles are passed over, a block has two by two of its tiles. Above a head
+// dim of 128 it has two by one, as S and P of more keys leave no registers beside O.
 template <int kHeadDim>
 inline constexpr FwdTile kMaskedTile = {.consumers = 2,
                                         .block_n = 128,
@@ -174,11 +174,18 @@ inline constexpr FwdTile kMaskedTile = {.consumers = 2,
                                         .q_stages = 2,
                                         .output_slabs = kHeadDim / 64,
                                         .ordered = true};
-inline constexpr int kMaskedHeadDim = 128;
+template <>
+inline constexpr FwdTile kMaskedTile<192> = {
+    .consumers = 2, .block_n = 64, .stages = 3, .q_stages = 1, .output_slabs = 1, .ordered = true};
+template <>
+inline constexpr FwdTile kMaskedTile<256> = kFwdTile<256, 256>;
 template <typename F>
 auto with_masked_class(int head_dim, int head_dim_v, F&& f) {
-  if (head_dim <= 64 && head_dim_v <= 64) return f.template operator()<64>();
-  return f.template operator()<128>();
+  const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (widest <= 64) return f.template operator()<64>();
+  if (widest <= 128) return f.template operator()<128>();
+  if (widest <= 192) return f.template operator()<192>();
+  return f.template operator()<256>();
 }
 
 // Calls f.template operator()<FwdTile>(). masked: not every query sees all keys.

@@ -14,8 +14,8 @@ namespace flash_attn::sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// The same with a mask whose hidden tiles are passed over. Head dims up to 128, dense, no score
-// terms. order: room for mask_order_size() numbers.
+// The same with a mask whose hidden tiles are passed over. Dense, no score terms. order: room for
+// mask_order_size() numbers.
 void run_fwd_masked(const Masked<FwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
                     Stream stream);
 

@@ -34,7 +34,8 @@ struct OrderedHeads {
 template <bool kOfKeys>
 __device__ __forceinline__ int count_blocks(const Masked<AttnParams>& params,
                                             const OrderedHeads& ordered, int head, int tile) {
-  // The backward has blocks of 64 or 128 queries. 64 serve to compare.
+  // The backward has blocks of 64 or 128 queries, and the forward of 64 or 128 keys. One of these
+  // serves to compare.
   constexpr int kBlockM = kOfKeys ? 64 : kOrderedRows, kBlockN = kOrderedRows;
   const AttentionWindow window(params, params.seqlen_q, params.seqlen_k);
   const int first = tile * kOrderedRows;
