@@ -129,7 +129,7 @@ bool computes_bias_gradient(const BwdParams& params) {
 
 int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
   if (masked) {
-    return with_bwd_masked_class(params.head_dim, params.head_dim_v,
+    return with_masked_class(params.head_dim, params.head_dim_v,
                              [&]<int kHeadDim> { return bwd_tile_cols(kHeadDim); });
   }
   const int widest = std::max(params.head_dim, params.head_dim_v);
@@ -165,10 +165,11 @@ bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device) 
 
 DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool masked) {
   const BwdTile tile =
-      masked ? with_bwd_masked_class(params.head_dim, params.head_dim_v,
+      masked ? with_masked_class(params.head_dim, params.head_dim_v,
                                  [&]<int kHeadDim> { return kBwdTile<kHeadDim>; })
              : with_bwd_class(params.head_dim, params.head_dim_v,
                               [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>; });
+  if (tile.pool_rounds == 0) return {};
   const int64_t walk = queries_of_tile(params);
   DqPool pool;
   if (!masked) {
@@ -247,8 +248,12 @@ void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda:
   if (!sequences_are_alike(params)) ordered = order_mask_tiles(params, order, device, stream);
   cuda::run_bwd_steps(params, DqAccumOrder::kByLane, stream, [&] {
     cuda::with_dtype(params.dtype, [&]<DType kDType> {
-      with_bwd_masked_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
-        launch_bwd_masked<kDType, kHeadDim>(params, ordered, device, stream);
+      with_masked_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim> {
+        if constexpr (kHeadDim > kBwdMaxSingleHeadDim) {
+          launch_bwd_pair_masked<kDType, kHeadDim>(params, ordered, device, stream);
+        } else {
+          launch_bwd_masked<kDType, kHeadDim>(params, ordered, device, stream);
+        }
       });
     });
   });

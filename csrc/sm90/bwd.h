@@ -23,9 +23,8 @@ bool stores_bias_gradient(const BwdParams& params);
 // computes_bias_gradient(). It writes each element of the gradient, also those that nobody sees.
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 bool computes_bias_gradient(const BwdParams& params);
-// The backward with a mask whose hidden tiles are passed over. Head dims go up to 128. The call is
-// dense, has no score terms, is not deterministic, and has a pool. order is room for
-// mask_order_size() numbers.
+// The backward with a mask whose hidden tiles are passed over. The call is dense, has no score
+// terms, and is not deterministic. order is room for mask_order_size() numbers.
 void run_bwd_masked(const Masked<BwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
                     Stream stream);
 // Whether a kernel of its own computes dQ, without sums in memory; the bits of all gradients are
@@ -35,7 +34,7 @@ bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device);
 int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 // The pool of this call, without its workspace. Without places there is none, and dq_accum has room
 // for all sums. A pool wants dq_accum_rows of bwd_dq_pool_rows(). masked: as above; then there is
-// one.
+// one up to kBwdMaxSingleHeadDim.
 DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool masked);
 int64_t bwd_dq_pool_rows(const BwdParams& params, const DqPool& pool);
 
@@ -68,6 +67,9 @@ void launch_bwd_masked(const Masked<BwdParams>& params, const MaskOrder& order,
                        const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_bwd_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+template <DType kDType, int kHeadDim>
+void launch_bwd_pair_masked(const Masked<BwdParams>& params, const MaskOrder& order,
+                            const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 

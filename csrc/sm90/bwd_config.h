@@ -179,11 +179,4 @@ auto with_bwd_class(int head_dim, int head_dim_v, F&& f) {
   return f.template operator()<256, 256>();
 }
 
-// A mask whose hidden tiles are passed over has the classes of single thread blocks.
-template <typename F>
-auto with_bwd_masked_class(int head_dim, int head_dim_v, F&& f) {
-  if (head_dim <= 64 && head_dim_v <= 64) return f.template operator()<64>();
-  return f.template operator()<kBwdMaxSingleHeadDim>();
-}
-
 }  // namespace flash_attn::sm90

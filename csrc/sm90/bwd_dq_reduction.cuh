@@ -43,6 +43,7 @@ class DqReduction {
   // kept, as reads of shared memory queue behind the reductions. It should not stand right behind
   // add() either.
   __device__ __forceinline__ void go_to(const QueryBlock& block) {
+    if constexpr (kComputesAnew) return start_head(block);
     if (block.head != head_) {
       start_head({.head = block.head, .m = 0});
       head_ = block.head;

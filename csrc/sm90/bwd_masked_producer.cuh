@@ -7,48 +7,6 @@
 
 namespace flash_attn::sm90 {
 
-// Finds those blocks for one block of keys: head after head, and within a head from the first to
-// the last. A whole warp calls it, each lane of which looks at one of 32 blocks.
-template <typename Traits>
-class QueryFinder {
- public:
-  __device__ __forceinline__ QueryFinder(const Masked<BwdParams>& params, const BwdWork& work)
-      : params_(params), work_(work), at_{.head = work.q.head, .m = work.range.begin} {}
-
-  // Looks for one that has not been taken, and says whether there is one.
-  __device__ __forceinline__ bool look() {
-#pragma unroll 1
-    while (found_ == 0) {
-      if (at_.m >= work_.range.end) at_ = {.head = at_.head + 1, .m = work_.range.begin};
-      if (at_.head >= work_.end_head || !work_.has_queries()) return false;
-      const int m = at_.m + static_cast<int>(threadIdx.x % 32);
-      states_ = m >= work_.range.end ? 0
-                                     : BlockMask(params_, work_.batch_idx, at_.head, 0)
-                                           .template states<Traits::kBlockM, Traits::kBlockN>(
-                                               m * Traits::kBlockM, work_.first_key);
-      found_ = __ballot_sync(~0u, states_ != 0);
-      at_.m += 32;
-    }
-    return true;
-  }
-
-  // Takes the next one, after look().
-  __device__ __forceinline__ FoundQueries take() {
-    const int from = __ffs(static_cast<int>(found_)) - 1;
-    const QueryBlock block = {.head = at_.head, .m = at_.m - 32 + from};
-    const uint32_t states = __shfl_sync(~0u, states_, from);
-    found_ &= found_ - 1;
-    return FoundQueries(block, states, !look());
-  }
-
- private:
-  const Masked<BwdParams>& params_;
-  const BwdWork& work_;
-  QueryBlock at_;        // behind the blocks that have been looked at
-  uint32_t found_ = 0;   // of the last 32 of them, a bit for each lane
-  uint32_t states_ = 0;  // of this lane's
-};
-
 // Copies what the rows of a block of queries say of the work's keys, and notes of which form it is.
 // A whole warp calls it.
 template <int kBlockM>
@@ -107,7 +65,7 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
     BwdWork& work = queue.draft(BwdWork::make<Traits::kBlockM, Traits::kBlockN, Traits::kPools>(
         params, tile, SeqlenInfo(params, tile.batch_idx)));
     __syncwarp();
-    QueryFinder<Traits> finder(params, work);
+    QueryFinder<Traits::kBlockM, Traits::kBlockN> finder(params, work);
     bool more = finder.look();
     __syncwarp();
     const auto take_next_tile = [&] {

@@ -2,7 +2,7 @@
 // of their P is 0.
 #pragma once
 
-#include "bwd_traits.cuh"
+#include "bwd_found_queries.cuh"
 
 namespace flash_attn::sm90 {
 

@@ -27,7 +27,9 @@
 // next scores at once, so that S and D wait for each other with it under way, not in front of it. P
 // and dS of the next block are passed on before it is waited for, as others wait for them.
 //
-// In the form kWithoutDq there is no warpgroup 1, no peer, and dS stays in D's registers.
+// In the form kWithoutDq there is no warpgroup 1, no peer, and dS stays in D's registers. In the
+// form kMasked all roles walk over those blocks of queries that a mask does not hide from the pair
+// (bwd_pair_masked.cuh).
 //
 // Shared memory   │ K, in the end dK │ V, in the end dV │ half of the peer's K │
 //                 │ slabs of Q and of dO │ P, in its place dS × 2 │ the peer's dS × 2 │
@@ -43,6 +45,7 @@
 #include "bwd_dq_reduction.cuh"
 #include "bwd_pair_consumer.cuh"
 #include "bwd_pair_loads.cuh"
+#include "bwd_pair_masked.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -56,7 +59,8 @@ __device__ __forceinline__ void compute_probabilities_loop(BwdPairConsumer<Trait
   Ring<Traits::kDoutStages> dout_ring(smem.dout_ring);
   Ring<Traits::kStages> row_ring(smem.row_ring);
   HeldSlabs<Traits::kHeldSlabsK> held_k;
-  typename Traits::ScoresOperand P;  // of the block before, until its dV is done
+  typename Traits::ScoresOperand P;     // of the block before, until its dV is done
+  [[maybe_unused]] FoundQueries found;  // with a mask, the block at hand
   Accumulator<1, Traits::kHeadDimV> dV;
 
   const auto start_dv = [&] {  // dV += Pᵀ dO
@@ -87,6 +91,13 @@ __device__ __forceinline__ void compute_probabilities_loop(BwdPairConsumer<Trait
     }
     if constexpr (kLate) start_dv();
     if constexpr (!Traits::kFoldsRows) row_ring.wait_full();
+    [[maybe_unused]] uint32_t seen[1];
+    if constexpr (Traits::kMasked) {
+      found = smem.mask.of_rows[row_ring.stage()];
+      m = found.block().m;
+      seen[0] = find_seen(found.states() >> 2 * self.rank & 3, self.params.mask, work,
+                          found.block(), work.first_key + self.warp_row, self.opaque_lane());
+    }
     ptx::wgmma_wait<kLate ? 1 : 0>();
     pin(S);
     release_slabs<Traits::kSlabs>(q_ring, self.lane);
@@ -96,6 +107,7 @@ __device__ __forceinline__ void compute_probabilities_loop(BwdPairConsumer<Trait
     if (m < work.range.full_begin || m >= work.range.full_end) {
       hide_unseen(S, work, self.warp_row, m * Traits::kBlockM, self.lane);
     }
+    if constexpr (Traits::kMasked) hide(S, seen);
     row_ring.arrive_empty();
     const auto p_ring = row_ring.in(smem.p_ring);
     p_ring.wait_empty();
@@ -123,7 +135,7 @@ __device__ __forceinline__ void compute_probabilities_loop(BwdPairConsumer<Trait
       int m = work->range.begin;
       step(*work, m, std::true_type{});
 #pragma unroll 1
-      while (--left > 0) {
+      while (Traits::kMasked ? !found.is_last() : --left > 0) {
         if (++m == work->range.end) m = work->range.begin;  // of the next head
         step(*work, m, std::false_type{});
       }
@@ -165,6 +177,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(BwdPairConsumer<Tra
   Ring<Traits::kStages> row_ring(smem.row_ring);
   HeldSlabs<Traits::kHeldSlabsV> held_v;
   typename Traits::ScoresOperand dS;  // of the block before, until its dK is done
+  [[maybe_unused]] bool more;         // with a mask, whether a block comes behind the one at hand
   Accumulator<1, Traits::kHeadDim> dK;
 
   const auto start_dk = [&] {  // dK += dSᵀ Q
@@ -200,18 +213,19 @@ __device__ __forceinline__ void compute_score_gradients_loop(BwdPairConsumer<Tra
     pin(dP);
     release_slabs<Traits::kSlabsV>(dout_ring, self.lane);
     [[maybe_unused]] auto& scores = smem.scores[row_ring.stage()];
+    const int lane = Traits::kMasked ? self.opaque_lane() : self.lane;
     if constexpr (Traits::kFoldsRows) {
-      differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, self.lane);
+      differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row, lane);
     } else {
       differentiate<typename Traits::Exact>(dP, smem.p(row_ring.stage()), self.warp_row,
-                                            smem.row_values[row_ring.stage()].delta.numbers,
-                                            self.lane);
+                                            smem.row_values[row_ring.stage()].delta.numbers, lane);
     }
     if constexpr (Traits::kHasDq) {
       // This takes the place of this warp's P.
       store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     }
+    if constexpr (Traits::kMasked) more = !smem.mask.of_rows[row_ring.stage()].is_last();
     row_ring.arrive_empty();
     __syncwarp();
     if (self.lane == 0) {
@@ -241,7 +255,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(BwdPairConsumer<Tra
       held_v.read(smem.v, self.warp_row, self.lane);
       step(std::true_type{});
 #pragma unroll 1
-      for (int i = 1; i < num_blocks; ++i) step(std::false_type{});
+      for (int i = 1; Traits::kMasked ? more : i < num_blocks; ++i) step(std::false_type{});
       start_dk();
       ptx::wgmma_wait<0>();
       end_dk();
@@ -260,10 +274,12 @@ __device__ __forceinline__ void reduce_query_gradients_loop(BwdPairConsumer<Trai
   using Element = typename Traits::Element;
   using Operand = WgmmaOperand<Layout::kKOuter, typename Traits::Slab>;
   constexpr int kOwnSlabs = Traits::kSlabs / 2;  // that are always this block's
-  using Reduction = DqReduction<Traits::kBlockM, Traits::kHeadDim>;
+  // With a mask there are no registers to keep what follows from a block's head.
+  using Reduction = DqReduction<Traits::kBlockM, Traits::kHeadDim, Traits::kMasked>;
   auto& smem = self.smem;
   Ring<Traits::kStages> ds_ring(smem.ds_ring);
   Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
+  BlockSource<Traits> found(smem);
   const int first_slab = self.rank * (Traits::kSlabs - kOwnSlabs);
   const int first_peer_slab = self.rank * (Traits::kSlabs - Traits::kPeerSlabs);
   const auto add_slab = [&](const Reduction& reduction, int slab, bool is_last) {
@@ -288,15 +304,22 @@ __device__ __forceinline__ void reduce_query_gradients_loop(BwdPairConsumer<Trai
   while (const BwdWork* const work = self.queue.read()) {
     self.place_thread();
     const int num_blocks = work->num_query_blocks();
+    [[maybe_unused]] bool more = num_blocks > 0;  // with a mask: blocks that were found
     Reduction reduction(self.params, *work, QueryBlocks(*work), self.warp_row, 0, self.lane);
     // The two thread blocks add the slab in the middle by turns. Where sums come in order, the
     // queries decide whose turn it is, so that it is the same every time.
     int visit = Traits::kOrders ? work->range.begin : 0;
     self.queue.in(smem.k_ring).wait_full();
 #pragma unroll 1
-    for (int i = 0; i < num_blocks; ++i) {
+    for (int i = 0; Traits::kMasked ? more : i < num_blocks; ++i) {
       ds_ring.wait_full();
-      reduction.advance();
+      if constexpr (Traits::kMasked) {
+        const FoundQueries queries = found.read_by_warp(self.lane);
+        more = !queries.is_last();
+        reduction.go_to(queries.block());
+      } else {
+        reduction.advance();
+      }
       if constexpr (Traits::kOrders) turn_ring.wait_full();
       if constexpr (Traits::kSlabs % 2 == 1) {
         if (visit % 2 == self.rank) add_slab(reduction, kOwnSlabs, false);
@@ -320,7 +343,7 @@ __device__ __forceinline__ void reduce_query_gradients_loop(BwdPairConsumer<Trai
 
 template <typename Traits>
 __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits::kThreads, 1)
-    bwd_pair_kernel(const __grid_constant__ BwdParams params,
+    bwd_pair_kernel(const __grid_constant__ typename Traits::Params params,
                     const __grid_constant__ typename Traits::Scheduler scheduler,
                     const __grid_constant__ BwdTensorMaps maps, int num_tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
@@ -341,7 +364,11 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
     } else if (warp == 1) {
       load_v_and_gradients_loop(params, maps, smem, rank);
     } else if (warp == 2) {
-      schedule_and_load_row_values_loop(params, scheduler, num_tiles, smem, rank);
+      if constexpr (Traits::kMasked) {
+        schedule_and_find_queries_loop<Traits>(params, scheduler, num_tiles, smem, rank);
+      } else {
+        schedule_and_load_row_values_loop(params, scheduler, num_tiles, smem, rank);
+      }
     } else if (Traits::kOrders) {
       if constexpr (Traits::kOrders) {
         take_turns_loop<Traits::kBlockM, Traits::kPairN, /*kPools=*/false>(
@@ -372,13 +399,14 @@ __global__ void __cluster_dims__(Traits::kBlocks, 1, 1) __launch_bounds__(Traits
 }
 
 template <typename Traits>
-void launch_bwd_pair_kernel(const BwdParams& params, const cuda::DeviceInfo& device,
-                            Stream stream) {
+void launch_bwd_pair_kernel(const typename Traits::Params& params, const cuda::DeviceInfo& device,
+                            Stream stream, const MaskOrder& order = {}) {
   using Storage = BwdPairSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   const int clusters = device.num_sms / Traits::kBlocks;
-  const auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
+  auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
       params, Traits::kHeadDim, clusters, Traits::kTile.group_first_first);
+  if constexpr (Traits::kMasked) scheduler.order = order;
   const int num_tiles = scheduler.num_tiles();
   if (num_tiles == 0) return;
   const BwdTensorMaps maps =
@@ -397,6 +425,13 @@ void launch_bwd_pair(const BwdParams& params, const cuda::DeviceInfo& device, St
     launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDimV, BwdPairForm::kPlain>>(
         params, device, stream);
   }
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd_pair_masked(const Masked<BwdParams>& params, const MaskOrder& order,
+                            const cuda::DeviceInfo& device, Stream stream) {
+  launch_bwd_pair_kernel<BwdPairTraits<kDType, kHeadDim, kHeadDim, BwdPairForm::kMasked>>(
+      params, device, stream, order);
 }
 
 }  // namespace flash_attn::sm90

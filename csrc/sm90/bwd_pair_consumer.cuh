@@ -17,13 +17,13 @@ enum BwdPairBarrier : int {  // 0 is __syncthreads
 // What a thread of a consumer warpgroup knows of where it stands.
 template <typename Traits>
 struct BwdPairConsumer {
-  const BwdParams& params;
+  const typename Traits::Params& params;
   BwdPairSharedStorage<Traits>& smem;
   WorkReader<BwdWork, Traits::kStages> queue;
   const int rank;      // of the thread block in its cluster: its keys start at rank · kBlockN
   int lane, warp_row;  // warp_row: the first of the warp's 16 rows, keys or queries
 
-  __device__ __forceinline__ BwdPairConsumer(const BwdParams& params,
+  __device__ __forceinline__ BwdPairConsumer(const typename Traits::Params& params,
                                              BwdPairSharedStorage<Traits>& smem, int rank)
       : params(params), smem(smem), queue(smem.queue), rank(rank) {}
 

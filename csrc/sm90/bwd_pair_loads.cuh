@@ -38,6 +38,68 @@ __device__ __forceinline__ void load_query_slabs(Slab (&slabs)[kStages], const C
   }
 }
 
+// Where those who do not read LSE and delta learn of a tile's blocks of queries: all that its keys
+// meet, or with a mask those that were found. of() is the walk of a thread that loads.
+template <typename Traits, bool kMasked = Traits::kMasked>
+class BlockSource {
+ public:
+  __device__ __forceinline__ explicit BlockSource(BwdPairSharedStorage<Traits>&) {}
+  __device__ __forceinline__ QueryBlocks of(const BwdWork& work, bool /*reads*/) const {
+    return QueryBlocks(work);
+  }
+};
+template <typename Traits>
+class BlockSource<Traits, true> {
+ public:
+  __device__ __forceinline__ explicit BlockSource(BwdPairSharedStorage<Traits>& smem)
+      : smem_(smem), ring_(smem.mask.ring) {}
+
+  class Walk {
+   public:
+    __device__ __forceinline__ Walk(BlockSource& source, bool more) : source_(source), more_(more) {
+      if (more_) queries_ = source_.read();
+    }
+    __device__ __forceinline__ operator QueryBlock() const { return queries_.block(); }
+    __device__ __forceinline__ bool more() const { return more_; }
+    __device__ __forceinline__ void advance() {
+      more_ = !queries_.is_last();
+      if (more_) queries_ = source_.read();
+    }
+
+   private:
+    BlockSource& source_;
+    bool more_;
+    FoundQueries queries_;
+  };
+  // reads: in the one thread that walks.
+  __device__ __forceinline__ Walk of(const BwdWork& work, bool reads) {
+    return Walk(*this, reads && work.has_queries());
+  }
+
+  // The next block, for one thread; or for a warp, of which one lane reads.
+  __device__ __forceinline__ FoundQueries read() {
+    ring_.wait_full();
+    const FoundQueries queries = smem_.mask.found[ring_.stage()];
+    ring_.arrive_empty();
+    ring_.advance();
+    return queries;
+  }
+  __device__ __forceinline__ FoundQueries read_by_warp(int lane) {
+    ring_.wait_full();
+    FoundQueries queries;
+    if (lane == 0) {
+      queries = smem_.mask.found[ring_.stage()];
+      ring_.arrive_empty();
+    }
+    ring_.advance();
+    return queries.of_first_lane();
+  }
+
+ private:
+  BwdPairSharedStorage<Traits>& smem_;
+  Ring<BwdPairMaskStorage<Traits>::kFound> ring_;
+};
+
 // Loads Q or dO of the blocks of queries of all tiles. load_keys(work, speaks) loads what stays for
 // a tile, whose place is empty later than that of the first block of queries. A whole warp calls
 // it, of which one thread speaks.
@@ -49,10 +111,11 @@ __device__ __forceinline__ void load_slabs_loop(typename Traits::Slab (&slabs)[k
                                                 const LoadKeys& load_keys) {
   WorkReader queue(smem.queue);
   Ring<kStages> ring(barriers);
+  BlockSource<Traits> blocks(smem);
   const bool speaks = ptx::elect_one();
 #pragma unroll 1
   while (const BwdWork* const work = queue.read()) {
-    QueryBlocks block(*work);
+    auto block = blocks.of(*work, speaks);
     if (speaks && block.more()) {
       load_query_slabs<kSlabs>(slabs, map, *work, block, num_cols, ring);
       block.advance();
@@ -178,6 +241,13 @@ class TileTaker {
   int rank_;
 };
 
+template <typename Traits>
+__device__ __forceinline__ RowScales row_scales(const BwdParams& params) {
+  return {.p = kExactScale,
+          .delta = Traits::kFoldsRows ? 1 : 1 / kExactScale,
+          .scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
+}
+
 // Takes tiles and publishes them; loads LSE and delta. The next tile is taken before this one's
 // last block is waited for: late, so that clusters end together, but early enough for its first
 // loads to hide behind the end of this one. A whole warp calls it.
@@ -185,9 +255,7 @@ template <typename Traits>
 __device__ __forceinline__ void schedule_and_load_row_values_loop(
     const BwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
     BwdPairSharedStorage<Traits>& smem, int rank) {
-  const RowScales scales = {.p = kExactScale,
-                            .delta = Traits::kFoldsRows ? 1 : 1 / kExactScale,
-                            .scale_log2 = Traits::RowValues::scale_log2(params.softmax_scale)};
+  const RowScales scales = row_scales<Traits>(params);
   TileTaker<Traits> tiles(params, smem, rank);
   WorkWriter queue(smem.queue);
   Ring<Traits::kStages> ring(smem.row_ring);

@@ -5,9 +5,11 @@
 #include <type_traits>
 
 #include "bwd_config.h"
+#include "bwd_found_queries.cuh"
 #include "bwd_pair_scores.cuh"
 #include "bwd_row_terms.cuh"
 #include "bwd_work.cuh"
+#include "ordered_scheduler.cuh"
 #include "ptx/cluster.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
@@ -15,14 +17,16 @@
 namespace flash_attn::sm90 {
 
 // The forms, each an instance of its own: dQ's sums come in any order; they come in the same order
-// every time (bwd_dq_order.cuh); or another kernel computes dQ (bwd_wide_dq.cuh), and a thread
-// block is alone.
-enum class BwdPairForm { kPlain, kOrdered, kWithoutDq };
+// every time (bwd_dq_order.cuh); another kernel computes dQ (bwd_wide_dq.cuh), and a thread block is
+// alone; or a mask's hidden tiles are passed over (bwd_pair_masked.cuh).
+enum class BwdPairForm { kPlain, kOrdered, kWithoutDq, kMasked };
 
 template <DType kElementType, int kHeadDimClass, int kHeadDimVClass, BwdPairForm kForm>
 struct BwdPairTraits {
   static constexpr bool kOrders = kForm == BwdPairForm::kOrdered,
-                        kHasDq = kForm != BwdPairForm::kWithoutDq;
+                        kHasDq = kForm != BwdPairForm::kWithoutDq,
+                        kMasked = kForm == BwdPairForm::kMasked;
+  using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;
   static constexpr int kHeadDim = kHeadDimClass, kHeadDimV = kHeadDimVClass;
@@ -70,7 +74,9 @@ struct BwdPairTraits {
   using ScoresOperand = OperandA<1, kBlockM>;       // the same, rounded: Pᵀ, dSᵀ
   using QueryGradient = Accumulator<1, kSlabCols>;  // a slab of dQ
 
-  using Scheduler = TileScheduler<kPairN, TileOrder::kAsTold>;
+  using TilesAsTold = TileScheduler<kPairN, TileOrder::kAsTold>;
+  using Scheduler = std::conditional_t<kMasked, OrderedScheduler<TilesAsTold>, TilesAsTold>;
+  static_assert(!kMasked || kPairN == kOrderedRows);
 };
 
 // Which keys a thread block of a cluster loads for a tile, and how many columns of them. A block
@@ -106,6 +112,18 @@ struct BwdPairKeys {
 // The number of a tile, as the smallest copy to another thread block.
 struct alignas(16) TileNumber {
   int number;
+};
+
+// Holds the blocks of queries that were found, on their way to those who load them and to dQ; and
+// those that were loaded, beside row_values.
+template <typename Traits, bool kMasked = Traits::kMasked>
+struct BwdPairMaskStorage {};
+template <typename Traits>
+struct BwdPairMaskStorage<Traits, true> {
+  // dQ reads a block once S and D are done with it, which may be two further on by then.
+  static constexpr int kFound = 4;
+  FoundQueries found[kFound], of_rows[Traits::kStages];
+  RingBarriers<kFound> ring;
 };
 
 // Sets the slabs behind num_cols columns to 0. Thread `thread` of kThreads calls it.
@@ -144,6 +162,7 @@ struct BwdPairSharedStorage {
   RingBarriers<Traits::kStages> number_ring;
   TileNumber numbers[Traits::kStages];
   WorkQueue<BwdWork, Traits::kStages> queue;
+  [[no_unique_address]] BwdPairMaskStorage<Traits> mask;
 
   __device__ __forceinline__ auto& p(int stage) {
     return reinterpret_cast<typename Traits::ProbabilityTile&>(scores[stage]);
@@ -153,7 +172,9 @@ struct BwdPairSharedStorage {
   __device__ __forceinline__ void zero_absent_slabs(const BwdParams& params, int rank) {
     zero_slabs<Traits::kThreads>(k, params.head_dim, threadIdx.x);
     zero_slabs<Traits::kThreads>(v, params.head_dim_v, threadIdx.x);
-    zero_slabs<Traits::kThreads>(peer_k, BwdPairKeys<Traits>::peer_cols(params, rank), threadIdx.x);
+    // With a mask these columns, kept from here on, would take a register that K's loader lacks.
+    const int peer_cols = Traits::kMasked ? 0 : BwdPairKeys<Traits>::peer_cols(params, rank);
+    zero_slabs<Traits::kThreads>(peer_k, peer_cols, threadIdx.x);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
@@ -172,6 +193,8 @@ struct BwdPairSharedStorage {
     turn_ring.init(1, 1);
     added_ring.init(kWarps, 1);
     number_ring.init(1, 1);
+    // Two threads load, and a lane of each warp of dQ reads for the others.
+    if constexpr (Traits::kMasked) mask.ring.init(1, 2 + kWarps);
     // The two warps that load, who waits for turns, and the consumers.
     queue.init(2 * 32 + 32 * Traits::kOrders + Traits::kConsumerThreads);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);

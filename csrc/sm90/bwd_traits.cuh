@@ -5,9 +5,9 @@
 
 #include "../cuda/attn/score_policy.cuh"
 #include "bwd_config.h"
+#include "bwd_found_queries.cuh"
 #include "bwd_row_terms.cuh"
 #include "bwd_work.cuh"
-#include "masked_scores.cuh"
 #include "ordered_scheduler.cuh"
 #include "shared_bias_scheduler.cuh"
 #include "tile/ring.cuh"
@@ -183,43 +183,6 @@ template <typename Traits>
 struct BwdTermStorage<Traits, BwdForm::kSoftcap> {
   // The rounded P of the queries with which dV does not begin.
   uint4 late_p[(Traits::kBlockM - Traits::kEarly) / 16][Traits::kConsumerThreads];
-};
-
-// A block of queries that the mask does not hide from a block of keys.
-class FoundQueries {
- public:
-  FoundQueries() = default;
-  // states: those of the mask's tiles, as BlockMask::states() gives them.
-  __device__ __forceinline__ FoundQueries(const QueryBlock& block, uint32_t states, bool is_last)
-      : head_(block.head), bits_(static_cast<uint32_t>(block.m) << 9 | states << 1 | is_last) {}
-
-  __device__ __forceinline__ QueryBlock block() const {
-    return {.head = static_cast<int>(head_ & ~(kLabels | kSecond)),
-            .m = static_cast<int>(bits_ >> 9)};
-  }
-  __device__ __forceinline__ bool is_last() const { return (bits_ & 1) != 0; }
-  __device__ __forceinline__ uint32_t states() const { return bits_ >> 1 & 0xff; }
-
-  // What the rows of its mixed tiles are like: whether their intervals are of labels, not of
-  // positions, and whether some row has a second one.
-  __device__ __forceinline__ void set_form(bool has_labels, bool has_second) {
-    head_ |= (has_labels ? kLabels : 0) | (has_second ? kSecond : 0);
-  }
-  __device__ __forceinline__ bool has_labels() const { return (head_ & kLabels) != 0; }
-  __device__ __forceinline__ bool has_second() const { return (head_ & kSecond) != 0; }
-
- private:
-  static constexpr uint32_t kLabels = 1u << 31, kSecond = 1u << 30;  // beside the head
-
-  uint32_t head_, bits_;
-};
-
-// What the mask's rows say of a block's keys. Each has two parts: intervals, as beginning and
-// length, or the words of bits of both tiles of keys. A thread reads those of two neighbours at
-// once.
-template <int kBlockM>
-struct MaskRows {
-  alignas(16) uint2 parts[2][kBlockM];
 };
 
 // Holds the blocks that were found, on their way to the loader; those that were loaded, beside

@@ -27,6 +27,12 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
       "the GPU is not of compute capability 9.0");
 }
 
+// Whether the kernels that skip the hidden tiles of a mask serve the call.
+bool skips_tiles(const CallShape& call) {
+  const bool has_terms = call.alibi || call.softcap || call.dropout;
+  return call.tile_mask && !has_terms && !call.ragged && !call.max_logits && !call.deterministic;
+}
+
 void refuse_backward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.bias_gradient && call.bias_of_keys,
                     "the gradient of an attn_bias that broadcasts the queries is not supported");
@@ -50,7 +56,7 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   };
   refuse_there(call.alibi, "alibi_slopes");
   refuse_there(call.softcap, "softcap");
-  refuse_there(call.bias, "attn_bias");
+  refuse_there(call.bias && !skips_tiles(call), "attn_bias");
   refuse_there(call.dropout, "dropout_p");
 }
 
@@ -104,15 +110,6 @@ int decode_splits(const CallShape& call) {
     }
   }
   return best;
-}
-
-// Whether the kernels that skip the hidden tiles of a mask serve the call.
-bool skips_tiles(const CallShape& call) {
-  const bool has_terms = call.alibi || call.softcap || call.dropout;
-  const bool is_wide_backward = call.op == Op::kBackward &&
-                                std::max(call.head_dim, call.head_dim_v) > kBwdMaxSingleHeadDim;
-  return call.tile_mask && !has_terms && !call.ragged && !call.max_logits && !call.deterministic &&
-         !is_wide_backward;
 }
 
 double cost(const CallShape& call) {

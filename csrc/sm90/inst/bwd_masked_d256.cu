@@ -1,0 +1,10 @@
+#include "../bwd_pair.cuh"
+
+namespace flash_attn::sm90 {
+
+template void launch_bwd_pair_masked<DType::kFp16, 256>(const Masked<BwdParams>&, const MaskOrder&,
+                                                        const cuda::DeviceInfo&, Stream);
+template void launch_bwd_pair_masked<DType::kBf16, 256>(const Masked<BwdParams>&, const MaskOrder&,
+                                                        const cuda::DeviceInfo&, Stream);
+
+}  // namespace flash_attn::sm90
