@@ -77,6 +77,7 @@ PLAIN_FORMS = {
     "kOrdered",
     "kPooledInOrder",
     "kSplit",
+    "kWithoutDq",
     "kMaxLogits",
     "kMasked",
 }
@@ -84,7 +85,7 @@ PLAIN_FORMS = {
 
 def form_of(kernel: str) -> str | None:
     """The enumerator that a symbol of sm90 tells by its number."""
-    at = re.search(r"::(Fwd|Bwd)Form\)(\d+)", kernel)
+    at = re.search(r"::(Fwd|Bwd|BwdPair)Form\)(\d+)", kernel)
     if at is None:
         return None
     sources = (path.read_text() for path in (SOURCES / "sm90").glob("*.cuh"))

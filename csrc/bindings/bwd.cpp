@@ -79,7 +79,7 @@ void widen_gradients(BwdParams& params, const Plan& plan, const BwdArgs& args, a
   // Of fp32 all are. Where sequences are dealt out, the kernels of some write 16 bits alone.
   if (params.dtype == DType::kFp32 || deals_out_sequences(args.attn)) return;
   const bool on_sm90 = plan.backend == Backend::kSm90;
-  // Sums in memory are converted by a kernel of their own. But sm90's of a mask are a pool, whose
+  // Sums in memory are converted by a kernel of their own. But sm90's of a mask may be a pool, whose
   // kernel rounds them itself, and sm80's deterministic backward has none.
   const bool has_sums = on_sm90 ? !plan.skips_tiles : !params.deterministic;
   params.wide_query_gradient = args.wide_query_gradient && has_sums;

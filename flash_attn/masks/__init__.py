@@ -25,8 +25,8 @@ enough; nothing for block-sparse masks; and else a bit for each query and key.
 
 The kernels that skip tiles are those of sm80, on every GPU: fp16 and bf16, head dims up to 256, not
 varlen, no softcap, ALiBi or dropout; in the backward not deterministic, and 163 KB of shared memory
-a thread block. On Hopper sm90 has such kernels for head dims up to 128. In any other call, and on
-the CPU, a mask is read as a bool tensor, which takes O(seqlen²) memory. can_use says which it is.
+a thread block. On Hopper sm90 has such kernels for the same calls. In any other call, and on the
+CPU, a mask is read as a bool tensor, which takes O(seqlen²) memory. can_use says which it is.
 """
 
 import torch
