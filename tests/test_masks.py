@@ -262,8 +262,8 @@ def test_varlen(target: Target) -> None:
 FEW_OF_MANY = [
     Case(batch=1, seqlen_q=150, seqlen_k=9000, heads_q=4, heads_kv=2, dtype="bf16", d=128),
     Case(batch=2, seqlen_q=4500, seqlen_k=150, heads_q=4, heads_kv=2, dtype="fp16", d=64),
-    Case(batch=1, seqlen_q=150, seqlen_k=4500, heads_q=2, heads_kv=1, dtype="fp16", d=256),
-    Case(batch=1, seqlen_q=4500, seqlen_k=150, heads_q=2, heads_kv=1, dtype="bf16", d=192),
+    Case(batch=1, seqlen_q=150, seqlen_k=4500, heads_q=2, heads_kv=1, dtype="fp16", d=208),
+    Case(batch=1, seqlen_q=4500, seqlen_k=150, heads_q=2, dtype="bf16", d=192, d_v=128),
 ]
 
 
@@ -311,10 +311,8 @@ def test_more_heads_than_places_of_a_pool(case: Case, name: str, target: Target)
     check_mask(case, name, target)
 
 
-@each_mask(["blocks", "bool", "shuffled-documents"], SMALL)
-def test_wide_gradients(case: Case, name: str, target: Target) -> None:
-    """The op's dq, dk and dv in fp32 are what is rounded otherwise."""
-    problem = Problem(case, 5, target.device)
+def backward_arguments(problem: Problem, name: str, target: Target) -> dict[str, object]:
+    """Of the op bwd, behind the op fwd."""
     arguments = op_arguments(problem) | dict(q=problem.q, k=problem.k, v=problem.v)
     tiled = lowered(problem, MASKS[name](problem))
     arguments |= {f"mask_{part}": x for part, x in tiled._asdict().items()}
@@ -323,6 +321,30 @@ def test_wide_gradients(case: Case, name: str, target: Target) -> None:
     arguments |= dict(dout=problem.dout, dlse=None, out=out, softmax_lse=lse)
     arguments |= dict(grad_mask=[True, True, True, False, False])
     del arguments["return_probs"]
+    return arguments
+
+
+@each_mask(["blocks", "shuffled-documents"], SMALL, (SM90,))
+def test_backward_of_another_backend(case: Case, name: str, target: Target) -> None:
+    """The backward chooses again: sm80's takes what sm90's forward left."""
+    problem = Problem(case, 5, target.device)
+    arguments = backward_arguments(problem, name, target) | dict(backend=SM80.backend)
+    gradients = torch.ops.flash_attn.bwd(**arguments)[:3]
+    results = {"out": arguments["out"], "lse": arguments["softmax_lse"]}
+    problem.attn_bias = seen_by(problem, MASKS[name](Problem(case, 5, target.device)))
+    problem.case = case.with_(bias="bool")
+    compare(
+        problem,
+        results | dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        expect(problem),
+    )
+
+
+@each_mask(["blocks", "bool", "shuffled-documents"], SMALL)
+def test_wide_gradients(case: Case, name: str, target: Target) -> None:
+    """The op's dq, dk and dv in fp32 are what is rounded otherwise."""
+    problem = Problem(case, 5, target.device)
+    arguments = backward_arguments(problem, name, target)
     with dirty_allocator(problem.device, "nan"):
         narrow = torch.ops.flash_attn.bwd(**arguments)[:3]
         wide = torch.ops.flash_attn.bwd(
