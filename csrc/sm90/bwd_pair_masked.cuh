@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t find_seen(uint32_t state, const TileMask& ma
                            block.head * mask.rows_head_stride;
   key += fragment_row(0, lane);
   const int first_query = block.m * kMaskTile + fragment_col(0, lane);
-  // of_query gives bits 0 and 2 of one query. Few reads are under way at once, as registers are
-  // short.
+  // of_query gives bits 0 and 2 of one query. Eight reads are under way at once, for which there
+  // are registers until S is there.
   const auto find = [&](const auto& of_query) {
     uint32_t seen = 0;
 #pragma unroll 4
