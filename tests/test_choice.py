@@ -215,8 +215,8 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="bwd"), "sm90; bwd:"),
         (dict(op="bwd", softcap=True), "sm90; bwd:"),
         (dict(op="decode", tokens=8), "cuda; decode:"),
-        (dict(op="decode", tokens=9), "cuda; decode, each sequence in 4 pieces:"),
-        (dict(op="decode", tokens=20), "cuda; decode, each sequence in 4 pieces:"),
+        (dict(op="decode", tokens=9), "cuda; decode:"),
+        (dict(op="decode", tokens=20), "cuda; decode:"),
         (dict(op="decode", appends=True, sink=True), "cuda; decode"),
         (dict(op="decode", appends=True, rotates=True), "cuda; decode"),
         (dict(op="decode", appends=True, rotates=True, head_dim=200), "cuda; decode"),
@@ -273,8 +273,10 @@ def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:
     ("heads", "head_dim", "batch", "tokens", "capacity", "plan"),
     [
         ((32, 8), 128, 1, 1, 8192, "cuda; decode, each sequence in 8 pieces:"),
-        ((32, 8), 128, 1, 8, 8192, "cuda; decode, each sequence in 4 pieces:"),
-        # Row tiles of the same keys fill the device in pieces.
+        # Row tiles of the same keys fill the device in pieces, as far as it has room for them.
+        ((32, 8), 128, 1, 8, 8192, "cuda; decode, each sequence in 8 pieces:"),
+        ((64, 8), 128, 4, 6, 2048, "cuda; decode, each sequence in 2 pieces:"),
+        ((32, 2), 128, 16, 6, 2048, "cuda; decode:"),
         ((16, 16), 64, 1, 64, 8192, "cuda; decode, each sequence in 4 pieces:"),
         ((32, 8), 128, 1, 32, 8192, "cuda; decode, each sequence in 4 pieces:"),
         # Long keys beside more queries: the forward, whose narrow tiles are two on an SM.

@@ -77,11 +77,10 @@ int64_t all_row_tiles(const CallShape& call) {
   return row_tiles(call) * call.heads_kv * call.batch;
 }
 
-// Whether several row tiles read the same keys, at the same time. Calls of fewer tokens were timed
+// Whether several row tiles read the same keys, at the same time. Calls of one token were timed
 // without this, and keep their pieces.
 bool shares_reads(const CallShape& call) {
-  constexpr int64_t kLeastTokens = 9;
-  return call.tokens >= kLeastTokens && row_tiles(call) > 1 && !is_8bit(call.cache_dtype);
+  return call.tokens > 1 && row_tiles(call) > 1 && !is_8bit(call.cache_dtype);
 }
 
 // Half of the SMs saturate the memory, all of them where page numbers are looked up. Of 8 bits a
@@ -115,13 +114,16 @@ DecodeCost decode_cost(const CallShape& call) {
 
 // Into how many equal pieces each sequence is cut, by the cost of a call.
 int best_num_splits(const CallShape& call) {
-  constexpr int kMaxSplits = 256, kAlwaysTried = 4;
+  constexpr int kMaxSplits = 256;
+  // More blocks than there is room for pay where each waits for its own reads, and not where they
+  // share them.
+  const int64_t always_tried = shares_reads(call) ? 1 : 4;
   const DecodeCost cost = decode_cost(call);
   int best = 1;
   double best_cost = cost.of(1);
   const int64_t one_wave = cost.resident / cost.row_tiles;
   const int64_t most =
-      std::min<int64_t>({cost.tiles, kMaxSplits, std::max<int64_t>(one_wave, kAlwaysTried)});
+      std::min<int64_t>({cost.tiles, kMaxSplits, std::max(one_wave, always_tried)});
   for (int splits = 2; splits <= most; ++splits) {
     const double splits_cost = cost.of(splits);
     if (splits_cost < best_cost) {
