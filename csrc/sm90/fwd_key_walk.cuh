@@ -20,6 +20,7 @@ class KeyWalk {
   static constexpr bool kAddsBias = Traits::kStagedBias && !Traits::kStartsWithBias;
   static constexpr float kShare = 0.125f;  // of the sum so far, where maxima are true
   static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
+  using MaskRows = BlockMask::Rows<Traits::kHeadDim>;
 
  public:
   // S holds the scores of the first block.
@@ -75,7 +76,7 @@ class KeyWalk {
   __device__ __forceinline__ void first(Probabilities& P) {
     bring_bias(P);
     look_ahead();
-    BlockMask::RowPair rows;
+    MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
@@ -114,7 +115,7 @@ class KeyWalk {
     self.release_bias();
     bring_bias(P_next);
     look_ahead();
-    BlockMask::RowPair rows;
+    MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
     ptx::wgmma_wait<1>();
     pin(S);
@@ -312,13 +313,12 @@ class KeyWalk {
 
   // While the products run, reads which block has come, and what the mask lets the lane's queries
   // see of it.
-  __device__ __forceinline__ BlockMask::RowPair bring_mask() {
+  __device__ __forceinline__ MaskRows bring_mask() {
     // The lane that releases the stage is the one that reads it.
     if (self.lane == 0) found = self.smem.mask.of_k[self.k_ring.stage()];
     found = found.of_first_lane();
-    if (!is_masked()) return {};
-    return score.template row_pair<kTiles>(
-        row_intervals, {work.first_row + self.warp_row, found_key()}, self.lane);
+    const ScorePlace place = {work.first_row + self.warp_row, found_key()};
+    return score.template rows<kTiles, MaskRows>(row_intervals, place, states(), self.lane);
   }
   // The first key of the block that has come.
   __device__ __forceinline__ int found_key() const {
@@ -332,8 +332,8 @@ class KeyWalk {
     return found.template states_of<kTiles>(self.warpgroup);
   }
   // Sets S to -inf where the mask hides it.
-  __device__ __forceinline__ void hide(const BlockMask::RowPair& rows) const {
-    if (is_masked()) score.hide(S, rows, states(), found_key(), self.lane);
+  __device__ __forceinline__ void hide(const MaskRows& rows) const {
+    if (MaskRows::kBranchless || is_masked()) score.hide(S, rows, states(), found_key(), self.lane);
   }
 
   __device__ __forceinline__ const float* key_bias() const {

@@ -27,18 +27,41 @@ class BlockMask : public MaskedScores {
     return states;
   }
 
-  // What two queries see of a block's keys. For each query it is a word of bits for each tile or,
-  // by labels, two intervals as beginning and length.
-  struct RowPair {
-    uint4 of_query[2];
-    bool by_labels;
-  };
-
   // What the mask says of two queries for all blocks of keys, and how.
   struct RowIntervals {
     int4 of_query[2];
     bool has_bits, has_labels;
   };
+
+  // What two queries see of a block's keys. For each query it is a word of bits for each tile or,
+  // by labels, two intervals as beginning and length.
+  struct RowPair {
+    static constexpr bool kBranchless = false;
+    uint4 of_query[2];
+    bool by_labels;
+  };
+  // The same of a block of one tile, a bit for each key: of the first query, then of the second.
+  // What hides by it has no branch. Beside an O of 256 columns no registers are left for a second
+  // S, which a branch would need, nor for RowIntervals.
+  struct RowBits {
+    static constexpr bool kBranchless = true;
+    uint4 bits;
+  };
+  template <int kHeadDim>
+  using Rows = std::conditional_t<(kHeadDim > 192), RowBits, RowPair>;
+
+  // What queries see of a block whose tiles have these states.
+  template <int kTiles, typename Rows>
+  __device__ __forceinline__ Rows rows(const RowIntervals& intervals, ScorePlace place,
+                                       uint32_t states, int lane) const {
+    if constexpr (Rows::kBranchless) {
+      return seen_bits(place, states, lane);
+    } else {
+      constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
+      if (states == kAllSeen) return {};
+      return row_pair<kTiles>(intervals, place, lane);
+    }
+  }
 
   // Reads it of the lane's two queries in the 16 from first_query on.
   __device__ __forceinline__ RowIntervals row_intervals(int first_query, int lane) const {
@@ -140,7 +163,30 @@ class BlockMask : public MaskedScores {
     }
   }
 
+  __device__ __forceinline__ void hide(Accumulator<1, kMaskTile>& S, const RowBits& rows,
+                                       uint32_t /*states*/, int /*first_key*/, int /*lane*/) const {
+#pragma unroll
+    for (int i = 0; i < kMaskTile / 4; ++i) {
+      const int col = fragment_col(i, 0);
+      const uint32_t first = col < 32 ? rows.bits.x : rows.bits.y;
+      const uint32_t second = col < 32 ? rows.bits.z : rows.bits.w;
+      S.at(0, i) = (first >> col % 32 & 1) != 0 ? S.at(0, i) : -INFINITY;
+      S.at(1, i) = (second >> col % 32 & 1) != 0 ? S.at(1, i) : -INFINITY;
+    }
+  }
+
  private:
+  __device__ __forceinline__ RowBits seen_bits(ScorePlace place, uint32_t state, int lane) const {
+    if (state == kTileSeen) return {{~0u, ~0u, ~0u, ~0u}};
+    if (state == kTileHidden || rows_ == nullptr) return {};
+    const int first_key = place.key + fragment_col(0, lane);
+    const auto seen = [&](int row) {
+      return keys_seen<kMaskTile / 4>(place.query + fragment_row(row, lane), first_key);
+    };
+    const uint64_t first = seen(0), second = seen(1);
+    return {{static_cast<uint32_t>(first), static_cast<uint32_t>(first >> 32),
+             static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)}};
+  }
   struct Seen {
     bool of_query[2];
     __device__ __forceinline__ bool operator[](int row) const { return of_query[row]; }
