@@ -23,7 +23,7 @@ class Target:
     def marks(self) -> list[pytest.MarkDecorator]:
         if self.device == "cuda":
             return [pytest.mark.gpu]
-        served = self.backend != "aten" and (self.backend != "sm90" or SIMULATED == "90")
+        served = self.backend != "sm90" or SIMULATED == "90"
         return [pytest.mark.simulated] if SIMULATED and served else []
 
 

@@ -51,9 +51,9 @@ ALLOWED = {
         "sm90/tile",
         "sm90/ptx",
     },
-    "aten": {"core"},
+    "aten": {"core", "cuda"},
     "bindings": {"core", "aten", "cuda", "cuda/cache", "cuda/decode", "sm80", "sm90"},
-    "simulator": {"bindings", "cuda"},
+    "simulator": {"aten", "cuda"},
     "simulator/include/cuda": {"simulator"},
 }
 # Files that stand in for others of the same path where a kernel meets a simulated GPU.

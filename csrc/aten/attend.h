@@ -21,8 +21,9 @@ struct KeyTiles {
 OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Block keys,
                      const at::Tensor& sink);
 
-// out (zeros) like q with v's head dim, lse (−inf): what no sequence covers stays as it is.
-std::tuple<at::Tensor, at::Tensor> make_outputs(const Args& args);
+// out like q with v's head dim, and lse: zeros and −inf, as what no sequence covers stays as it is,
+// unless all rows will be written.
+std::tuple<at::Tensor, at::Tensor> make_outputs(const Args& args, bool all_written);
 
 // max_logits (heads_q) of a call, all -inf, or empty if not wanted; and what a block of rows adds
 // to them.

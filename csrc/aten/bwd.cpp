@@ -22,6 +22,8 @@
 #include <vector>
 
 #include "aten/attention.h"
+#include "aten/gpu_tiles.h"
+#include "aten/grads.h"
 #include "aten/slice.h"
 #include "aten/tile.h"
 
@@ -29,11 +31,16 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
-namespace {
+void add_bias_grad(const Tensor& dbias, const Tensor& ds, Block rows, Block keys) {
+  const Tensor part = ScoreTerms::bias_tile(dbias, rows, keys);
+  std::vector<int64_t> broadcast;
+  for (int64_t dim = 0; dim < 4; ++dim) {
+    if (part.size(dim) == 1 && ds.size(dim) > 1) broadcast.push_back(dim);
+  }
+  part.add_(broadcast.empty() ? ds : ds.sum(broadcast, /*keepdim=*/true));
+}
 
-struct GradMask {
-  bool q, k, v, bias, sink;
-};
+namespace {
 
 // What backward needs of a block of query rows, in tiles.
 struct RowBlock {
@@ -43,15 +50,8 @@ struct RowBlock {
   Tensor dq;  // grows with each block of keys
 };
 
-// The gradients of a slice as tensors to write to.
-struct SliceGrads {
-  Tensor dq, dk, dv;  // (batch, heads, length, d)
-  Tensor dbias;       // like ScoreTerms::bias, but in the dtype computed in
-  Tensor dsink;       // (batch, heads)
-};
-
-std::vector<RowBlock> load_row_blocks(const Slice& slice, const Tensor& dout, const Tensor& out,
-                                      const Tensor& lse, const Tensor& dlse) {
+std::vector<RowBlock> load_row_blocks(const Slice& slice, const SavedRows& saved) {
+  const auto& [dout, out, lse, dlse] = saved;
   std::vector<RowBlock> blocks;
   for (int64_t i = 0; i < slice.count_row_blocks(); ++i) {
     RowBlock r;
@@ -65,16 +65,6 @@ std::vector<RowBlock> load_row_blocks(const Slice& slice, const Tensor& dout, co
     blocks.push_back(std::move(r));
   }
   return blocks;
-}
-
-// dbias += dS, summed over the dimensions that bias broadcasts.
-void add_bias_grad(const Tensor& dbias, const Tensor& ds, Block rows, Block keys) {
-  const Tensor part = ScoreTerms::bias_tile(dbias, rows, keys);
-  std::vector<int64_t> broadcast;
-  for (int64_t dim = 0; dim < 4; ++dim) {
-    if (part.size(dim) == 1 && ds.size(dim) > 1) broadcast.push_back(dim);
-  }
-  part.add_(broadcast.empty() ? ds : ds.sum(broadcast, /*keepdim=*/true));
 }
 
 // One tile: rows of r against keys k, v; adds to r.dq, dk, dv, dbias.
@@ -102,8 +92,9 @@ void backward_tile(const Slice& slice, const GradMask& need, RowBlock& r, Block 
   if (need.k) tile.add_transposed_product(dk, ds, r.q);  // dK += dSᵀ Q
 }
 
-void backward_slice(const Slice& slice, const GradMask& need, std::vector<RowBlock>& row_blocks,
+void backward_slice(const Slice& slice, const GradMask& need, const SavedRows& saved,
                     const SliceGrads& grads) {
+  std::vector<RowBlock> row_blocks = load_row_blocks(slice, saved);
   const ScoreTerms& terms = slice.terms;
   for (int64_t j = 0; j < slice.count_key_blocks(); ++j) {
     const Block block = slice.key_block(j);
@@ -155,15 +146,20 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
   const GradMask need = {q, k, v, bias && args.attn_bias, sink && args.learnable_sink};
 
   // What no sequence covers stays zero.
+  const bool all_written =
+      call.on_gpu && !call.queries.padded() && !call.keys.padded() && call.count_slices() > 0;
   const auto options = args.q.options(), compute = options.dtype(compute_dtype(args.q));
   const auto zeros_like = [&](bool needed, const Tensor& x, const at::TensorOptions& as) {
     return needed ? at::zeros(x.sizes(), as) : at::empty({0}, as);
   };
+  const auto gradient_like = [&](bool needed, const Tensor& x) {
+    return needed && all_written ? at::empty(x.sizes(), options) : zeros_like(needed, x, options);
+  };
   Grads grads;
   const auto& [into_q, into_k, into_v] = into;
-  grads.dq = into_q.defined() ? into_q : zeros_like(need.q, args.q, options);
-  grads.dk = into_k.defined() ? into_k : zeros_like(need.k, args.k, options);
-  grads.dv = into_v.defined() ? into_v : zeros_like(need.v, args.v, options);
+  grads.dq = into_q.defined() ? into_q : gradient_like(need.q, args.q);
+  grads.dk = into_k.defined() ? into_k : gradient_like(need.k, args.k);
+  grads.dv = into_v.defined() ? into_v : gradient_like(need.v, args.v);
   grads.dbias = need.bias ? zeros_like(true, *args.attn_bias, compute) : at::empty({0}, options);
   const Tensor dsink = at::zeros({call.queries.batch(), args.q.size(-2)}, compute);
 
@@ -175,9 +171,8 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
     const auto queries = [&](const Tensor& x) {
       return call.queries.load(x, slice.batches).narrow(1, slice.heads.first, slice.heads.size());
     };
-    std::vector<RowBlock> row_blocks =
-        load_row_blocks(slice, queries(dout), queries(out), queries(lse_tokens(lse)),
-                        dlse ? queries(lse_tokens(*dlse)) : Tensor());
+    const SavedRows saved = {queries(dout), queries(out), queries(lse_tokens(lse)),
+                             dlse ? queries(lse_tokens(*dlse)) : Tensor()};
     SliceGrads parts;
     if (dq) parts.dq = dq->part(slice.batches, slice.heads);
     if (dk) parts.dk = dk->part(slice.batches, slice.kv_heads);
@@ -185,7 +180,8 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
     if (need.bias) parts.dbias = broadcast_part(grads.dbias, slice);
     parts.dsink = dsink.narrow(0, slice.batches.first, slice.batches.size())
                       .narrow(1, slice.heads.first, slice.heads.size());
-    backward_slice(slice, need, row_blocks, parts);
+    slice.on_gpu ? bwd_on_gpu(slice, need, saved, parts)
+                 : backward_slice(slice, need, saved, parts);
   });
   if (dq) dq->finish();
   if (dk) dk->finish();

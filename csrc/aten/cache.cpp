@@ -7,6 +7,7 @@
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/zeros.h>
 
+#include "aten/gpu_tiles.h"
 #include "aten/parallel.h"
 #include "aten/tile.h"
 
@@ -22,7 +23,7 @@ Cache::Cache(const DecodeArgs& args)
   if (args.k_cache.size(0) == 0) capacity_ = 0;
   const int64_t batch = args.q.size(0);
   if (!args.cache_batch_idx) {
-    table_ = args.block_table ? *args.block_table : at::arange(batch, int64_).unsqueeze(-1);
+    if (args.block_table) table_ = *args.block_table;
   } else if (!args.block_table) {
     table_ = args.cache_batch_idx->unsqueeze(-1);
   } else {
@@ -50,8 +51,10 @@ Tensor Cache::leftpad() const {
 Cache::Places Cache::places(Block batches, const Tensor& position) const {
   const int64_t pages = args_.k_cache.size(0);
   const Tensor inside = position.clamp(0, capacity_ - 1);
+  const Tensor table =
+      table_.defined() ? table_ : at::arange(args_.q.size(0), int64_).unsqueeze(-1);
   const Tensor page =
-      table_.narrow(0, batches.first, batches.size())
+      table.narrow(0, batches.first, batches.size())
           .gather(1, inside.floor_divide(page_size_).expand({batches.size(), position.size(1)}))
           .to(at::kLong);
   const Tensor exists = page.ge(0).logical_and_(page.lt(pages)).logical_and_(inside.eq(position));
@@ -60,30 +63,35 @@ Cache::Places Cache::places(Block batches, const Tensor& position) const {
 
 bool Cache::all_exist(int64_t batch, Block positions) const {
   if (positions.size() == 0 || full()) return true;
+  if (!table_.defined()) return batch < args_.k_cache.size(0);
   const int64_t first = positions.first / page_size_, last = (positions.last - 1) / page_size_;
   const Tensor pages = table_.select(0, batch).narrow(0, first, last - first + 1);
   return pages.ge(0).logical_and_(pages.lt(args_.k_cache.size(0))).all().item<bool>();
 }
 
-Tensor Cache::key_tile(Block batches, Block kv_heads, Block positions) const {
-  return tile(args_.k_cache, args_.k_descale, batches, kv_heads, positions);
-}
-
-Tensor Cache::value_tile(Block batches, Block kv_heads, Block positions) const {
-  return tile(args_.v_cache, args_.v_descale, batches, kv_heads, positions);
+std::pair<Tensor, Tensor> Cache::tiles(Block batches, Block kv_heads, Block positions,
+                                       const Places* places) const {
+  return {tile(args_.k_cache, args_.k_descale, batches, kv_heads, positions, places),
+          tile(args_.v_cache, args_.v_descale, batches, kv_heads, positions, places)};
 }
 
 Tensor Cache::tile(const Tensor& cache, const std::optional<Tensor>& descale, Block batches,
-                   Block kv_heads, Block positions) const {
-  const at::ScalarType dtype = compute_dtype(args_.q);
-  Tensor x = rows(cache.narrow(2, kv_heads.first, kv_heads.size()), batches, positions)
+                   Block kv_heads, Block positions, const Places* places) const {
+  const at::ScalarType dtype = tile_dtype();
+  Tensor x = rows(cache.narrow(2, kv_heads.first, kv_heads.size()), batches, positions, places)
                  .transpose(1, 2)
                  .to(dtype);
   if (descale) x = x * descale_factors(*descale, batches, kv_heads, dtype);
   return pack(x, batches.size() * kv_heads.size());
 }
 
-Tensor Cache::rows(const Tensor& cache, Block batches, Block positions) const {
+at::ScalarType Cache::tile_dtype() const {
+  const bool as_stored = has_kernels(args_.q) && args_.k_cache.element_size() > 1;
+  return as_stored ? args_.q.scalar_type() : compute_dtype(args_.q);
+}
+
+Tensor Cache::rows(const Tensor& cache, Block batches, Block positions,
+                   const Places* places) const {
   const int64_t column = positions.first / page_size_, slot = positions.first % page_size_;
   if (!args_.block_table && !args_.cache_batch_idx) {
     return cache.narrow(0, batches.first, batches.size()).narrow(1, slot, positions.size());
@@ -102,8 +110,15 @@ Tensor Cache::rows(const Tensor& cache, Block batches, Block positions) const {
       return whole.flatten(0, 1).narrow(0, slot, positions.size()).unsqueeze(0);
     }
   }
+  if (places != nullptr) {
+    const auto of_block = [&](const Tensor& x) {
+      return x.narrow(1, positions.first, positions.size());
+    };
+    return at::index(as_bytes(cache), {of_block(places->page), of_block(places->slot)})
+        .view(cache.scalar_type());
+  }
   const Tensor position = at::arange(positions.first, positions.last, int64_).unsqueeze(0);
-  const Places at = places(batches, position);
+  const Places at = this->places(batches, position);
   return at::index(as_bytes(cache), {at.page, at.slot}).view(cache.scalar_type());
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
 
 #include "aten/attention.h"
 #include "aten/block_range.h"
@@ -37,19 +38,24 @@ class Cache {
   // Whether all of these positions of one sequence exist; the host reads the table.
   bool all_exist(int64_t batch, Block positions) const;
 
-  // Some keys or values as a tile (tile.h) of the dtype that q is computed in.
-  at::Tensor key_tile(Block batches, Block kv_heads, Block positions) const;
-  at::Tensor value_tile(Block batches, Block kv_heads, Block positions) const;
+  // What the products with keys and values are of: that which q is computed in, but on a GPU 16 bits
+  // where the cache has them.
+  at::ScalarType tile_dtype() const;
+  // Some keys and values as tiles (tile.h) of that dtype. places: of these batches' positions from 0
+  // on, if known.
+  std::pair<at::Tensor, at::Tensor> tiles(Block batches, Block kv_heads, Block positions,
+                                          const Places* places = nullptr) const;
 
  private:
   at::Tensor tile(const at::Tensor& cache, const std::optional<at::Tensor>& descale, Block batches,
-                  Block kv_heads, Block positions) const;
+                  Block kv_heads, Block positions, const Places* places) const;
   // The same positions of these sequences, (batches, n, heads, d): a view where they lie together.
-  at::Tensor rows(const at::Tensor& cache, Block batches, Block positions) const;
+  at::Tensor rows(const at::Tensor& cache, Block batches, Block positions,
+                  const Places* places) const;
 
   const DecodeArgs& args_;
   at::TensorOptions int64_;
-  at::Tensor table_;  // int32 or int64 (batch, pages of a sequence)
+  at::Tensor table_;  // int32 or int64 (batch, pages of a sequence); undefined: a row each
   int64_t page_size_, capacity_;
 };
 

@@ -9,11 +9,13 @@
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "aten/attend.h"
 #include "aten/attention.h"
 #include "aten/cache.h"
+#include "aten/gpu_tiles.h"
 #include "aten/parallel.h"
 #include "aten/tile.h"
 
@@ -26,25 +28,34 @@ namespace {
 // Where num_splits is 0. A constant, so that a sequence's result has the same bits in every batch.
 constexpr int64_t kKeysPerSplit = 1024;
 
+// A slice and the positions of the cache that any of its sequences has keys at.
+struct CacheSlice {
+  Slice slice;
+  Block keys;
+  std::optional<Cache::Places> places;  // of all positions, where only the device knows lengths
+};
+
 // Some rows of a slice against one split of the keys that they see.
 struct Piece {
-  const Slice* slice;
+  const CacheSlice* part;
   Block rows, keys;
   bool first;  // of these rows
   OnlineSoftmax state;
 };
 
 // Adds the pieces of a block of rows, at least one.
-void cut_into_splits(const Slice& slice, Block rows, Block keys, int64_t num_splits,
+void cut_into_splits(const CacheSlice& part, Block rows, int64_t num_splits,
                      std::vector<Piece>& pieces) {
-  const Block visible = slice.terms.visible_keys(rows, keys);
-  const int64_t step = num_splits > 0
-                           ? std::max<int64_t>((visible.size() + num_splits - 1) / num_splits, 1)
-                           : kKeysPerSplit;
+  const Slice& slice = part.slice;
+  const Block visible = slice.terms.visible_keys(rows, part.keys);
+  const int64_t step =
+      slice.on_gpu     ? std::max<int64_t>(visible.size(), 1)  // a tile has work for all of it
+      : num_splits > 0 ? std::max<int64_t>((visible.size() + num_splits - 1) / num_splits, 1)
+                       : kKeysPerSplit;
   Block left = visible;
   do {
     const Block split = left & Block{left.first, left.first + step};
-    pieces.push_back({&slice, rows, split, left.first == visible.first, {}});
+    pieces.push_back({&part, rows, split, left.first == visible.first, {}});
     left.first += step;
   } while (left.size() > 0);
 }
@@ -79,12 +90,6 @@ Args as_attention(const DecodeArgs& args, const Cache& cache) {
           .wants_max_logits = args.wants_max_logits};
 }
 
-// A slice and the positions of the cache that any of its sequences has keys at.
-struct CacheSlice {
-  Slice slice;
-  Block keys;
-};
-
 // Sequences of one length that the host knows: one sequence, or all of a full cache.
 void bound_on_host(CacheSlice& part, const Cache& cache, int64_t length, int64_t leftpad) {
   ScoreTerms& terms = part.slice.terms;
@@ -110,8 +115,8 @@ void bound_on_device(CacheSlice& part, const Cache& cache, const Tensor& lengths
       (column(lengths) - part.slice.seqlen_q()).unsqueeze(-1).unsqueeze(-1);
   if (part.keys.size() == 0) return;
   const Tensor position = at::arange(cache.capacity(), lengths.options()).unsqueeze(0);
-  const Tensor exists = cache.places(batches, position).exists;
-  part.slice.terms.key_exists = exists.logical_and(position.lt(column(lengths)))
+  part.places = cache.places(batches, position);
+  part.slice.terms.key_exists = part.places->exists.logical_and(position.lt(column(lengths)))
                                     .logical_and_(position.ge(column(leftpad)))
                                     .unsqueeze(1)
                                     .unsqueeze(1);
@@ -127,7 +132,11 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
   const bool on_host = host_reads(args.q);
   const int64_t batches_each = on_host || args.batch_invariant ? 1 : batch;
   const int64_t heads_each = on_host ? 1 : heads_kv;
-  const Tensor lengths = cache.lengths(), leftpad = cache.leftpad();
+  Tensor lengths, leftpad;
+  if (!cache.full()) {
+    lengths = cache.lengths();
+    leftpad = cache.leftpad();
+  }
   for (int64_t b = 0; b < batch; b += batches_each) {
     for (int64_t h = 0; h < heads_kv; h += heads_each) {
       CacheSlice part;
@@ -138,6 +147,7 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
       part.slice.q = args.q.narrow(0, b, batches_each)
                          .narrow(2, part.slice.heads.first, part.slice.heads.size())
                          .transpose(1, 2);
+      if (part.slice.on_gpu) part.slice.q = part.slice.q.to(cache.tile_dtype());
       if (cache.full()) {
         bound_on_host(part, cache, cache.capacity(), 0);
       } else if (on_host) {
@@ -152,13 +162,25 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
   return slices;
 }
 
+SeenKeys seen_keys(const CacheSlice& part, const Cache& cache, int64_t head_dim_v) {
+  return {head_dim_v, [&part, &cache](Block keys) {
+            const Slice& slice = part.slice;
+            const int64_t batch = slice.batches.size(), kv_heads = slice.kv_heads.size();
+            const auto [k, v] = cache.tiles(slice.batches, slice.kv_heads, keys,
+                                            part.places ? &*part.places : nullptr);
+            return std::pair(matrices_of(unpack(k, batch, kv_heads), kv_heads),
+                             SeenOperand(unpack(v, batch, kv_heads), kv_heads, slice.may_hide(keys),
+                                         keys.first));
+          }};
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> decode(const DecodeArgs& args) {
   const Cache cache(args);
   const Args attention = as_attention(args, cache);
   const Sequences queries({args.q, {}, {}, {}, args.q.size(1)});
-  const auto [out, lse] = make_outputs(attention);
+  const auto [out, lse] = make_outputs(attention, has_kernels(args.q) && args.q.numel() > 0);
   const Tensor max_logits = make_max_logits(attention);
   const Result out_rows(queries, out), lse_rows(queries, lse_tokens(lse));
 
@@ -166,16 +188,19 @@ std::tuple<Tensor, Tensor, Tensor> decode(const DecodeArgs& args) {
   std::vector<Piece> pieces;
   for (const CacheSlice& part : slices) {
     for (int64_t i = 0; i < part.slice.count_row_blocks(); ++i) {
-      cut_into_splits(part.slice, part.slice.row_block(i), part.keys, args.num_splits, pieces);
+      cut_into_splits(part, part.slice.row_block(i), args.num_splits, pieces);
     }
   }
   const auto attend_piece = [&](int64_t i) {
     Piece& piece = pieces[i];
-    const Slice& slice = *piece.slice;
+    const Slice& slice = piece.part->slice;
+    if (slice.on_gpu) {
+      piece.state = attend_on_gpu(slice, seen_keys(*piece.part, cache, args.v_cache.size(-1)),
+                                  piece.rows, piece.keys);
+      return;
+    }
     const KeyTiles tiles = {args.v_cache.size(-1), [&](Block keys) {
-                              return std::tuple(
-                                  cache.key_tile(slice.batches, slice.kv_heads, keys),
-                                  cache.value_tile(slice.batches, slice.kv_heads, keys));
+                              return cache.tiles(slice.batches, slice.kv_heads, keys);
                             }};
     const Tensor sink = piece.first ? slice.sink_column(piece.rows) : Tensor();
     piece.state = attend(slice, tiles, piece.rows, piece.keys, sink);
@@ -187,8 +212,14 @@ std::tuple<Tensor, Tensor, Tensor> decode(const DecodeArgs& args) {
   for (size_t i = 0; i < pieces.size();) {
     Piece& whole = pieces[i];
     for (++i; i < pieces.size() && !pieces[i].first; ++i) whole.state.merge(pieces[i].state);
-    write_rows(out_rows, lse_rows, *whole.slice, whole.rows, whole.state);
-    write_max_logits(max_logits, *whole.slice, whole.state);
+    const Slice& slice = whole.part->slice;
+    if (slice.on_gpu) {
+      finish_rows(slice, whole.rows, whole.state, out_rows.part(slice.batches, slice.heads),
+                  lse_rows.part(slice.batches, slice.heads));
+    } else {
+      write_rows(out_rows, lse_rows, slice, whole.rows, whole.state);
+    }
+    write_max_logits(max_logits, slice, whole.state);
   }
   return {out, lse, max_logits};
 }

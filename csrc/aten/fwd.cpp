@@ -25,6 +25,7 @@
 
 #include "aten/attend.h"
 #include "aten/attention.h"
+#include "aten/gpu_tiles.h"
 #include "aten/tile.h"
 
 namespace flash_attn::aten {
@@ -53,15 +54,16 @@ OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Bloc
   return state;
 }
 
-std::tuple<Tensor, Tensor> make_outputs(const Args& args) {
+std::tuple<Tensor, Tensor> make_outputs(const Args& args, bool all_written) {
   const auto options = args.q.options();
   std::vector<int64_t> sizes = args.q.sizes().vec();
   sizes.back() = args.v.size(-1);
-  const Tensor out = at::zeros(sizes, options);
+  const Tensor out = all_written ? at::empty(sizes, options) : at::zeros(sizes, options);
 
   sizes.pop_back();
   std::swap(sizes[sizes.size() - 2], sizes.back());
-  return {out, at::full(sizes, -kInf, options.dtype(compute_dtype(args.q)))};
+  const auto wide = options.dtype(compute_dtype(args.q));
+  return {out, all_written ? at::empty(sizes, wide) : at::full(sizes, -kInf, wide)};
 }
 
 Tensor make_max_logits(const Args& args) {
@@ -104,19 +106,8 @@ void write_probabilities(const Slice& slice, Block rows, const Tensor& lse, cons
   }
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
-  const Call call(args);
-  const auto [out, lse] = make_outputs(args);
-  const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
-  Tensor probabilities = at::empty({0}, args.q.options());
-  if (return_probs) {
-    probabilities =
-        at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
-                  args.q.options());
-  }
-  const Tensor max_logits = make_max_logits(args);
+void fwd_in_operations(const Call& call, const Result& out, const Result& lse,
+                       const Tensor& max_logits, const Tensor& probabilities) {
   std::mutex writes_max_logits;  // which row blocks share
   call.for_row_blocks([&](const Slice& slice, Block rows) {
     const KeyTiles tiles = {slice.v.size(-1), [&](Block keys) {
@@ -125,16 +116,43 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(const Args& args, bool return_pro
                             }};
     const Block keys = {0, slice.seqlen_k()};
     const OnlineSoftmax state = attend(slice, tiles, rows, keys, slice.sink_column(rows));
-    write_rows(out_rows, lse_rows, slice, rows, state);
+    write_rows(out, lse, slice, rows, state);
     {
       const std::lock_guard<std::mutex> lock(writes_max_logits);
       write_max_logits(max_logits, slice, state);
     }
-    if (return_probs) {
-      write_probabilities(slice, rows, lse_rows.part(slice.batches, slice.heads),
+    if (probabilities.defined()) {
+      write_probabilities(slice, rows, lse.part(slice.batches, slice.heads),
                           broadcast_part(probabilities, slice));
     }
   });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
+  const Call call(args);
+  const bool all_written = call.on_gpu && !call.queries.padded() && call.count_slices() > 0;
+  const auto [out, lse] = make_outputs(args, all_written);
+  const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
+  Tensor probabilities = at::empty({0}, args.q.options());
+  if (return_probs) {
+    probabilities =
+        at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
+                  args.q.options());
+  }
+  const Tensor max_logits = make_max_logits(args);
+  if (call.on_gpu) {
+    if (call.count_slices() > 0) {
+      const Slice slice = call.slice(0);
+      fwd_on_gpu(slice, out_rows.part(slice.batches, slice.heads),
+                 lse_rows.part(slice.batches, slice.heads), max_logits,
+                 return_probs ? probabilities : Tensor());
+    }
+  } else {
+    fwd_in_operations(call, out_rows, lse_rows, max_logits,
+                      return_probs ? probabilities : Tensor());
+  }
   out_rows.finish();
   lse_rows.finish();
   if (args.cu_seqlens_q && call.queries.padded() && call.count_slices() > 0) {

@@ -18,7 +18,8 @@ void limit_sinks(Tensor logits) {
 }
 
 bool ScoreTerms::bounded() const {
-  return softcap > 0 || bias.defined() || alibi_slopes.defined() || dropout;
+  return softcap > 0 || bias.defined() || alibi_slopes.defined() || dropout ||
+         dropout_params.rng_state != nullptr;
 }
 
 Block ScoreTerms::visible_keys(Block rows, Block keys) const {

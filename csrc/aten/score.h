@@ -55,6 +55,7 @@ struct ScoreTerms {
   at::Tensor bias;          // bool or float, (batch, heads, seqlen_q, seqlen_k), each may be 1
   at::Tensor alibi_slopes;  // fp32 (1 or batch, heads, 1, 1)
   Dropout dropout;
+  DropoutParams dropout_params;  // the same for a GPU's kernels
 
   // Some of `keys`: at least those that a block of rows sees.
   Block visible_keys(Block rows, Block keys) const;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "aten/gpu_tiles.h"
 #include "aten/parallel.h"
 #include "aten/tile.h"
 #include "core/score_range.h"
@@ -14,22 +15,41 @@ using at::Tensor;
 
 namespace {
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // 256 · 512 fp32 scores with the K and V rows that they need fit the second-level cache of one core
 // (1 MB). Elsewhere one operation covers a tile of every head, and a tile has to be large enough to
-// pay for its launches.
+// pay for its launches. On a GPU it has as many rows as leave a tile of all heads so many scores,
+// whatever the call.
 struct TileShape {
   int64_t rows, keys;
 };
+constexpr int64_t kGpuTileScores = 1 << 25;
+
 TileShape tile_shape(const Slice& slice) {
+  if (slice.on_gpu) return {0, cuda::kScoreTileKeys};
   return host_reads(slice.q) ? TileShape{256, 512} : TileShape{512, 1024};
 }
 
 int64_t rows_per_block(const Slice& slice) {
+  if (slice.on_gpu) {
+    constexpr int64_t kMultiple = 16;
+    const int64_t keys = slice.k.defined()
+                             ? std::min<int64_t>(slice.seqlen_k(), cuda::kScoreTileKeys)
+                             : cuda::kScoreTileKeys;
+    const int64_t a_row = slice.batches.size() * slice.heads.size() * std::max<int64_t>(keys, 1);
+    const int64_t rows = std::max<int64_t>(kGpuTileScores / a_row / kMultiple, 1) * kMultiple;
+    const Band& band = slice.terms.band;
+    if (!band.limited()) return rows;
+    // In four blocks of rows a causal call has three eighths of its scores less, and of a window's
+    // scores no more than half are hidden in blocks as long as it.
+    constexpr int64_t kLeastBandRows = 128;
+    const int64_t wanted = std::min(divide_up(slice.seqlen_q(), 4), band.left + band.right);
+    return std::min(rows, std::max(divide_up(wanted, kMultiple) * kMultiple, kLeastBandRows));
+  }
   const int64_t heads_in_tile = slice.heads.size() / slice.kv_heads.size();
   return std::max<int64_t>(tile_shape(slice).rows / heads_in_tile, 1);
 }
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -47,15 +67,30 @@ Block Slice::key_block(int64_t index) const {
   return Block{index * step, (index + 1) * step} & Block{0, seqlen_k()};
 }
 
+bool Slice::may_hide(Block keys) const {
+  const bool by_band =
+      terms.band.limited() &&
+      (terms.band_offset.defined() || !terms.band.full_keys({0, seqlen_q()}).contains(keys));
+  return by_band || terms.query_exists.defined() || terms.key_exists.defined() ||
+         terms.bias.defined();
+}
+
+Block Slice::visible_keys(Block rows, Block keys) const {
+  constexpr int64_t kEdge = 64;
+  const Block visible = terms.visible_keys(rows, keys);
+  if (!on_gpu || visible.size() == 0) return visible;
+  return keys & Block{visible.first / kEdge * kEdge, divide_up(visible.last, kEdge) * kEdge};
+}
+
 Block Slice::first_keys(Block rows, Block range) const {
   // Products of 257 columns are slower than of 256: the edges between masked and full move to
   // multiples of 64, so that a masked block may begin or end with keys that all rows see.
   constexpr int64_t kEdge = 64;
+  Block keys = range & Block{range.first, range.first + tile_shape(*this).keys};
+  if (on_gpu) return keys;
   const Block seen_by_all = terms.full_keys(rows, range);
   const Block full = {divide_up(seen_by_all.first, kEdge) * kEdge,
                       seen_by_all.last / kEdge * kEdge};
-
-  Block keys = range & Block{range.first, range.first + tile_shape(*this).keys};
   for (const int64_t edge : {full.first, full.last}) {
     if (full.size() > 0 && keys.first < edge) keys.last = std::min(keys.last, edge);
   }
@@ -103,8 +138,9 @@ Call::Call(const Args& args)
     : args(args),
       queries({args.q, args.cu_seqlens_q, args.seqused_q, std::nullopt, args.max_seqlen_q}),
       keys({args.k, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.max_seqlen_k}),
+      on_gpu(has_kernels(args.q)),
       one_slice_(!host_reads(args.q)) {
-  if (args.dropout_p > 0) {
+  if (args.dropout_p > 0 && !on_gpu) {
     dropout_ = Dropout(args.dropout_p, *args.rng_state, queries.batch(), args.q.size(-2),
                        args.dropout_place);
   }
@@ -149,6 +185,7 @@ Slice start_slice(const Args& args, Block batches, Block kv_heads) {
     return window < 0 ? Band::kNoLimit : std::min(window, Band::kNoLimit);
   };
   Slice slice;
+  slice.on_gpu = has_kernels(args.q);
   slice.batches = batches;
   slice.kv_heads = kv_heads;
   slice.heads = {kv_heads.first * group, kv_heads.last * group};
@@ -195,6 +232,11 @@ void Call::add_terms(Slice& slice) const {
   if (keys.padded()) terms.key_exists = keys.exists().unsqueeze(1).unsqueeze(1);
   if (args.attn_bias) terms.bias = broadcast_part(*args.attn_bias, slice);
   if (dropout_) terms.dropout = dropout_.part(slice.batches, slice.heads);
+  if (on_gpu && args.dropout_p > 0) {
+    terms.dropout_params =
+        DropoutParams::make(args.dropout_p, args.rng_state->const_data_ptr<int64_t>(),
+                            static_cast<int>(args.q.size(-2)), args.dropout_place);
+  }
 }
 
 Tensor lse_tokens(const Tensor& lse) { return lse.transpose(-2, -1).unsqueeze(-1); }

@@ -19,6 +19,7 @@ struct Slice {
   ScoreTerms terms;
   at::Tensor sink;        // (1, heads, 1, 1) in the dtype computed in, or undefined
   at::Tensor row_exists;  // bool (batch, 1, seqlen_q, 1) where queries are padded, else undefined
+  bool on_gpu = false;    // in products and kernels (gpu_tiles.h), not in operations of ATen alone
 
   int64_t seqlen_q() const { return q.size(2); }
   int64_t seqlen_k() const { return k.size(2); }
@@ -29,8 +30,13 @@ struct Slice {
   // Blocks of keys, counted from 0.
   int64_t count_key_blocks() const;
   Block key_block(int64_t index) const;
+  // Whether any query may not see some of these keys.
+  bool may_hide(Block keys) const;
+  // Some of `keys`: at least those that the rows see. On a GPU their edges are multiples of 64, as
+  // products of other widths are slower.
+  Block visible_keys(Block rows, Block keys) const;
   // The first block of keys of a range that is not empty. It ends early where tiles begin or cease
-  // to need a mask.
+  // to need a mask, but on a GPU, whose kernels mask every tile.
   Block first_keys(Block rows, Block range) const;
 
   // Rows of a tensor of this slice as a tile (tile.h).
@@ -56,6 +62,7 @@ class Call {
 
   const Args& args;
   const Sequences queries, keys;
+  const bool on_gpu;  // Slice::on_gpu
 
   // body(slice) for each slice, in parallel on the CPU if they are independent of each other.
   void for_slices(bool independent, const std::function<void(const Slice&)>& body) const;

@@ -11,6 +11,8 @@
 #include "../cuda/decode/prefix.h"
 #include "../cuda/few_queries.h"
 #include "../cuda/key_mask.h"
+#include "../cuda/operand_rows.h"
+#include "../cuda/score_tile.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
 #include "../sm90/bwd.h"
@@ -38,6 +40,18 @@ void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const Devic
 }
 void cuda::run_gather_queries(const FwdParams&, const EvenQueries&, Stream) { not_built(); }
 void cuda::run_scatter_results(const FwdParams&, const EvenResults&, Stream) { not_built(); }
+void cuda::run_softmax_step(const ScoreTile&, const SoftmaxStep&, Stream) { not_built(); }
+void cuda::run_gradient_step(const ScoreTile&, const GradientStep&, Stream) { not_built(); }
+void cuda::run_probabilities(const ScoreTile&, const void*, const TensorPart&, const TensorPart&,
+                             Stream) {
+  not_built();
+}
+void cuda::run_finish_rows(const ScoreTile&, const RowResults&, Stream) { not_built(); }
+void cuda::run_keep_finite(const Rows&, void*, uint8_t*, Stream) { not_built(); }
+void cuda::run_restore(const ScoreTile&, const Restore&, Stream) { not_built(); }
+void cuda::run_row_delta(const Rows&, const TensorPart&, const TensorPart&, DType, void*, Stream) {
+  not_built();
+}
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void cuda::run_find_hidden(const AttnParams&, const BiasParams&, int32_t*, int32_t*, Stream) {

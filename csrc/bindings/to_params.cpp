@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <stdexcept>
 
@@ -143,7 +144,10 @@ Plan make_plan(const CallShape& call, OptName forced) {
   try {
     const Plan plan = plan_call(families(), call, forced);
     if (plan.backend == Backend::kAten && call.device != nullptr && !forced) {
-      warn_once(join(why_not_faster(families(), call), "; "));
+      // To put the reasons together takes as long as some calls.
+      static thread_local std::optional<CallShape> last;
+      if (last != call) warn_once(join(why_not_faster(families(), call), "; "));
+      last = call;
     }
     return plan;
   } catch (const std::invalid_argument& error) {
@@ -341,23 +345,6 @@ ScoreParams score_params(const AttnArgs& args) {
 
 bool is_deterministic(const AttnArgs& args) {
   return args.deterministic || at::globalContext().deterministicAlgorithms();
-}
-
-DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kHalf:
-      return DType::kFp16;
-    case at::kBFloat16:
-      return DType::kBf16;
-    case at::kFloat:
-      return DType::kFp32;
-    case at::kFloat8_e4m3fn:
-      return DType::kFp8E4M3;
-    case at::kChar:
-      return DType::kInt8;
-    default:
-      return DType::kFp64;
-  }
 }
 
 int window_to_params(const c10::SymInt& window) {

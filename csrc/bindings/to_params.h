@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "../aten/attention.h"
+#include "../aten/gpu.h"
 #include "../core/backend.h"
 #include "args.h"
-#include "gpu.h"
 
 namespace flash_attn {
 
@@ -60,7 +60,6 @@ ScoreParams score_params(double softcap, const OptTensor& alibi_slopes,
 // The call asks for it, or torch.use_deterministic_algorithms().
 bool is_deterministic(const AttnArgs& args);
 
-DType dtype_of(const at::Tensor& tensor);
 // causal means nothing to the right of the diagonal; a window beyond 2^30 is none that any sequence
 // notices.
 int window_to_params(const c10::SymInt& window);

@@ -44,6 +44,8 @@ struct CallShape {
   // Sequences share leading pages, and none has a leftpad.
   bool shares_prefix = false;
 
+  bool operator==(const CallShape&) const = default;
+
   // The architecture of the portable code that the device runs; 0: this build has none for it.
   int portable_code() const {
     return device == nullptr ? 0 : compiled->code_for(device->compute_capability);

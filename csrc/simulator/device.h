@@ -56,7 +56,9 @@ auto min(A a, B b) {
   return std::min<Both>(a, b);
 }
 
+using std::isfinite;
 using std::isnan;
+using std::signbit;
 
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }

@@ -1,5 +1,5 @@
 // Every tensor of the CPU lies on the simulated GPU: instead of bindings/gpu.cpp.
-#include "../bindings/gpu.h"
+#include "../aten/gpu.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
