@@ -100,13 +100,14 @@ class ScoreRow {
   }
 
   // step(key, load(key), dropped) for the keys of a thread, of kRowThreads that have the row. What
-  // is loaded of four keys is asked for at once. With dropout they share a word of it; without,
-  // neighbours have neighbouring keys.
+  // is loaded of four keys is asked for at once. Of bounded scores they share a word of dropout,
+  // whether there is any or not: so dropout leaves LSE its bits. Else neighbours have neighbouring
+  // keys.
   template <int kRowThreads, typename Load, typename Step>
   __device__ void for_each_key(int thread, const Load& load, const Step& step) const {
     const bool drops = kTerms && tile_.dropout.rng_state != nullptr;
     const auto first_four = static_cast<int>(tile_.first_key / 4);
-    const int within = drops ? 8 : 32;
+    const int within = kTerms && tile_.bounded ? 8 : 32;
     for (int four = thread; four / within * within * 4 < tile_.keys; four += kRowThreads) {
       const int first = four / within * within * 4 + four % within;
       decltype(load(0)) loaded[4];
