@@ -18,7 +18,6 @@
 #include "aten/gpu.h"
 #include "aten/gpu_tiles.h"
 #include "aten/tile.h"
-#include "cuda/operand_rows.h"
 
 namespace flash_attn::aten {
 
@@ -38,12 +37,7 @@ Tensor row_delta(const SavedRows& saved, at::TensorOptions wide) {
   const Tensor& dout = saved.dout;
   const Tensor delta = at::empty({dout.size(0), dout.size(1), dout.size(2), 1}, wide);
   if (delta.numel() == 0) return delta;
-  const cuda::Rows rows = {.x = part_of(dout),
-                           .batch = static_cast<int>(dout.size(0)),
-                           .heads = static_cast<int>(dout.size(1)),
-                           .length = static_cast<int>(dout.size(2)),
-                           .cols = static_cast<int>(dout.size(3))};
-  cuda::run_row_delta(rows, part_of(saved.out),
+  cuda::run_row_delta(rows_of(dout), part_of(saved.out),
                       saved.dlse.defined() ? part_of(saved.dlse) : cuda::TensorPart{},
                       dtype_of(delta), delta.data_ptr(), stream_of(dout));
   return delta;

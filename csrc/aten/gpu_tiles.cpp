@@ -8,21 +8,12 @@
 #include "aten/gpu.h"
 #include "aten/tile.h"
 #include "core/architectures.h"
-#include "cuda/operand_rows.h"
 
 namespace flash_attn::aten {
 
 using at::Tensor;
 
 namespace {
-
-cuda::Rows rows_of(const Tensor& x) {
-  return {.x = part_of(x),
-          .batch = static_cast<int>(x.size(0)),
-          .heads = static_cast<int>(x.size(1)),
-          .length = static_cast<int>(x.size(2)),
-          .cols = static_cast<int>(x.size(3))};
-}
 
 cuda::TensorPart optional_part(const Tensor& x) {
   return x.defined() ? part_of(x) : cuda::TensorPart{};
@@ -44,6 +35,14 @@ cuda::TensorPart part_of(const Tensor& x) {
           .head = stride(1),
           .row = stride(2),
           .col = stride(3)};
+}
+
+cuda::Rows rows_of(const Tensor& x) {
+  return {.x = part_of(x),
+          .batch = static_cast<int>(x.size(0)),
+          .heads = static_cast<int>(x.size(1)),
+          .length = static_cast<int>(x.size(2)),
+          .cols = static_cast<int>(x.size(3))};
 }
 
 cuda::ScoreTile score_tile(const Slice& slice, Block rows, Block keys) {

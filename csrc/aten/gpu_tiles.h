@@ -12,6 +12,7 @@
 #include "aten/grads.h"
 #include "aten/online_softmax.h"
 #include "aten/slice.h"
+#include "cuda/operand_rows.h"
 #include "cuda/score_tile.h"
 
 namespace flash_attn::aten {
@@ -21,6 +22,7 @@ bool has_kernels(const at::Tensor& x);
 
 // A tensor (batch, heads, length, d), or (batch, heads, length, 1), as kernels read it.
 cuda::TensorPart part_of(const at::Tensor& x);
+cuda::Rows rows_of(const at::Tensor& x);
 // Those scores of a slice.
 cuda::ScoreTile score_tile(const Slice& slice, Block rows, Block keys);
 

@@ -40,9 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// A thread block has so many rows of acc. Where no row of b is bad it ends at once.
-constexpr int kRestoredRows = 32;
-
+// A thread block has some rows of acc. Where no row of b is bad it ends at once.
 template <typename T, typename Element>
 __global__ void __launch_bounds__(kThreads)
     restore_kernel(const __grid_constant__ ScoreTile tile,
@@ -69,8 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_score = int64_t{matrix} * tile_rows * tile.keys;
   const auto* const p = static_cast<const Element*>(restore.p) + first_score;
   const auto* const a = static_cast<const Element*>(restore.a) + first_score;
-  const int first_row = blockIdx.y * kRestoredRows;
-  for (int row = first_row; row < min(first_row + kRestoredRows, rows); ++row) {
+  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
     auto* const acc =
         static_cast<T*>(restore.acc) + matrix * restore.acc_matrix + row * restore.acc_row;
     for (int col = threadIdx.x; col < b.cols; col += kThreads) {
@@ -109,8 +106,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+constexpr int kMostY = 65535;  // of a grid
+
 dim3 grid_of(const Rows& rows) {
-  constexpr int kMostY = 65535;
   return {blocks_of(rows.length, kThreads / kWarpThreads),
           static_cast<unsigned>(std::min(rows.batch * rows.heads, kMostY))};
 }
@@ -126,7 +124,9 @@ void run_keep_finite(const Rows& rows, void* finite, uint8_t* bad, Stream stream
 
 void run_restore(const ScoreTile& tile, const Restore& restore, Stream stream) {
   const int rows = restore.of_keys ? tile.keys : tile.heads_q / tile.heads_kv * tile.rows;
-  const dim3 grid(tile.batch * tile.heads_kv, blocks_of(rows, kRestoredRows));
+  constexpr int kRowsOfBlock = 32;
+  const dim3 grid(tile.batch * tile.heads_kv,
+                  std::min<unsigned>(blocks_of(rows, kRowsOfBlock), kMostY));
   with_types(tile.scores, tile.operands, [&]<typename T, typename Element>() {
     launch<restore_kernel<T, Element>>(grid, kThreads, 0, stream, tile, restore);
   });
