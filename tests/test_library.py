@@ -68,6 +68,10 @@ def test_a_cxx_runtime_is_seen(flags: list[str], has_one: bool, tmp_path: Path) 
 
 
 SOURCES = PACKAGE.parent / "csrc"
+BETWEEN_PRODUCTS = re.compile(
+    r" [tTwW] void (flash_attn::cuda::(?:\(anonymous namespace\)::)?(?:softmax_step|gradient_step"
+    r"|probabilities|finish_rows|keep_finite|restore|row_delta)_kernel<.*?>)\("
+)
 OF_CACHES = re.compile(r"flash_attn::cuda::(decode|kvcache|prefix)_kernel<")
 PLAIN_FORMS = {
     "kPlain",
@@ -116,6 +120,7 @@ def test_as_many_kernels_as_csrc_says() -> None:
         "score terms in fp32": sum(has_terms(name) and bool(wide.search(name)) for name in kernels),
         "max_logits": sum(form_of(name) == "kMaxLogits" for name in kernels),
         "keys from a cache": sum(bool(OF_CACHES.match(name)) for name in kernels),
+        "a pass between products": len(set(BETWEEN_PRODUCTS.findall(listed))),
         "masks of tiles": sum(
             form_of(name) == "kMasked" or "MaskedScores" in name for name in kernels
         ),

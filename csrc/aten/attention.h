@@ -72,7 +72,7 @@ struct DecodeArgs {
   double softmax_scale = 1.0;
   int64_t window_left = -1, window_right = -1;
   double softcap = 0.0;
-  int64_t num_splits = 0;  // 0: chosen here
+  int64_t num_splits = 0;  // 0: chosen here; on a GPU keys are not cut
   bool batch_invariant = false, wants_max_logits = false;
 };
 // out like q (v's head dim), lse (batch, heads_q, seqlen_q), max_logits as in fwd().

@@ -63,7 +63,7 @@ class BlockMask : public MaskedScores {
     }
   }
 
-  // Reads it of the lane's two queries in the 16 from first_query on.
+  // Reads RowIntervals of the lane's two queries in the 16 from first_query on.
   __device__ __forceinline__ RowIntervals row_intervals(int first_query, int lane) const {
     RowIntervals rows = {};
     rows.has_bits = has_bits_;
