@@ -1,7 +1,7 @@
 """Adapters of calls that read keys from a cache or from pages, as those of backends.py."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,19 @@ def decode_term(
     return call
 
 
+def scattered(
+    tensors: Sequence[torch.Tensor], page: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Tensors of (batch, length, heads, d) in pages that lie in no order, and the block table of
+    all of them."""
+    batch, length = tensors[0].shape[:2]
+    generator = torch.Generator(tensors[0].device).manual_seed(0)
+    order = torch.randperm(batch * length // page, device=generator.device, generator=generator)
+    pages = [x.reshape(-1, page, *x.shape[2:]) for x in tensors]
+    places = [torch.empty_like(x).index_copy_(0, order, x) for x in pages]
+    return places, order.int().view(batch, -1)
+
+
 def varlen_pages(
     case: PagedCase, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], torch.Tensor]:
@@ -93,15 +106,13 @@ def varlen_pages(
         max_seqlen_k=case.length,
         causal=True,
     )
+    kv = normal((2, case.batch, case.length, case.heads_kv, case.head_dim))
     if case.page_size == 0:
-        k, v = normal((2, case.batch * case.length, case.heads_kv, case.head_dim))
-        return functools.partial(flash_attn_varlen_func, q, k, v, **common)
-    pages = case.batch * case.length // case.page_size
-    k, v = normal((2, pages, case.page_size, case.heads_kv, case.head_dim))
-    order = torch.randperm(pages, device=device, generator=generator).int().view(case.batch, -1)
-    spare = case.capacity // case.page_size - order.size(1)
-    table = torch.nn.functional.pad(order, (0, spare), value=-1)
-    return functools.partial(flash_attn_varlen_func, q, k, v, **common, block_table=table)
+        return functools.partial(flash_attn_varlen_func, q, *kv.flatten(1, 2), **common)
+    pages, table = scattered(kv, case.page_size)
+    spare = case.capacity // case.page_size - table.size(1)
+    table = torch.nn.functional.pad(table, (0, spare), value=-1)
+    return functools.partial(flash_attn_varlen_func, q, *pages, **common, block_table=table)
 
 
 CACHE_FORMS = ("plain", "rows", "paged16", "paged64", "paged256", "paged1", "e4m3", "int8")
@@ -124,10 +135,10 @@ def decode_form(
     if name in PEERS:
         return [decode(name, case, q, cache) for cache in caches]
     if name == "flashinfer":
-        return _flashinfer(case, q, *_in_pages(case, caches, 16))
+        return _flashinfer(case, q, *_in_pages(caches, 16))
     if name in FLASHINFER:
         eight_bits = name == "xqa_e4m3"
-        caches, table = _in_pages(case, caches, 64 if eight_bits else 16)
+        caches, table = _in_pages(caches, 64 if eight_bits else 16)
         return _xqa(case, q, quantised(caches, "e4m3") if eight_bits else caches, table)
     seqlens = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
     layout, _, dtype = name.partition("_")
@@ -139,7 +150,7 @@ def decode_form(
         page = int(layout.removeprefix("paged"))
         if page == 1 and case.batch * case.length > 1 << 19:
             raise Unsupported("a table this long is nobody's")
-        caches, options["block_table"] = _in_pages(case, caches, page)
+        caches, options["block_table"] = _in_pages(caches, page)
     if dtype:
         descale = torch.full((case.heads_kv,), DESCALE, device=device)
         options |= {"k_descale": descale, "v_descale": descale}
@@ -161,18 +172,10 @@ def quantised(caches: list[Cache], dtype: str) -> list[Cache]:
     ]
 
 
-def _in_pages(case: DecodeCase, caches: list[Cache], page: int) -> tuple[list[Cache], torch.Tensor]:
-    """The same tokens in pages that lie in no order, and the block table of all the caches."""
-    device = caches[0].k.device
-    generator = torch.Generator(device).manual_seed(0)
-    table = torch.randperm(case.batch * case.length // page, device=device, generator=generator)
-    place = torch.empty_like(table)
-    place[table] = torch.arange(len(table), device=device)
-    paged = [
-        Cache(*(x.view(-1, page, *x.shape[2:])[place] for x in (cache.k, cache.v)))
-        for cache in caches
-    ]
-    return paged, table.int().view(case.batch, -1)
+def _in_pages(caches: list[Cache], page: int) -> tuple[list[Cache], torch.Tensor]:
+    """The same tokens in pages, and the block table of all the caches."""
+    pages, table = scattered([x for cache in caches for x in (cache.k, cache.v)], page)
+    return [Cache(k, v) for k, v in zip(pages[::2], pages[1::2], strict=True)], table
 
 
 def _flashinfer(

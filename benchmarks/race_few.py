@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn
 from benchmarks import backends, results
+from benchmarks.cache_calls import scattered
 from benchmarks.contest import Race, progress
 from benchmarks.race_caches import graph_of
 from benchmarks.shapes import DecodeCase
@@ -22,7 +23,6 @@ PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 def varlen(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor]:
     """The same sequences side by side, or their keys in scattered pages of 16."""
     starts = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     options = dict(
         cu_seqlens_q=starts * case.tokens,
         cu_seqlens_k=starts * case.length,
@@ -31,12 +31,11 @@ def varlen(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor]:
         causal=True,
     )
     if name == "paged16":
-        k, v = (x.unflatten(0, (-1, 16)) for x in (k, v))
-        order = torch.randperm(len(k), device=q.device)
-        k, v = (torch.empty_like(x).index_copy_(0, order, x) for x in (k, v))
-        options["block_table"] = order.int().view(case.batch, -1)
-    call = functools.partial(flash_attn.flash_attn_varlen_func, q, k, v, **options)
-    return lambda: call().view(case.batch, case.tokens, *q.shape[1:])
+        (k, v), options["block_table"] = scattered((k, v), 16)
+    else:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    call = functools.partial(flash_attn.flash_attn_varlen_func, q.flatten(0, 1), k, v, **options)
+    return lambda: call().view(q.shape)
 
 
 def attention(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor]:
