@@ -132,10 +132,47 @@ def _sdpa(name: str, case: Case, inputs: Inputs) -> Attend:
     return peers.sdpa(name, case.causal, inputs.bias, case.dropout)
 
 
+def free_sdpa(causal: bool, bias: torch.Tensor | None = None, dropout_p: float = 0.0) -> Attend:
+    """torch's scaled_dot_product_attention by its own choice of backend.
+
+    None of its kernels knows shared heads of keys beside a bias or a mask, or above a head dim of
+    256. There the query heads of one query stand as queries at their head of keys, and keys of more
+    queries are repeated, as transformers does."""
+    attend = peers.sdpa(None, causal, bias, dropout_p)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.size(2) // k.size(2)
+        if group == 1 or (bias is None and max(q.size(3), v.size(3)) <= 256):
+            return attend(q, k, v)
+        if q.size(1) == 1 and bias is None and not causal:
+            out = attend(q.squeeze(1).unflatten(1, (-1, group)).transpose(1, 2), k, v)
+            return out.transpose(1, 2).flatten(1, 2).unsqueeze(1)
+        return attend(q, *(x.repeat_interleave(group, 2) for x in (k, v)))
+
+    return call
+
+
+@functools.lru_cache(maxsize=2)
+def window_mask(seqlen: int, left: int, device: torch.device) -> torch.Tensor:
+    """True where a query sees a key: its own and this many before it."""
+    rows = torch.arange(seqlen, device=device, dtype=torch.int32)
+    distance = rows[:, None] - rows
+    return (distance >= 0) & (distance <= left)
+
+
+def windowed_sdpa(case: Case, device: torch.device) -> Attend:
+    """free_sdpa with the case's mask; a window is a bool tensor."""
+    if case.window is None:
+        return free_sdpa(case.causal, None, case.dropout)
+    return free_sdpa(False, window_mask(case.seqlen, case.window, device), case.dropout)
+
+
 def _free_sdpa(case: Case, inputs: Inputs) -> Attend:
-    """torch's scaled_dot_product_attention by its own choice of backend."""
-    refuse(case, "window", "softcap", "alibi", "sink", "docs", "deterministic")
-    return peers.sdpa(None, case.causal, inputs.bias, case.dropout)
+    refuse(case, "softcap", "alibi", "sink", "docs", "deterministic")
+    if inputs.bias is None:
+        return windowed_sdpa(case, inputs.q.device)
+    refuse(case, "window")
+    return free_sdpa(case.causal, inputs.bias, case.dropout)
 
 
 def _fa2(case: Case, inputs: Inputs) -> Attend:

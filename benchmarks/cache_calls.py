@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.backends import PEERS, Unsupported, alibi_slopes
+from benchmarks.backends import PEERS, Unsupported, alibi_slopes, free_sdpa
 from benchmarks.shapes import DecodeCase, PagedCase
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
@@ -36,7 +36,7 @@ def decode(
     if name in PEERS:
         if name not in (*peers.SDPA, "sdpa"):
             raise Unsupported("no decode adapter")
-        attend = peers.sdpa(None if name == "sdpa" else name, causal=False)
+        attend = free_sdpa(False) if name == "sdpa" else peers.sdpa(name, causal=False)
         return functools.partial(attend, q, cache.k, cache.v)
     from flash_attn import flash_decode_func
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.models [--models llama,gpt2] [--out FILE.json]
 
-Llama, Mistral (window), Gemma 2 (softcap, window), GPT-2 with dropout, BERT: a few layers of the
-real models' heads, random weights, bf16. Each takes a training step (forward, backward, AdamW) of
-whole sequences and, but for BERT, generates from a prompt; with each of
+Llama, Mistral (window), Gemma 2 (softcap, window), Gemma 4 (five layers with a window at a head dim
+of 256, then one without at 512), GPT-2 with dropout, BERT: a few layers of the real models' heads,
+random weights, bf16. Each takes a training step (forward, backward, AdamW) of whole sequences and,
+but for BERT, generates from a prompt; with each of
 
     eager                transformers' own, which stores the scores
     sdpa                 torch's scaled_dot_product_attention; of Gemma 2 without its softcap
@@ -61,7 +62,7 @@ TINY = Size(layers=1, batch=1, seqlen=48, prompt=9, new=3, vocabulary=61, head_d
 
 @dataclass(frozen=True)
 class Model:
-    """kind: the name of its class without Config. heads: (query, key), of `head_dim`."""
+    """kind: the name of its class without its head. heads: (query, key), of `head_dim`."""
 
     kind: str
     head: str
@@ -69,6 +70,10 @@ class Model:
     head_dim: int
     options: dict = field(default_factory=dict)
     generates: bool = True
+    layers: int = 0  # 0: as the size says
+
+    def depth(self, size: Size) -> int:
+        return self.layers or size.layers
 
     def build(self, attention: str, size: Size, device: torch.device, dtype: torch.dtype):
         heads, heads_kv = self.heads
@@ -77,7 +82,7 @@ class Model:
             vocab_size=size.vocabulary,
             hidden_size=heads * head_dim,
             intermediate_size=3 * heads * head_dim,
-            num_hidden_layers=size.layers,
+            num_hidden_layers=self.depth(size),
             num_attention_heads=heads,
             num_key_value_heads=heads_kv,
             head_dim=head_dim,
@@ -88,7 +93,10 @@ class Model:
         )
         if self.kind in ("GPT2", "Bert"):  # which have no such choice
             del config["num_key_value_heads"], config["head_dim"]
-        config = getattr(transformers, f"{self.kind}Config")(**config | self.options)
+        if self.kind == "Gemma4":  # whose layers without a window are twice as wide
+            config["global_head_dim"] = 2 * head_dim
+        kind = "Gemma4Text" if self.kind == "Gemma4" else self.kind
+        config = getattr(transformers, f"{kind}Config")(**config | self.options)
         torch.manual_seed(1)
         model = getattr(transformers, f"{self.kind}{self.head}")
         with device:
@@ -104,6 +112,20 @@ MODELS = {
         (8, 4),
         256,
         dict(sliding_window=1024, attn_logit_softcapping=50.0, query_pre_attn_scalar=256),
+    ),
+    "gemma4": Model(
+        "Gemma4",
+        "ForCausalLM",
+        (8, 4),
+        256,
+        # Of the large ones: fewer heads of keys without a window, no embeddings of each layer.
+        dict(
+            sliding_window=256,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=2,
+            hidden_size_per_layer_input=0,
+        ),
+        layers=6,
     ),
     "gpt2": Model("GPT2", "LMHeadModel", (16, 16), 64),  # dropout 0.1, as it comes
     "bert": Model("Bert", "ForMaskedLM", (16, 16), 64, generates=False),  # likewise
@@ -212,7 +234,7 @@ class Contest:
 
 def measure(contest: Contest, names: list[str], kinds: list[str], bar: tqdm) -> list[dict]:
     """The records of a model."""
-    size, records = contest.size, []
+    size, records, layers = contest.size, [], contest.model.depth(contest.size)
     shapes = {
         "train": dict(batch=size.batch, seqlen=size.seqlen),
         "generate": dict(batch=size.batch, prompt=size.prompt, new=size.new),
@@ -231,7 +253,7 @@ def measure(contest: Contest, names: list[str], kinds: list[str], bar: tqdm) -> 
                 times[name] = min(times[name] or seconds, seconds)
                 peaks[name] = peak
             bar.update()
-        shape = dict(model=contest.name, layers=size.layers, **shapes[kind])
+        shape = dict(model=contest.name, layers=layers, **shapes[kind])
         milliseconds = {name: t and 1e3 * t for name, t in times.items()}
         faster = {}
         for ours in (OURS_UNCHANGED, OURS):
@@ -240,7 +262,7 @@ def measure(contest: Contest, names: list[str], kinds: list[str], bar: tqdm) -> 
         records.append(results.record(f"models.{kind}.memory", shape, "GiB", peaks))
     exact = contest.logits("eager", torch.float32)
     errors = {name: contest.attempt(name, partial(contest.error, exact)) for name in names}
-    shape = dict(model=contest.name, layers=size.layers, seqlen=size.seqlen)
+    shape = dict(model=contest.name, layers=layers, seqlen=size.seqlen)
     records.append(results.record("models.error", shape, "rms", errors))
     return records
 

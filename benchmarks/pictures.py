@@ -120,13 +120,13 @@ def decode(records: list[dict]) -> plt.Figure:
 
 
 def steps(records: list[dict]) -> plt.Figure:
-    chosen = [r for r in records if r["kind"] == "step"]
     titles = {
         "llama128": "Llama\nd = 128",
         "llama64": "Llama\nd = 64",
         "gpt2": "GPT-2\ndropout",
         "gemma2": "Gemma-2\nsoftcap",
     }
+    chosen = [r for r in records if r["kind"] == "step" and r["shape"]["model"] in titles]
     labels = [f"{titles[r['shape']['model']]}\n{length(r['shape']['seqlen'])}" for r in chosen]
     figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
     bars(axes, chosen, labels)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
     pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,terms,
-    fp32,wide,wide_decode,packed,few,aten,cpu]
+    fp32,wide,wide_decode,packed,few,generate,aten,cpu]
     [--backends sm80,fa2,cudnn] [--only PATTERN] [--phases PRODUCT,SETTLE,TIMED]
     [--out FILE.json]
 
@@ -22,7 +22,8 @@ bias or a tree of new tokens costs decode. terms: score terms, dropout and sinks
 the cost of a term is its time ÷ the plain call's. fp32: both directions with torch's switch for
 TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256.
 packed: both passes of q, k and v in one tensor. few: forwards of few queries, dense and varlen.
-aten: calls that no kernel serves, against naive attention.
+generate: a prompt and one new token of whole small models, beside SDPA's default. aten: calls that
+no kernel serves, against naive attention.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from benchmarks import (
     prefix,
     race_aten,
     race_few,
+    race_generate,
     race_masks,
     race_packed,
     results,
@@ -53,8 +55,8 @@ from flash_attn.cli.measure import peak_memory
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
-    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "few", "aten"),
-    "cpu",
+    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "few"),
+    *("generate", "aten", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -81,6 +83,7 @@ PEERS = {
     "wide_decode": ("sdpa",),
     "packed": (),
     "few": (),  # peers are among its contestants
+    "generate": ("sdpa",),
     "aten": ("naive",),
     "cpu": ("flash",),
 }
@@ -103,6 +106,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "wide_decode": ("plain", "paged16"),
         "packed": race_packed.FORMS,
         "few": race_few.NAMES,
+        "generate": ("ours",),
         "aten": ("ours",),
         "cpu": ("aten",),
     }.get(kind, ("sm80",))
@@ -278,6 +282,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return race_packed.run(race, of(shapes.packed), names)
     if kind == "few":
         return race_few.run(race, of(shapes.few_queries), names)
+    if kind == "generate":
+        return race_generate.run(race, quick, names)
     if kind == "terms":
         return terms_race(race, of(shapes.score_terms), names)
     if kind == "fp32":

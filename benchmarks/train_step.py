@@ -1,12 +1,13 @@
 """A training step of small models in plain torch: what does the attention inside change?
 
-    python -m benchmarks.train_step [--models llama128,llama64,gpt2,gemma2] [--tokens 4096,16384]
-    [--out FILE.json]
+    python -m benchmarks.train_step [--models llama128,llama64,gpt2,gemma2,gemma4]
+    [--tokens 4096,16384] [--out FILE.json]
 
-Forward, backward and AdamW of four layers, hidden 1024, bf16, 16384 tokens in sequences of these
-lengths. The same weights and tokens go through each attention: ours, SDPA by its own choice of
-backend, SDPA held to cuDNN, FlexAttention where a model has a softcap. Beside the step, the
-attention call of one layer is timed alone, forward and backward: `gain` is the time that the step
+Forward, backward and AdamW of the models of small_models.py: four layers, or six of which the last
+has no window and wider heads; hidden 1024, bf16, 16384 tokens in sequences of these lengths. The
+same weights and tokens go through each attention: ours, SDPA by its own choice of backend, SDPA
+held to cuDNN, FlexAttention where a model has a softcap or a window. Beside the step, the attention
+call of each kind of layer is timed alone, forward and backward: `gain` is the time that the step
 saves, over what the attention calls of all layers save alone. Contestants take turns in rounds, of
 which the mean counts: a step is mostly the same work, so that the difference is small beside drift.
 Everybody begins equally often, and every other round goes backwards, so that nobody always comes
@@ -16,104 +17,32 @@ behind the one that heats the chip most.
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from benchmarks import backends, results
 from benchmarks.contest import progress
 from benchmarks.shapes import Case
+from benchmarks.small_models import MODELS, VOCABULARY, Model, Transformer
 from benchmarks.timing import QUICK, Recipe, Timer
 
-TOKENS, LAYERS, HIDDEN, VOCABULARY = 16384, 4, 1024, 8192
+Attends = dict[Case, backends.Attend]  # of each kind of layer
+TOKENS = 16384
 ROUNDS = 6  # all orders of three contestants
 
 
-@dataclass(frozen=True)
-class Model:
-    """The attention of a model, and the contestants that can compute it."""
-
-    head_dim: int
-    heads_kv: int
-    dropout: float = 0.0
-    softcap: float = 0.0
-    peers: tuple[str, ...] = ("sdpa", "cudnn")
-
-    def case(self, seqlen: int) -> Case:
-        return Case(
-            *(TOKENS // seqlen, seqlen, HIDDEN // self.head_dim, self.head_dim, True),
-            heads_kv=self.heads_kv,
-            dropout=self.dropout,
-            softcap=self.softcap,
-        )
-
-
-MODELS = {
-    "llama128": Model(128, 2),
-    "llama64": Model(64, 4),
-    "gpt2": Model(64, 16, dropout=0.1),
-    "gemma2": Model(128, 4, softcap=50.0, peers=("flex",)),
-}
-
-
-class Layer(nn.Module):
-    """RMSNorm, grouped-query attention with rotated positions, a gated feed-forward part."""
-
-    def __init__(self, case: Case, attend: backends.Attend):
-        super().__init__()
-        self.attend, self.sizes = attend, [case.heads, case.kv_heads, case.kv_heads]
-        self.qkv = nn.Linear(HIDDEN, sum(self.sizes) * case.head_dim, bias=False)
-        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.gate_up = nn.Linear(HIDDEN, 2 * 2816, bias=False)
-        self.down = nn.Linear(2816, HIDDEN, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (sum(self.sizes), -1))
-        q, k, v = qkv.split(self.sizes, dim=2)
-        x = x + self.out(self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(2))
-        gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Transformer(nn.Module):
-    def __init__(self, case: Case, attend: backends.Attend):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Layer(case, attend) for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        frequencies = 10000.0 ** (-torch.arange(0, case.head_dim, 2) / case.head_dim)
-        angles = torch.outer(torch.arange(case.seqlen), frequencies)[:, None]
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1)[:-1].float(), tokens.flatten()[1:])
-
-
-def training_step(case: Case, attend: backends.Attend, device: torch.device) -> Callable:
-    """One step, with weights and tokens that do not depend on the attention."""
+def training_step(
+    model: Model, tokens: torch.Tensor, attends: Sequence[backends.Attend]
+) -> Callable:
+    """One step, with weights that do not depend on the attention."""
     torch.manual_seed(0)
-    model = Transformer(case, attend).to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(VOCABULARY, (case.batch, case.seqlen), device=device)
+    built = Transformer(model, tokens.size(1)).to(tokens.device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4, fused=True)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(tokens)
+        loss = built.loss(tokens, attends)
         loss.backward()
         optimizer.step()
         return loss
@@ -145,30 +74,57 @@ def mean_times(calls: dict[str, Callable], timer: Timer) -> dict[str, float]:
     return {name: statistics.mean(times[name] for times in rounds) for name in calls}
 
 
+def first_steps(
+    name: str, tokens: torch.Tensor, inputs: dict[Case, backends.Inputs]
+) -> tuple[dict[str, Attends], dict[str, Callable], dict[str, float | None]]:
+    """What each contestant attends with, its step, and the loss of the first one: None, with a line
+    that says why, where a peer cannot."""
+    model = MODELS[name]
+    attends, steps, losses = {}, {}, {}
+    for contestant in ("ours", *model.peers):
+        losses[contestant] = None
+        try:
+            of = {case: backends.attention(contestant, case, x) for case, x in inputs.items()}
+            step = training_step(model, tokens, [of[case] for case in model.cases(*tokens.shape)])
+            losses[contestant] = step().item()
+        except Exception as error:  # of any kind: peers compile on the way
+            if contestant == "ours":
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            print(f"cannot: {name} {contestant}: {reason}", file=sys.stderr)
+            continue
+        attends[contestant], steps[contestant] = of, step
+    return attends, steps, losses
+
+
 def compare(name: str, seqlen: int, timer: Timer) -> list[dict]:
-    model, device = MODELS[name], timer.device
-    case = model.case(seqlen)
-    inputs = backends.make_inputs(case, torch.bfloat16, device)
-    names = ("ours", *model.peers)
-    attends = {name: backends.attention(name, case, inputs) for name in names}
-    calls = {name: training_step(case, attend, device) for name, attend in attends.items()}
-    losses = {name: step().item() for name, step in calls.items()}
-    steps = mean_times(calls, timer)
-    alone = mean_times({n: attention_alone(attend, inputs) for n, attend in attends.items()}, timer)
-    shape = {"model": name, "seqlen": seqlen, "tokens": TOKENS}
-    ratio = results.ratios(steps, "ours", model.peers, "less")
-    gains = {
-        peer: (steps[peer] - steps["ours"]) / (LAYERS * (alone[peer] - alone["ours"]))
-        for peer in model.peers
+    layers = MODELS[name].cases(TOKENS // seqlen, seqlen)
+    inputs = {
+        case: backends.make_inputs(case, torch.bfloat16, timer.device)
+        for case in dict.fromkeys(layers)
     }
-    records = [
-        results.record("step", shape, "ms", steps, ratio),
-        results.record(
-            "step.attention", shape, "ms", alone, results.ratios(alone, "ours", model.peers, "less")
-        ),
-        results.record("step.gain", shape, "of predicted", gains),
-        results.record("step.loss", shape, "nats", losses),
-    ]
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (TOKENS // seqlen, seqlen), device=timer.device)
+    attends, calls, losses = first_steps(name, tokens, inputs)
+    peers = [contestant for contestant in calls if contestant != "ours"]
+    steps = mean_times(calls, timer)
+    shape = {"model": name, "seqlen": seqlen, "tokens": TOKENS}
+    ratio = results.ratios(steps, "ours", peers, "less")
+    records = [results.record("step", shape, "ms", dict.fromkeys(losses) | steps, ratio)]
+    alone = {}
+    for case, x in inputs.items():
+        of_case = {n: attention_alone(of[case], x) for n, of in attends.items()}
+        alone[case] = mean_times(of_case, timer)
+        ratio = results.ratios(alone[case], "ours", peers, "less")
+        of_layer = shape | case.shape()
+        records.append(results.record("step.attention", of_layer, "ms", alone[case], ratio))
+    gains = {
+        peer: (steps[peer] - steps["ours"])
+        / sum(alone[case][peer] - alone[case]["ours"] for case in layers)
+        for peer in peers
+    }
+    records.append(results.record("step.gain", shape, "of predicted", gains))
+    records.append(results.record("step.loss", shape, "nats", losses))
     for r in records:
         progress(r)
     return records

@@ -1,77 +1,68 @@
-"""A model whose layers have head dims of 256 behind a window and of 512 without one trains and
-generates as it does with attention in plain torch."""
+"""Gemma 4's kinds of layers, head dims of 256 behind a window and of 512 without one: the small
+model of the benchmarks trains and generates as it does with torch's SDPA, and on a GPU without
+aten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from cases import ATEN_CPU, DECODE_CUDA, SM80, Target, use
-from torch import Tensor, nn
-from torch.nn import functional
 
 import flash_attn
+from flash_attn import _log
 
-WIDTH, WORDS, WINDOW = 48, 31, 17
-LAYERS = ((256, WINDOW), (512, None), (256, WINDOW))  # head dim, keys that a query sees
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-def window_size(keys: int | None) -> tuple[int, int]:
-    return (-1, -1) if keys is None else (keys - 1, 0)
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = 31
 
 
-class Layer(nn.Module):
-    """Two query heads share a kv head."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.qkv = nn.Linear(WIDTH, 4 * head_dim, bias=False)
-        self.out = nn.Linear(2 * head_dim, WIDTH, bias=False)
-
-    def forward(self, x: Tensor, attend: Callable) -> Tensor:
-        normed = functional.layer_norm(x, (WIDTH,))
-        heads = self.qkv(normed).unflatten(-1, (4, self.head_dim))
-        return x + self.out(attend(*heads.split([2, 1, 1], dim=2)).flatten(2))
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(head_dim) for head_dim, _ in LAYERS)
+def tiny(window: int = 17):
+    """Two layers behind a window and one without, each with two query heads and one of keys."""
+    from benchmarks.small_models import MODELS
 
-    def forward(self, words: Tensor, attend: Attend) -> Tensor:
-        """The logits. attend is told which layer asks."""
-        x = self.words(words)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, lambda *qkv, number=number: attend(number, *qkv))
-        return functional.layer_norm(x, (WIDTH,)) @ self.words.weight.T
+    gemma = MODELS["gemma4"]
+    local, whole = (dataclasses.replace(gemma.layers[i], heads=2, heads_kv=1) for i in (0, -1))
+    assert (local.head_dim, whole.head_dim, whole.window) == (256, 512, None)
+    local = dataclasses.replace(local, window=window)
+    return dataclasses.replace(gemma, layers=(local, whole, local))
 
 
-def naive(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    window = LAYERS[number][1]
-    rows = torch.arange(q.size(1), device=q.device)
-    distance = rows[:, None] - rows
-    seen = (distance >= 0) & (distance < (window or q.size(1)))
-    queries, keys, values = (x.transpose(1, 2).float() for x in (q, k, v))
-    scores = (queries @ keys.mT * q.size(-1) ** -0.5).masked_fill(~seen, float("-inf"))
-    return (scores.softmax(-1) @ values).transpose(1, 2).to(q.dtype)
+def built(parts, target: Target, seqlen: int, seed: int):
+    """The model, and what its numbers may be off by."""
+    from benchmarks.small_models import Transformer
 
-
-def flash(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    window = window_size(LAYERS[number][1])
-    return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window)
-
-
-def model_for(target: Target, seed: int) -> tuple[Model, float]:
-    """It, and what its numbers may be off by."""
     torch.manual_seed(seed)
+    model = Transformer(parts, seqlen, hidden=48, vocabulary=WORDS)
+    with torch.no_grad():  # scores that differ: a wrong window or scale changes the logits
+        for layer in model.layers:
+            for norm in layer.qk_norms:
+                norm.weight.mul_(2)
     kernels = target.backend != "aten"
-    dtype = torch.bfloat16 if kernels else torch.float32
-    return Model().to(target.device, dtype), 4e-2 if kernels else 1e-4
+    model = model.to(target.device, torch.bfloat16 if kernels else torch.float32)
+    return model, 4e-2 if kernels else 1e-4
+
+
+def attends(name: str, parts, words: torch.Tensor) -> list:
+    """Of each layer, for whole sequences."""
+    from benchmarks import backends
+
+    cases = parts.cases(*words.shape)
+    inputs = [backends.make_inputs(case, torch.float32, words.device) for case in cases]
+    return [backends.attention(name, *both) for both in zip(cases, inputs, strict=True)]
+
+
+def random_words(target: Target, seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, shape, generator=generator).to(target.device)
 
 
 def each_kernel(target: Target):
@@ -83,53 +74,95 @@ def each_kernel(target: Target):
     return pytest.mark.parametrize("target", params)
 
 
+def train(model, words: torch.Tensor, layers: Sequence) -> list[float]:
+    """The losses of four steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(4):
+        loss = model.loss(words, layers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @each_kernel(SM80)
 def test_trains(target: Target, seed: int) -> None:
     """No call leaves the backend: a kernel has the forward and the backward of each layer."""
-    losses = {}
-    words = torch.randint(WORDS, (2, 70), generator=torch.Generator().manual_seed(seed))
-    words = words.to(target.device)
-    for name, attend in (("flash", flash), ("naive", naive)):
-        model, tolerance = model_for(target, seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        losses[name] = []
+    words, losses = random_words(target, seed, 2, 70), {}
+    for name in ("ours", "sdpa"):
+        model, tolerance = built(tiny(), target, words.size(1), seed)
         with use(target):
-            for _ in range(4):
-                logits = model(words[:, :-1], attend)
-                loss = functional.cross_entropy(logits.flatten(0, 1).float(), words[:, 1:].ravel())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses[name].append(loss.item())
-    assert losses["naive"][-1] < losses["naive"][0] - 10 * tolerance
-    assert losses["flash"] == pytest.approx(losses["naive"], abs=tolerance)
+            losses[name] = train(model, words, attends(name, tiny(), words))
+    assert losses["sdpa"][-1] < losses["sdpa"][0] - 10 * tolerance
+    assert losses["ours"] == pytest.approx(losses["sdpa"], abs=tolerance)
+
+
+def test_sdpa_sees_what_the_window_leaves(seed: int) -> None:
+    """What the others are compared with is masked itself: by the window, and by nothing else."""
+    words = random_words(ATEN_CPU, seed, 1, 40)
+    model, tolerance = built(tiny(), ATEN_CPU, 40, seed)
+    logits = {w: model(words, attends("sdpa", tiny(w), words)) for w in (17, 40, 41)}
+    torch.testing.assert_close(logits[40], logits[41])
+    difference = (logits[17] - logits[40]).abs().amax((0, 2))
+    assert difference[:17].max() <= tolerance < difference[17:].min()
 
 
 @each_kernel(DECODE_CUDA)
 @torch.no_grad()
 def test_generates(target: Target, seed: int) -> None:
     """A prompt and then word after word against caches: the logits of the whole sequence."""
-    model, tolerance = model_for(target, seed)
+    from benchmarks import race_generate
+
     length, prompt = 40, 7
-    kind = dict(device=target.device, dtype=model.words.weight.dtype)
-    caches = [torch.zeros(2, 1, length, 1, head_dim, **kind) for head_dim, _ in LAYERS]
-    words = torch.randint(WORDS, (1, prompt), generator=torch.Generator().manual_seed(seed))
-    words, seen, logits = words.to(target.device), 0, []
-
-    def cached(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        lengths = torch.full((1,), seen, dtype=torch.int32, device=target.device)
-        return flash_attn.flash_attn_with_kvcache(
-            *(q, *caches[number], k, v),
-            cache_seqlens=lengths,
-            causal=True,
-            window_size=window_size(LAYERS[number][1]),
-        )
-
+    model, tolerance = built(tiny(), target, length, seed)
+    words, seen, logits = random_words(target, seed, 1, prompt), 0, []
+    caches = [
+        torch.zeros(2, 1, length, x.heads_kv, x.head_dim).to(model.embed.weight)
+        for x in tiny().layers
+    ]
     with use(target):
         while words.size(1) < length:
-            logits.append(model(words[:, seen:], cached))
+            layers = zip(tiny().cases(1, words.size(1) - seen), caches, strict=True)
+            attend = [race_generate.ours(case, cache, seen) for case, cache in layers]
+            logits.append(model(words[:, seen:], attend, seen))
             seen = words.size(1)
             words = torch.cat([words, logits[-1][:, -1:].argmax(-1)], dim=1)
-    whole = model(words[:, :-1], naive)
+    whole = model(words[:, :-1], attends("sdpa", tiny(), words[:, :-1]))
     worst = (torch.cat(logits, dim=1) - whole).abs().max()
     assert worst <= tolerance * whole.abs().max()
+
+
+@pytest.mark.gpu
+def test_no_layer_falls_to_aten(
+    seed: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The library's own choice for each call of the race's model, by its log, which has no
+    backward passes: can_use says which backend those have."""
+    from benchmarks import backends, race_generate
+    from benchmarks.small_models import MODELS
+
+    monkeypatch.setattr(_log, "ENABLED", True)
+    monkeypatch.setattr(_log, "_seen", set())
+    device, parts = torch.device("cuda"), MODELS["gemma4"]
+    words = random_words(SM80, seed, 1, 600)
+    model, _ = built(parts, SM80, 600, seed)
+    train(model, words, attends("ours", parts, words))
+    case = race_generate.GenerationCase("gemma4", batch=2, prompt=600)
+    generation = race_generate.Generation(case, device, torch.bfloat16)
+    caches = generation.caches()
+    generation.call(caches, "ours", 0, 600)()
+    generation.call(caches, "ours", 600, 601)()
+
+    lines = capfd.readouterr().err.splitlines()
+    calls = [json.loads(x.removeprefix(_log.PREFIX)) for x in lines if x.startswith(_log.PREFIX)]
+    made = [(c["op"], c["arguments"]["q"]["shape"][1::2]) for c in calls]
+    wanted = [("fwd", 600), ("kvcache", 600), ("kvcache", 1)]
+    assert sorted(made) == sorted((op, [n, d]) for op, n in wanted for d in (256, 512))
+    assert all(c["backend"] != "aten" for c in calls), [(c["op"], c["reasons"]) for c in calls]
+    for layer in parts.cases(1, 600):
+        x = backends.make_inputs(layer, torch.bfloat16, device)
+        window = (-1 if layer.window is None else layer.window, 0)
+        served = flash_attn.can_use(x.q, x.k, x.v, op="bwd", causal=True, window_size=window)
+        assert served.backend != "aten", str(served)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -308,3 +309,93 @@ def test_race_without_a_gpu_says_so():
     command = [sys.executable, "-m", "benchmarks.race", "--kinds", "fwd"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "need a CUDA GPU" in done.stderr
+
+
+@pytest.mark.parametrize("queries, window", [(1, None), (9, None), (9, 3)])
+def test_sdpa_shares_heads_of_keys_where_its_kernels_do_not(queries, window, monkeypatch):
+    """Each of its own calls has as many heads of keys as of queries, or such a head dim and no mask
+    that kernels share them."""
+    from benchmarks import backends
+    from benchmarks.shapes import Case
+
+    shared, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, mask, *others, enable_gqa):
+        shared.append(enable_gqa and (mask is not None or q.size(3) > 256))
+        return sdpa(q, k, v, mask, *others, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for d in (32, 264):
+        q, k, v = (torch.randn(2, n, h, d) for n, h in ((queries, 6), (9, 2), (9, 2)))
+        case = Case(2, 9, 6, d, queries > 1, heads_kv=2, window=window)
+        out = backends.windowed_sdpa(case, q.device)(q, k, v)
+        hidden = None
+        if queries > 1:
+            distance = torch.arange(9)[:, None] - torch.arange(9)
+            hidden = (distance < 0) | (distance > (9 if window is None else window))
+        expected = backends.peers.naive_attention(
+            q, *(x.repeat_interleave(3, 2) for x in (k, v)), hidden
+        )
+        torch.testing.assert_close(out, expected)
+    assert shared == [False, False]
+
+
+def small_transformer(*arguments):
+    from benchmarks.small_models import Transformer
+
+    return Transformer(*arguments, hidden=32, vocabulary=61)
+
+
+def test_generation_is_raced_with_the_same_numbers(short_race, monkeypatch):
+    """The last token sees the caches of those before it, as where all of them are one prompt."""
+    from benchmarks import race_generate
+    from benchmarks.small_models import MODELS, Heads
+
+    assert len(race_generate.cases()) == len(set(race_generate.cases()))
+    layers = (Heads(16, 4, 2, window=7), Heads(32, 4, 1))
+    monkeypatch.setitem(MODELS, "gemma4", dataclasses.replace(MODELS["gemma4"], layers=layers))
+    monkeypatch.setattr(race_generate, "Transformer", small_transformer)
+    case = race_generate.GenerationCase("gemma4", batch=2, prompt=23)
+    monkeypatch.setattr(race_generate, "cases", lambda quick: [case])
+    records = race_generate.run(short_race, quick=True, names=("ours", "sdpa"))
+    assert not short_race.wrong and not short_race.reasons
+    assert [r["kind"] for r in records] == ["generate.prompt", "generate.step"]
+    assert all("ours/sdpa" in r["ratio"] for r in records)
+
+    generation = race_generate.Generation(case, torch.device("cpu"), torch.float32)
+    whole = generation.call(generation.caches(), "sdpa", 0, 24)()
+    for name in ("ours", "sdpa"):
+        torch.testing.assert_close(generation.step(name)(), whole)
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Training steps of 64 tokens of two layers."""
+    from benchmarks import small_models, train_step
+
+    layers = (small_models.Heads(16, 4, 2, window=7), small_models.Heads(32, 4, 1))
+    models = {"gemma4": small_models.Model(layers, normed=True, peers=("sdpa", "flex"))}
+    monkeypatch.setattr(train_step, "MODELS", models)
+    monkeypatch.setattr(train_step, "Transformer", small_transformer)
+    monkeypatch.setattr(train_step, "VOCABULARY", 61)
+    monkeypatch.setattr(train_step, "TOKENS", 64)
+    monkeypatch.setattr(train_step, "ROUNDS", 1)
+    return train_step
+
+
+def test_a_peer_that_cannot_train_is_left_out(small_steps, short_race, monkeypatch, capsys):
+    from benchmarks import backends
+
+    def flex(case, inputs):
+        raise RuntimeError("out of resource: shared memory\nhints")
+
+    monkeypatch.setitem(backends._BUILDERS, "flex", flex)
+    step, *of_layers, gain, loss = small_steps.compare("gemma4", 32, short_race.timer)
+    assert "cannot: gemma4 flex: out of resource: shared memory\n" in capsys.readouterr().err
+    assert step["values"]["flex"] is None and set(step["ratio"]) == {"ours/sdpa"}
+    assert [r["shape"]["d"] for r in of_layers] == [16, 32]
+    assert [r["shape"].get("window") for r in of_layers] == [6, None]
+    assert loss["values"]["ours"] == pytest.approx(loss["values"]["sdpa"], rel=1e-2)
+    times = [r["values"] for r in (step, *of_layers)]
+    saved, *of_each = (t["sdpa"] - t["ours"] for t in times)
+    assert gain["values"] == {"sdpa": pytest.approx(saved / sum(of_each))}
