@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks import flex
 from benchmarks.shapes import Case
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 
 # Any other name is a backend of ours; "ours" lets the library choose.
-PEERS = (*peers.SDPA, "sdpa", "flex", "fa4", "naive")
+PEERS = (*peers.SDPA, "sdpa", "flex", "flex_narrow", "fa4", "naive")
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -218,25 +219,11 @@ def _fa4(case: Case, inputs: Inputs) -> Attend:
     return lambda q, k, v: call(q, k, v, learnable_sink=inputs.sink, **options)[0]
 
 
-# FlexAttention's own tiles (torch 2.11) ask for 256 KiB of shared memory there; a block has 227.
-FLEX_ABOVE_256 = {
-    "fwd_num_stages": 2,
-    "fwd_num_warps": 8,
-    "bwd_num_stages": 1,
-    "bwd_num_warps": 8,
-} | {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")}
-
-
-def _flex(case: Case, inputs: Inputs) -> Attend:
-    """FlexAttention compiled for this length; mask and score terms as closures over our tensors."""
+def _flex(case: Case, inputs: Inputs, tiles: str = "wide") -> Attend:
+    """Mask and score terms as closures over our tensors."""
     refuse(case, "sink", "dropout", "deterministic")
-    from torch.nn.attention import flex_attention as flex
-
-    torch._functorch.config.donated_buffer = False  # else a backward cannot run twice on one graph
-    torch._dynamo.reset()  # else the ninth shape of a process would not be compiled
     device = inputs.q.device
     window = case.window if case.window is not None else case.seqlen
-    total = case.tokens if case.docs else case.seqlen
     docs = None
     if case.docs:
         docs = torch.repeat_interleave(torch.tensor(case.docs, device=device))
@@ -252,30 +239,23 @@ def _flex(case: Case, inputs: Inputs) -> Attend:
             s = s - inputs.slopes[h] * (i - j).abs()
         return s if inputs.bias is None else s + inputs.bias[0, h, i, j]
 
-    plain = not (case.softcap or case.alibi or case.bias)
-    block_mask = None
-    if case.causal or case.docs:
-        make = torch.compile(flex.create_block_mask)
-        block_mask = make(mask, None, None, total, total, device=device)
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    options = FLEX_ABOVE_256 if max(case.head_dim, case.dim_v) > 256 else None
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if case.docs:
-            q, k, v = (x[None] for x in (q, k, v))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = compiled(
-            q,
-            k,
-            v,
-            score_mod=None if plain else score,
-            block_mask=block_mask,
-            enable_gqa=case.kv_heads != case.heads,
-            kernel_options=options,
-        ).transpose(1, 2)
-        return out[0] if case.docs else out
-
+    attend = flex.attention(
+        case.tokens if case.docs else case.seqlen,
+        max(case.head_dim, case.dim_v),
+        device,
+        sees=mask if case.causal or case.docs else None,
+        score=score if case.softcap or case.alibi or case.bias else None,
+        tiles=tiles,
+    )
+    if case.docs:
+        return lambda *qkv: attend(*(x[None] for x in qkv))[0]
     return attend
+
+
+def _narrow_flex(case: Case, inputs: Inputs) -> Attend:
+    if max(case.head_dim, case.dim_v) <= 256:
+        raise Unsupported("the same tiles as flex up to a head dim of 256")
+    return _flex(case, inputs, "narrow")
 
 
 def _naive(case: Case, inputs: Inputs) -> Attend:
@@ -293,7 +273,14 @@ def refuse(case: Case, *features: str) -> None:
             raise Unsupported(f"no {feature}")
 
 
-_BUILDERS = {"fa2": _fa2, "fa4": _fa4, "flex": _flex, "naive": _naive, "sdpa": _free_sdpa}
+_BUILDERS = {
+    "fa2": _fa2,
+    "fa4": _fa4,
+    "flex": _flex,
+    "flex_narrow": _narrow_flex,
+    "naive": _naive,
+    "sdpa": _free_sdpa,
+}
 
 
 def attention(name: str, case: Case, inputs: Inputs) -> Attend:

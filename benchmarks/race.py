@@ -20,10 +20,10 @@ blocks and documents of flash_attn.masks, both directions, against FlexAttention
 their times ÷ the full call's times the density, or ÷ varlen's. decode_terms: what softcap, ALiBi, a
 bias or a tree of new tokens costs decode. terms: score terms, dropout and sinks, both directions;
 the cost of a term is its time ÷ the plain call's. fp32: both directions with torch's switch for
-TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256.
-packed: both passes of q, k and v in one tensor. few: forwards of few queries, dense and varlen.
-generate: a prompt and one new token of whole small models, beside SDPA's default. aten: calls that
-no kernel serves, against naive attention.
+TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256,
+where FlexAttention has two sets of tiles. packed: both passes of q, k and v in one tensor. few:
+forwards of few queries, dense and varlen. generate: a prompt and one new token of whole small
+models, beside SDPA's default. aten: calls that no kernel serves, against naive attention.
 """
 
 import argparse
@@ -79,7 +79,7 @@ PEERS = {
     "features": ("fa2", "cudnn", "efficient", "fa4", "flex"),
     "terms": ("fa2", "cudnn", "efficient", "fa4", "flex"),
     "fp32": ("efficient",),
-    "wide": ("sdpa", "flex"),
+    "wide": ("sdpa", "flex", "flex_narrow"),
     "wide_decode": ("sdpa",),
     "packed": (),
     "few": (),  # peers are among its contestants

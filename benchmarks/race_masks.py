@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import results
+from benchmarks import flex, results
 from benchmarks.contest import Race, progress
 from benchmarks.shapes import HIDDEN, TOKENS
 
@@ -92,7 +92,7 @@ def attention(name: str, case: MaskCase, inputs: Inputs) -> Callable:
     from flash_attn import flash_attn_func, flash_attn_varlen_func, masks
 
     if name == "flex":
-        return flex(case, inputs)
+        return of_flex(case, inputs)
     if name == "varlen":
         cu, longest = inputs.cu_seqlens, inputs.longest
         bounds = (cu, cu, longest, longest)
@@ -123,11 +123,7 @@ def attention(name: str, case: MaskCase, inputs: Inputs) -> Callable:
     return lambda q, k, v: flash_attn_func(q, k, v, attn_bias=mask)
 
 
-def flex(case: MaskCase, inputs: Inputs) -> Callable:
-    from torch.nn.attention import flex_attention
-
-    torch._functorch.config.donated_buffer = False  # else a backward cannot run twice on one graph
-    torch._dynamo.reset()  # else the ninth shape of a process would not be compiled
+def of_flex(case: MaskCase, inputs: Inputs) -> Callable:
     seen, ids = inputs.seen, inputs.ids[0]
 
     def of_blocks(b, h, i, j):
@@ -141,14 +137,7 @@ def flex(case: MaskCase, inputs: Inputs) -> Callable:
 
     sees = of_prefix if case.prefix else of_documents if case.documents else of_blocks
     heads = case.heads if sees is of_blocks else None
-    make = torch.compile(flex_attention.create_block_mask)
-    mask = make(sees, None, heads, case.seqlen, case.seqlen, device=inputs.dout.device)
-    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
-
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        return compiled(*(x.transpose(1, 2) for x in qkv), block_mask=mask).transpose(1, 2)
-
-    return attend
+    return flex.attention(case.seqlen, case.head_dim, inputs.dout.device, sees=sees, heads=heads)
 
 
 def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Markers, the --device option, a seed of its own for each test."""
+"""Markers, the --device option, a seed of its own for each test, the benchmarks as a package."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import zlib
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,21 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(autouse=True)
 def seeded(seed: int) -> None:
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be imported, from the root of the repository."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
+
+
+@pytest.fixture
+def short_race(benchmarks: None):
+    """A race on the CPU whose phases are short."""
+    from benchmarks import contest, timing
+
+    timer = timing.Timer(torch.device("cpu"), timing.Recipe(0.0, 0.001, 0.001))
+    return contest.Race(timer, torch.float32)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -16,10 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
+pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 def test_ratios_and_geometric_means():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +15,8 @@ from cases import ATEN_CPU, DECODE_CUDA, SM80, Target, use
 import flash_attn
 from flash_attn import _log
 
-ROOT = Path(__file__).resolve().parent.parent
 WORDS = 31
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 def tiny(window: int = 17):

@@ -12,10 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
+pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
 def test_pairs_and_operations_count_what_the_mask_leaves():
@@ -156,32 +153,9 @@ def test_forms_of_a_cache_hold_the_same_numbers(name):
         assert (error > 1e-3) == ("e4m3" in name or "int8" in name)  # 8 bits are stored, or 16
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "xqa", "xqa_e4m3"])
-def test_flashinfer_is_used_only_where_it_is_installed(name, monkeypatch):
-    from benchmarks import backends, cache_calls
-    from benchmarks.shapes import DecodeCase
-
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    case = DecodeCase(8, 2, 2, 128, head_dim=32)
-    q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
-    with pytest.raises(backends.Unsupported, match="flashinfer is not installed"):
-        cache_calls.decode_form(name, case, q, caches)
-
-
-def test_a_peer_refuses_what_it_cannot():
-    from benchmarks import backends
-    from benchmarks.shapes import Case
-
-    case = Case(1, 8, 2, 16, causal=True, softcap=3.0)
-    inputs = backends.make_inputs(case, torch.float32, torch.device("cpu"))
-    for name in ("flash", "cudnn", "naive"):
-        with pytest.raises(backends.Unsupported, match="softcap"):
-            backends.forward(name, case, inputs)
-
-
-def test_masks_are_raced_with_what_they_leave(monkeypatch):
+def test_masks_are_raced_with_what_they_leave(short_race, monkeypatch):
     """Each contestant of the race of masks computes the same, but for the call without a mask."""
-    from benchmarks import contest, race_masks, timing
+    from benchmarks import race_masks
 
     cases = race_masks.cases()
     assert all(sum(c.lengths()) == c.seqlen and min(c.lengths()) > 0 for c in cases if c.documents)
@@ -193,22 +167,12 @@ def test_masks_are_raced_with_what_they_leave(monkeypatch):
     ]
     monkeypatch.setattr(race_masks, "TOKENS", 256)
     monkeypatch.setattr(race_masks, "cases", lambda quick: small)
-    timer = timing.Timer(torch.device("cpu"), timing.Recipe(0.0, 0.001, 0.001))
-    race = contest.Race(timer, torch.float32)
     names = {*race_masks.BLOCKS, *race_masks.DOCUMENTS, *race_masks.PREFIX} - {"flex"}
-    records = race_masks.run(race, quick=True, names=tuple(names))
-    assert not race.wrong and not race.reasons
+    records = race_masks.run(short_race, quick=True, names=tuple(names))
+    assert not short_race.wrong and not short_race.reasons
     assert [r["kind"] for r in records] == ["masks.fwd", "masks.bwd"] * 3
     for record, case in zip(records[::2], small, strict=True):
         assert set(record["values"]) == set(case.names) - {"flex"}
-
-
-@pytest.fixture
-def short_race():
-    from benchmarks import contest, timing
-
-    timer = timing.Timer(torch.device("cpu"), timing.Recipe(0.0, 0.001, 0.001))
-    return contest.Race(timer, torch.float32)
 
 
 def test_calls_without_a_kernel_are_raced_with_the_same_numbers(short_race, monkeypatch):
@@ -309,35 +273,6 @@ def test_race_without_a_gpu_says_so():
     command = [sys.executable, "-m", "benchmarks.race", "--kinds", "fwd"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "need a CUDA GPU" in done.stderr
-
-
-@pytest.mark.parametrize("queries, window", [(1, None), (9, None), (9, 3)])
-def test_sdpa_shares_heads_of_keys_where_its_kernels_do_not(queries, window, monkeypatch):
-    """Each of its own calls has as many heads of keys as of queries, or such a head dim and no mask
-    that kernels share them."""
-    from benchmarks import backends
-    from benchmarks.shapes import Case
-
-    shared, sdpa = [], torch.nn.functional.scaled_dot_product_attention
-
-    def noted(q, k, v, mask, *others, enable_gqa):
-        shared.append(enable_gqa and (mask is not None or q.size(3) > 256))
-        return sdpa(q, k, v, mask, *others, enable_gqa=enable_gqa)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    for d in (32, 264):
-        q, k, v = (torch.randn(2, n, h, d) for n, h in ((queries, 6), (9, 2), (9, 2)))
-        case = Case(2, 9, 6, d, queries > 1, heads_kv=2, window=window)
-        out = backends.windowed_sdpa(case, q.device)(q, k, v)
-        hidden = None
-        if queries > 1:
-            distance = torch.arange(9)[:, None] - torch.arange(9)
-            hidden = (distance < 0) | (distance > (9 if window is None else window))
-        expected = backends.peers.naive_attention(
-            q, *(x.repeat_interleave(3, 2) for x in (k, v)), hidden
-        )
-        torch.testing.assert_close(out, expected)
-    assert shared == [False, False]
 
 
 def small_transformer(*arguments):
