@@ -192,28 +192,14 @@ def fwd_arguments(
     )
 
 
-def _with_largest_1(probabilities):
-    """Each row divided by its largest: what upstream's kernels leave after their last tile."""
-    if probabilities.numel() == 0:
-        return probabilities
-    largest = probabilities.abs().amax(-1, keepdim=True)
-    return probabilities / torch.where(largest > 0, largest, 1)
-
-
 def fwd(arguments):
     """Runs the op `fwd` on fwd_arguments(…). Returns out, softmax_lse, S_dmask, max_logits."""
     if torch.compiler.is_compiling():
-        results = torch.ops.flash_attn.fwd(*arguments)
-    else:
-        if _log.ENABLED:
-            _log.call("fwd", arguments)
-        run = _functorch.fwd if _functorch.is_active() else C.fwd
-        results = run(*arguments)
-    return_probs = arguments[-4]
-    if return_probs:
-        out, softmax_lse, probabilities, max_logits = results
-        return out, softmax_lse, _with_largest_1(probabilities), max_logits
-    return results
+        return torch.ops.flash_attn.fwd(*arguments)
+    if _log.ENABLED:
+        _log.call("fwd", arguments)
+    run = _functorch.fwd if _functorch.is_active() else C.fwd
+    return run(*arguments)
 
 
 def _is_only_eager(attn_bias) -> bool:

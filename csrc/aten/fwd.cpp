@@ -18,6 +18,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -89,17 +90,16 @@ void write_rows(const Result& out, const Result& lse, const Slice& slice, Block 
 
 namespace {
 
-// S_dmask for a block of rows: the same scores again, now with the final LSE.
-void write_probabilities(const Slice& slice, Block rows, const Tensor& lse, const Tensor& out) {
+// S_dmask for a block of rows: the same scores again, now with the largest one of each row.
+void write_probabilities(const Slice& slice, Block rows, const Tensor& largest_score,
+                         const Tensor& out) {
   const Tensor q = slice.scaled_queries(rows);
-  const Tensor row_lse = slice.lse_column(lse, rows);
-
   Block left = slice.terms.visible_keys(rows, {0, slice.seqlen_k()});
   while (left.size() > 0) {
     const Block block = slice.first_keys(rows, left);
     const Tensor k = slice.tile(slice.k, block);
     const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k});
-    Tensor p = slice.unpack_queries(tile.probabilities(row_lse));
+    Tensor p = slice.unpack_queries(tile.probabilities(largest_score));
     if (slice.terms.dropout) p = p.where(slice.terms.dropout.keep(rows, block), -p);
     out.narrow(2, rows.first, rows.size()).narrow(3, block.first, block.size()).copy_(p);
     left.first = block.last;
@@ -122,8 +122,7 @@ void fwd_in_operations(const Call& call, const Result& out, const Result& lse,
       write_max_logits(max_logits, slice, state);
     }
     if (probabilities.defined()) {
-      write_probabilities(slice, rows, lse.part(slice.batches, slice.heads),
-                          broadcast_part(probabilities, slice));
+      write_probabilities(slice, rows, state.largest_score(), broadcast_part(probabilities, slice));
     }
   });
 }
@@ -137,9 +136,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(const Args& args, bool return_pro
   const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
   Tensor probabilities = at::empty({0}, args.q.options());
   if (return_probs) {
-    probabilities =
-        at::zeros({call.queries.batch(), args.q.size(-2), args.max_seqlen_q, args.max_seqlen_k},
-                  args.q.options());
+    const std::array<int64_t, 4> sizes = {call.queries.batch(), args.q.size(-2), args.max_seqlen_q,
+                                          args.max_seqlen_k};
+    probabilities = call.on_gpu && call.count_slices() > 0 ? at::empty(sizes, args.q.options())
+                                                           : at::zeros(sizes, args.q.options());
   }
   const Tensor max_logits = make_max_logits(args);
   if (call.on_gpu) {

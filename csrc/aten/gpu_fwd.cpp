@@ -20,9 +20,9 @@ using at::Tensor;
 
 namespace {
 
-// P of a tile of products, and what it adds to the state. probabilities: SoftmaxStep's, or undefined.
+// P of a tile of products, and what it adds to the state.
 Tensor take_step(const Slice& slice, const cuda::ScoreTile& tile, const Tensor& products,
-                 const Tensor& probabilities, OnlineSoftmax& state) {
+                 const Probabilities& probabilities, OnlineSoftmax& state) {
   const auto operands = slice.q.options();
   const Tensor p = products.scalar_type() == slice.q.scalar_type()
                        ? products
@@ -34,6 +34,7 @@ Tensor take_step(const Slice& slice, const cuda::ScoreTile& tile, const Tensor& 
   if (first) {
     state.row_max = column();
     state.row_sum = column();
+    if (probabilities.wanted) state.score_max = column();
   }
   const Tensor rescale = column();
   const Tensor max_logits = slice.terms.wants_max_logits ? column() : Tensor();
@@ -47,7 +48,9 @@ Tensor take_step(const Slice& slice, const cuda::ScoreTile& tile, const Tensor& 
        .sink = first && slice.sink.defined() ? slice.sink.const_data_ptr() : nullptr,
        .rescale = rescale.data_ptr(),
        .max_logits = max_logits.defined() ? max_logits.data_ptr() : nullptr,
-       .probabilities = probabilities.defined() ? part_of(probabilities) : cuda::TensorPart{}},
+       .score_max = probabilities.wanted ? state.score_max.data_ptr() : nullptr,
+       .probabilities =
+           probabilities.of_step.defined() ? part_of(probabilities.of_step) : cuda::TensorPart{}},
       stream_of(products));
   if (!first) state.o.mul_(rescale);
   if (max_logits.defined()) {
@@ -56,24 +59,33 @@ Tensor take_step(const Slice& slice, const cuda::ScoreTile& tile, const Tensor& 
   return p;
 }
 
-// S_dmask for a block of rows: the same scores again, now with the final LSE.
-void write_probabilities(const Slice& slice, const Tensor& k, Block rows, const Tensor& lse,
+// S_dmask for a block of rows: the same scores again, now with the largest one of each row.
+void write_probabilities(const Slice& slice, const Tensor& k, Block rows, const Tensor& score_max,
                          const Tensor& out) {
   const Tensor q = matrices_of(slice.q.narrow(2, rows.first, rows.size()), slice.kv_heads.size());
   Block left = slice.visible_keys(rows, {0, slice.seqlen_k()});
   while (left.size() > 0) {
     const Block block = slice.first_keys(rows, left);
     const Tensor products = wide_product(q, k.narrow(1, block.first, block.size()).transpose(1, 2));
-    cuda::run_probabilities(score_tile(slice, rows, block), products.const_data_ptr(), part_of(lse),
-                            part_of(out), stream_of(products));
+    cuda::run_probabilities(score_tile(slice, rows, block), products.const_data_ptr(),
+                            score_max.const_data_ptr(), part_of(out), stream_of(products));
     left.first = block.last;
   }
+}
+
+// Zeros where no tile of these rows writes a probability.
+void clear_hidden(const Slice& slice, Block rows, const Tensor& probabilities) {
+  const Tensor of_rows = probabilities.narrow(2, rows.first, rows.size());
+  Block seen = slice.visible_keys(rows, {0, slice.seqlen_k()});
+  if (seen.size() == 0) seen = {0, 0};
+  of_rows.narrow(3, 0, seen.first).zero_();
+  of_rows.narrow(3, seen.last, of_rows.size(3) - seen.last).zero_();
 }
 
 }  // namespace
 
 OnlineSoftmax attend_on_gpu(const Slice& slice, const SeenKeys& seen, Block rows, Block keys,
-                            const Tensor& probabilities) {
+                            const Probabilities& probabilities) {
   const Tensor q = matrices_of(slice.q.narrow(2, rows.first, rows.size()), slice.kv_heads.size());
   const auto wide = q.options().dtype(compute_dtype(q));
   OnlineSoftmax state;
@@ -122,13 +134,18 @@ void fwd_on_gpu(const Slice& slice, const Tensor& out, const Tensor& lse, const 
   const bool one_step = slice.count_key_blocks() <= 1;
   for (int64_t i = 0; i < slice.count_row_blocks(); ++i) {
     const Block rows = slice.row_block(i);
-    const OnlineSoftmax state = attend_on_gpu(slice, seen, rows, {0, slice.seqlen_k()},
-                                              one_step ? probabilities : Tensor());
+    const OnlineSoftmax state =
+        attend_on_gpu(slice, seen, rows, {0, slice.seqlen_k()},
+                      {probabilities.defined(), one_step ? probabilities : Tensor()});
     finish_rows(slice, rows, state, out, lse);
     write_max_logits(max_logits, slice, state);
-    if (probabilities.defined() && !one_step) {
-      write_probabilities(slice, k, rows, lse, probabilities);
-    }
+    if (!probabilities.defined()) continue;
+    if (!one_step) write_probabilities(slice, k, rows, state.score_max, probabilities);
+    clear_hidden(slice, rows, probabilities);
+  }
+  if (probabilities.defined()) {  // of varlen calls, max_seqlen_q may be more than there are tokens
+    const int64_t rows = slice.seqlen_q();
+    probabilities.narrow(2, rows, probabilities.size(2) - rows).zero_();
   }
 }
 

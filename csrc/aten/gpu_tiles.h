@@ -59,9 +59,13 @@ struct SeenKeys {
   int64_t head_dim_v;
   std::function<std::pair<at::Tensor, SeenOperand>(Block keys)> load;
 };
-// probabilities: where P of the rows goes, which then take one step; or undefined.
+// S_dmask. of_step: where it is written in rows' only step; or undefined.
+struct Probabilities {
+  bool wanted = false;
+  at::Tensor of_step;
+};
 OnlineSoftmax attend_on_gpu(const Slice& slice, const SeenKeys& seen, Block rows, Block keys,
-                            const at::Tensor& probabilities = {});
+                            const Probabilities& probabilities = {});
 
 // O and LSE of these rows of a slice to their places in its part of the results.
 void finish_rows(const Slice& slice, Block rows, const OnlineSoftmax& state, const at::Tensor& out,

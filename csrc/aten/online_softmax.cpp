@@ -31,6 +31,7 @@ OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Te
     const Tensor logit = logits.expand(column);
     state.row_max = logit.clamp_min(lowest);
     state.row_sum = (logit - state.row_max).exp2_();
+    state.score_max = at::full(column, lowest, q.options());
   } else {
     state.row_max = at::full(column, lowest, q.options());
     state.row_sum = at::zeros(column, q.options());
@@ -39,12 +40,14 @@ OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Te
 }
 
 Tensor OnlineSoftmax::step(Tensor s) {
-  const Tensor new_max = at::maximum(row_max, s.amax(-1, /*keepdim=*/true));  // m' = max(m, max S)
-  const Tensor rescale = row_max.sub_(new_max).exp2_();                       // α  = 2^(m − m')
-  s.sub_(new_max).exp2_();                                                    // P  = 2^(S − m')
-  row_sum.mul_(rescale).add_(s.sum(-1, /*keepdim=*/true));                    // l  = α l + Σ P
-  o.mul_(rescale);                                                            // o  = α o
+  const Tensor largest = s.amax(-1, /*keepdim=*/true);
+  const Tensor new_max = at::maximum(row_max, largest);     // m' = max(m, max S)
+  const Tensor rescale = row_max.sub_(new_max).exp2_();     // α  = 2^(m − m')
+  s.sub_(new_max).exp2_();                                  // P  = 2^(S − m')
+  row_sum.mul_(rescale).add_(s.sum(-1, /*keepdim=*/true));  // l  = α l + Σ P
+  o.mul_(rescale);                                          // o  = α o
   row_max = new_max;
+  if (score_max.defined()) score_max = at::maximum(score_max, largest);
   return s;
 }
 

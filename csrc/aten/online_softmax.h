@@ -16,6 +16,8 @@ struct OnlineSoftmax {
   // or where scores are bounded the border, which hides what is below (core/score_range.h).
   at::Tensor row_max;
   at::Tensor max_logits;  // ScoreTile's, of all keys; or undefined
+  // The largest score, where row_max may be a sink's: for probabilities, of step() alone.
+  at::Tensor score_max;
 
   // No keys. A sink (…, rows, 1), its logits in natural units, is a key without a value.
   static OnlineSoftmax start(const at::Tensor& q, int64_t head_dim_v, const at::Tensor& sink,
@@ -27,6 +29,8 @@ struct OnlineSoftmax {
   void raise_max_logits(const at::Tensor& others);  // (heads), or undefined
   void merge(const OnlineSoftmax& other);
 
+  // What the largest of a row's P is divided by: row_max where no sink is in it.
+  const at::Tensor& largest_score() const { return score_max.defined() ? score_max : row_max; }
   at::Tensor normalized() const;  // o / l; rows without keys: 0
   at::Tensor lse() const;         // m + log l in natural units; rows without keys: −inf
 };

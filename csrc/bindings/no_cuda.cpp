@@ -42,7 +42,7 @@ void cuda::run_gather_queries(const FwdParams&, const EvenQueries&, Stream) { no
 void cuda::run_scatter_results(const FwdParams&, const EvenResults&, Stream) { not_built(); }
 void cuda::run_softmax_step(const ScoreTile&, const SoftmaxStep&, Stream) { not_built(); }
 void cuda::run_gradient_step(const ScoreTile&, const GradientStep&, Stream) { not_built(); }
-void cuda::run_probabilities(const ScoreTile&, const void*, const TensorPart&, const TensorPart&,
+void cuda::run_probabilities(const ScoreTile&, const void*, const void*, const TensorPart&,
                              Stream) {
   not_built();
 }

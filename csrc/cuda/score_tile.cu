@@ -39,6 +39,11 @@ template <int kRowThreads, typename T>
 __device__ T row_largest(T value) {
   return join_row<kRowThreads>(value, [](T a, T b) { return max(a, b); });
 }
+// The larger one, or NaN where either is NaN, as max() would leave it out.
+template <typename T>
+__device__ T larger_or_nan(T a, T b) {
+  return a > b || isnan(a) ? a : b;
+}
 template <int kRowThreads, typename T>
 __device__ T row_total(T value) {
   return join_row<kRowThreads>(value, [](T a, T b) { return a + b; });
@@ -178,11 +183,16 @@ __device__ T sink_logit(T sink) {
          static_cast<T>(kLog2E);
 }
 
+// Thread blocks that share a multiprocessor. The compiler would aim for more of fp64, and spill.
+template <typename T>
+constexpr int kBlocks = sizeof(T) == sizeof(double) ? 7 : 9;
+
 }  // namespace
 
 // kRowThreads threads have a row. A thread finds the scores of its own keys alone in shared memory.
-template <typename T, typename Element, int kRowThreads, bool kTerms>
-__global__ void __launch_bounds__(kThreads)
+// kProbabilities: step.score_max is there.
+template <typename T, typename Element, int kRowThreads, bool kTerms, bool kProbabilities>
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
     softmax_step_kernel(const __grid_constant__ ScoreTile tile,
                         const __grid_constant__ SoftmaxStep step) {
   extern __shared__ __align__(16) char smem_bytes[];
@@ -194,15 +204,15 @@ __global__ void __launch_bounds__(kThreads)
   const ScoreRow<T, kTerms> row(tile, place);
   T* const s = reinterpret_cast<T*>(smem_bytes) + row_of_block * tile.keys;
 
-  T m = lowest_score<T>(tile.bounded), l = 0;
-  if (!step.first) {
-    m = static_cast<const T*>(step.row_max)[index];
-    l = static_cast<const T*>(step.row_sum)[index];
-  } else if (step.sink != nullptr) {
-    const T logit = sink_logit(static_cast<const T*>(step.sink)[place.head]);
-    m = max(m, logit);
-    l = exp2(logit - m);
-  }
+  const auto sink = [&] {
+    if (!step.first || step.sink == nullptr) return -kInfinity<T>;
+    return sink_logit(static_cast<const T*>(step.sink)[place.head]);
+  };
+  const T lowest = lowest_score<T>(tile.bounded);
+  const T m = step.first ? max(lowest, sink()) : static_cast<const T*>(step.row_max)[index];
+
+  T score_max = lowest;
+  if (kProbabilities && !step.first) score_max = static_cast<const T*>(step.score_max)[index];
 
   // S, and m' = max(m, rowmax S)
   const T* const products = static_cast<const T*>(step.products) + int64_t{index} * tile.keys;
@@ -213,44 +223,50 @@ __global__ void __launch_bounds__(kThreads)
     const auto score = row.score(product, key);
     s[key] = score.s;
     largest = max(largest, score.s);
+    if (kProbabilities) score_max = larger_or_nan(score_max, score.s);
     if (step.max_logits != nullptr && row.counts(score)) logit = max(logit, row.logit(product));
   });
   const T new_max = row_largest<kRowThreads>(largest);
+  if (kProbabilities) score_max = join_row<kRowThreads>(score_max, larger_or_nan<T>);
 
-  // P = exp(S - m'), l = exp(m - m') l + rowsum P, and dropout(P). What is dropped is left negative.
+  // P = exp(S - m'), l = exp(m - m') l + rowsum P, and dropout(P). Where probabilities are wanted,
+  // exp(S - rowmax S) comes first, and P is less by one factor where a sink lies above the scores.
   T sum = 0;
+  const T base = kProbabilities ? score_max : new_max;
+  const T of_base = kProbabilities ? exp2(score_max - new_max) : 1;
   auto* const p = static_cast<Element*>(step.p) + int64_t{index} * tile.keys;
+  auto* const probabilities = kProbabilities && step.probabilities.data != nullptr
+                                  ? &place.of<Element>(step.probabilities, tile.first_key)
+                                  : nullptr;
   const auto score_of = [&](int key) { return row.in_band(key) ? s[key] : -kInfinity<T>; };
   const auto is_seen = [&](int key, T score) {
     return row.in_band(key) && (!kTerms || score != -kInfinity<T>);
   };
   row.template for_each_key<kRowThreads>(thread, score_of, [&](int key, T score, bool dropped) {
-    T kept = static_cast<T>(-0.0);
+    T kept = static_cast<T>(-0.0), of_largest = 0;
     if (is_seen(key, score)) {
-      const T probability = exp2(score - new_max);
+      of_largest = exp2(score - base);
+      const T probability = of_largest * of_base;
       sum += probability;
       kept = row.dropout(probability, dropped);
-      if (step.probabilities.data != nullptr) s[key] = dropped ? -probability : probability;
     }
     p[key] = static_cast<Element>(kept);
+    if (probabilities != nullptr) {
+      probabilities[key * step.probabilities.col] =
+          static_cast<Element>(dropped ? -of_largest : of_largest);
+    }
   });
   sum = row_total<kRowThreads>(sum);
 
-  const T rescale = exp2(m - new_max);
-  l = rescale * l + sum;
-  if (step.probabilities.data != nullptr) {
-    auto* const out = &place.of<Element>(step.probabilities, tile.first_key);
-    const T inverse = l == 0 ? 0 : 1 / l;
-    row.template for_each_key<kRowThreads>(thread, score_of, [&](int key, T p, bool) {
-      out[key * step.probabilities.col] = static_cast<Element>(is_seen(key, p) ? p * inverse : 0);
-    });
-  }
   if (step.max_logits != nullptr) logit = row_largest<kRowThreads>(logit);
   if (thread != 0) return;
+  const T l = step.first ? exp2(sink() - m) : static_cast<const T*>(step.row_sum)[index];
+  const T rescale = exp2(m - new_max);
   static_cast<T*>(step.row_max)[index] = new_max;
-  static_cast<T*>(step.row_sum)[index] = l;
+  static_cast<T*>(step.row_sum)[index] = rescale * l + sum;
   static_cast<T*>(step.rescale)[index] = rescale;
   if (step.max_logits != nullptr) static_cast<T*>(step.max_logits)[index] = logit;
+  if (kProbabilities) static_cast<T*>(step.score_max)[index] = score_max;
 }
 
 namespace {
@@ -298,17 +314,15 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, typename Element>
 __global__ void __launch_bounds__(kThreads)
     probabilities_kernel(const __grid_constant__ ScoreTile tile, const T* products,
-                         const __grid_constant__ TensorPart lse,
-                         const __grid_constant__ TensorPart probabilities) {
+                         const T* score_max, const __grid_constant__ TensorPart probabilities) {
   const int index = blockIdx.x;
   const TileRow place(tile, index);
   const ScoreRow<T, true> row(tile, place);
-  const T of_row = lse_log2(place.of<const T>(lse));
+  const T largest = score_max[index];
   const auto load = [&](int key) { return products[int64_t{index} * tile.keys + key]; };
   row.template for_each_key<kThreads>(threadIdx.x, load, [&](int key, T product, bool dropped) {
-    if (!row.in_band(key)) return;
-    const auto score = row.score(product, key);
-    const T p = score.s == -kInfinity<T> ? 0 : exp2(score.s - of_row);
+    const T score = row.in_band(key) ? row.score(product, key).s : -kInfinity<T>;
+    const T p = score == -kInfinity<T> ? 0 : exp2(score - largest);
     place.of<Element>(probabilities, tile.first_key + key) = static_cast<Element>(dropped ? -p : p);
   });
 }
@@ -343,22 +357,33 @@ void with_instance(const ScoreTile& tile, F&& f) {
   });
 }
 
+template <typename T, typename Element, bool kTerms, bool kProbabilities>
+void launch_softmax_step(const ScoreTile& tile, const SoftmaxStep& step, Stream stream) {
+  const bool by_warps = tile.keys <= kWarpKeys;
+  const int rows = by_warps ? kThreads / kWarpThreads : 1;
+  const int smem_bytes = rows * tile.keys * static_cast<int>(sizeof(T));
+  const dim3 grid = blocks_of(tile.count_rows(), rows);
+  static_assert(kScoreTileKeys * sizeof(double) < 48 * 1024, "needs no leave of the driver");
+  if (by_warps) {
+    launch<softmax_step_kernel<T, Element, kWarpThreads, kTerms, kProbabilities>>(
+        grid, kThreads, smem_bytes, stream, tile, step);
+  } else {
+    launch<softmax_step_kernel<T, Element, kThreads, kTerms, kProbabilities>>(
+        grid, kThreads, smem_bytes, stream, tile, step);
+  }
+}
+
 }  // namespace
 
 void run_softmax_step(const ScoreTile& tile, const SoftmaxStep& step, Stream stream) {
+  if (step.score_max != nullptr) {
+    with_types(tile.scores, tile.operands, [&]<typename T, typename Element>() {
+      launch_softmax_step<T, Element, true, true>(tile, step, stream);
+    });
+    return;
+  }
   with_instance(tile, [&]<typename T, typename Element, bool kTerms>() {
-    const bool by_warps = tile.keys <= kWarpKeys;
-    const int rows = by_warps ? kThreads / kWarpThreads : 1;
-    const int smem_bytes = rows * tile.keys * static_cast<int>(sizeof(T));
-    const dim3 grid = blocks_of(tile.count_rows(), rows);
-    static_assert(kScoreTileKeys * sizeof(double) < 48 * 1024, "needs no leave of the driver");
-    if (by_warps) {
-      launch<softmax_step_kernel<T, Element, kWarpThreads, kTerms>>(grid, kThreads, smem_bytes,
-                                                                    stream, tile, step);
-    } else {
-      launch<softmax_step_kernel<T, Element, kThreads, kTerms>>(grid, kThreads, smem_bytes, stream,
-                                                                tile, step);
-    }
+    launch_softmax_step<T, Element, kTerms, false>(tile, step, stream);
   });
 }
 
@@ -369,12 +394,12 @@ void run_gradient_step(const ScoreTile& tile, const GradientStep& step, Stream s
   });
 }
 
-void run_probabilities(const ScoreTile& tile, const void* products, const TensorPart& lse,
+void run_probabilities(const ScoreTile& tile, const void* products, const void* score_max,
                        const TensorPart& probabilities, Stream stream) {
   with_types(tile.scores, tile.operands, [&]<typename T, typename Element>() {
     launch<probabilities_kernel<T, Element>>(blocks_of(tile.count_rows(), 1), kThreads, 0, stream,
-                                             tile, static_cast<const T*>(products), lse,
-                                             probabilities);
+                                             tile, static_cast<const T*>(products),
+                                             static_cast<const T*>(score_max), probabilities);
   });
 }
 

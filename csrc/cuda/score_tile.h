@@ -49,7 +49,10 @@ struct SoftmaxStep {
   const void* sink = nullptr;  // (heads_q) of the scores' dtype in natural units, or null
   void* rescale = nullptr;     // (rows of the tile), written: what came before times this
   void* max_logits = nullptr;  // (rows of the tile), written, in natural units; or null
-  // Of operands: P normalised, negative where dropout drops it. Of a row's only step; or none.
+  // (rows of the tile): the largest score, or NaN where one is NaN; read unless it is the first
+  // step, and null unless probabilities are wanted. Unlike row_max it knows of no sink.
+  void* score_max = nullptr;
+  // What run_probabilities() writes, of a row's only step; or none.
   TensorPart probabilities;
 };
 void run_softmax_step(const ScoreTile& tile, const SoftmaxStep& step, Stream stream);
@@ -65,9 +68,9 @@ struct GradientStep {
 };
 void run_gradient_step(const ScoreTile& tile, const GradientStep& step, Stream stream);
 
-// P alone, normalised, as a part of a tensor of operands, negative where dropout drops it. What lies
-// outside the band is not written.
-void run_probabilities(const ScoreTile& tile, const void* products, const TensorPart& lse,
+// P alone, divided by its row's largest, as a part of a tensor of operands: negative where dropout
+// drops it, and 0 where hidden. score_max: SoftmaxStep's, of all keys.
+void run_probabilities(const ScoreTile& tile, const void* products, const void* score_max,
                        const TensorPart& probabilities, Stream stream);
 
 // O = o / l and LSE = m + log l of a tile's rows. o: (rows of the tile, head_dim_v), not normalised.
