@@ -400,6 +400,43 @@ def test_nan_in_keys_that_nobody_sees(case: Case, target: Target, seed: int) -> 
         compare(problem, dirty, expected)
 
 
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_infinite_key_without_weight(dtype: str, target: Target, seed: int) -> None:
+    """Its score is -inf, and so P and dS are 0: infinity times 0 reaches one column of dQ."""
+    problem = Problem(Case(dtype=dtype, seqlen_q=200, causal=True, d=16), seed, target.device)
+    problem.q[..., 5] = -0.1 - problem.q[..., 5].abs()
+    problem.k[:, 75, :, 5] = 1e30
+    clean = run(problem, target.backend)
+    problem.k[:, 75, :, 5] = torch.inf
+    dirty = run(problem, target.backend)
+    hit = torch.zeros_like(clean["dq"], dtype=torch.bool)
+    hit[:, 75:, :, 5] = True
+    assert torch.equal(dirty["dq"].isnan(), hit)
+    assert torch.equal(dirty["dq"][~hit], clean["dq"][~hit])
+    for name in ("out", "lse", "dk", "dv"):
+        assert torch.equal(dirty[name], clean[name]), name
+
+
+@each_target(ATEN_CPU, ATEN_CUDA)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_infinite_gradient_of_a_row(dtype: str, target: Target, seed: int) -> None:
+    """Both dP and delta are inf, and their difference is NaN, for keys that the row sees alone."""
+    problem = Problem(Case(dtype=dtype, seqlen_q=200, causal=True, d=16), seed, target.device)
+    problem.v[..., 5] = problem.v[..., 5].abs() + 0.1
+    clean = run(problem, target.backend)
+    problem.dout[0, 150, 1, 5] = torch.inf
+    dirty = run(problem, target.backend)
+    hit = {name: torch.zeros_like(clean[name], dtype=torch.bool) for name in ("dq", "dk", "dv")}
+    hit["dq"][0, 150, 1] = True
+    hit["dk"][0, :151, 0] = True
+    hit["dv"][0, :151, 0, 5] = True
+    for name, places in hit.items():
+        wrong = dirty[name].isposinf() if name == "dv" else dirty[name].isnan()
+        assert torch.equal(wrong, places), name
+        assert torch.equal(dirty[name][~places], clean[name][~places]), name
+
+
 @each_target(*ATTENTION_TARGETS)
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_in_use_propagates(where: str, target: Target, seed: int) -> None:

@@ -70,7 +70,7 @@ def test_a_cxx_runtime_is_seen(flags: list[str], has_one: bool, tmp_path: Path) 
 SOURCES = PACKAGE.parent / "csrc"
 BETWEEN_PRODUCTS = re.compile(
     r" [tTwW] void (flash_attn::cuda::(?:\(anonymous namespace\)::)?(?:softmax_step|gradient_step"
-    r"|probabilities|finish_rows|keep_finite|restore|row_delta)_kernel<.*?>)\("
+    r"|probabilities|finish_rows|keep_finite|restore|retake|row_delta)_kernel<.*?>)\("
 )
 OF_CACHES = re.compile(r"flash_attn::cuda::(decode|kvcache|prefix)_kernel<")
 PLAIN_FORMS = {

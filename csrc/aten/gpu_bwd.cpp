@@ -3,7 +3,7 @@
 //   δ = rowsum(dO ∘ O) − dLSE                         run_row_delta
 //   for each block of keys j
 //     for each block of rows i that sees keys j
-//       S = Q_i K_jᵀ,  dP = dO_i V_jᵀ                 products
+//       S = Q_i K_jᵀ,  dP = dO_i V_jᵀ                 products, and run_retake
 //       P, dS = …                                     run_gradient_step
 //       dV_j += Pᵀ dO_i,  dQ_i += dS K_j,  dK_j += dSᵀ Q_i        products, and run_restore
 #include <ATen/ScalarOps.h>
@@ -24,14 +24,6 @@ namespace flash_attn::aten {
 using at::Tensor;
 
 namespace {
-
-// Rows of a tensor (batch, heads, length, d) as matrices.
-struct Matrices {
-  const Slice& slice;
-  Tensor operator()(const Tensor& x, Block rows) const {
-    return matrices_of(x.narrow(2, rows.first, rows.size()), slice.kv_heads.size());
-  }
-};
 
 Tensor row_delta(const SavedRows& saved, at::TensorOptions wide) {
   const Tensor& dout = saved.dout;
@@ -89,18 +81,17 @@ void bwd_on_gpu(const Slice& slice, const GradMask& need, const SavedRows& saved
                 const SliceGrads& grads) {
   const int64_t kv_heads = slice.kv_heads.size(), matrices = slice.batches.size() * kv_heads;
   const auto wide = slice.q.options().dtype(compute_dtype(slice.q));
-  const Matrices part_of_rows = {slice};
   const bool hides = slice.may_hide({0, slice.seqlen_k()});
   const Tensor delta = row_delta(saved, wide);
-  const Tensor all_q = slice.q.contiguous(), all_k = slice.k.contiguous(),
-               all_v = slice.v.contiguous(), all_dout = saved.dout.contiguous();
-  const SeenOperand q(all_q, kv_heads, hides), k(all_k, kv_heads, hides),
-      dout(all_dout, kv_heads, hides);
+  // One copy of each serves both of its products: what a score lacks of it, run_retake() tells. No
+  // sum over rows or keys has v in it, and so v may hold anything.
+  const SeenOperand q(slice.q, kv_heads, hides), k(slice.k, kv_heads, hides),
+      dout(saved.dout, kv_heads, hides), v(slice.v, kv_heads, /*hides=*/false);
   std::vector<Tensor> dq(slice.count_row_blocks());
 
   for (int64_t j = 0; j < slice.count_key_blocks(); ++j) {
     const Block block = slice.key_block(j);
-    const Tensor k_j = part_of_rows(all_k, block), v_j = part_of_rows(all_v, block);
+    const Tensor k_j = k.matrices(block), v_j = v.matrices(block);
     Tensor dk, dv;
     // The last rows first: with a causal mask they see all keys of the block, and so begin its sums.
     for (int64_t i = slice.count_row_blocks() - 1; i >= 0; --i) {
@@ -110,24 +101,30 @@ void bwd_on_gpu(const Slice& slice, const GradMask& need, const SavedRows& saved
         return x.narrow(1, keys.first - block.first, keys.size());
       };
       const cuda::ScoreTile tile = score_tile(slice, rows, keys);
-      const Tensor products = wide_product(part_of_rows(all_q, rows), of_keys(k_j).transpose(1, 2));
-      const Tensor value_products =
-          wide_product(part_of_rows(all_dout, rows), of_keys(v_j).transpose(1, 2));
+      const Tensor q_i = q.matrices(rows), dout_i = dout.matrices(rows);
+      const Tensor products = wide_product(q_i, of_keys(k_j).transpose(1, 2));
+      const Tensor value_products = wide_product(dout_i, of_keys(v_j).transpose(1, 2));
+      if (hides) {
+        cuda::run_retake(tile,
+                         {.scores = {products.data_ptr(), q.rows(), k.rows()},
+                          .values = {value_products.data_ptr(), dout.rows(), v.rows()}},
+                         stream_of(products));
+      }
       const Tensor dbias = need.bias ? at::empty(products.sizes(), wide) : Tensor();
       const auto [p, ds] =
           gradients_of(slice, tile, products, value_products, saved.lse, delta, dbias);
-      const auto add_to_keys = [&](Tensor& sum, const SeenOperand& b, const Tensor& a,
-                                   int64_t head_dim) {
+      const auto add_to_keys = [&](Tensor& sum, const SeenOperand& operand, const Tensor& a,
+                                   const Tensor& b) {
         if (!sum.defined() && keys.size() < block.size()) {
-          sum = at::zeros({matrices, block.size(), head_dim}, wide);
+          sum = at::zeros({matrices, block.size(), b.size(2)}, wide);
         }
         Tensor part = sum.defined() ? of_keys(sum) : sum;
-        b.add_product(part, tile, a, p, /*of_keys=*/true);
+        operand.add_product(part, tile, a, b, p, /*of_keys=*/true);
         if (!sum.defined()) sum = part;
       };
-      if (need.v) add_to_keys(dv, dout, p, slice.v.size(3));
-      if (need.q) k.add_product(dq[i], tile, ds, p, /*of_keys=*/false);
-      if (need.k) add_to_keys(dk, q, ds, slice.k.size(3));
+      if (need.v) add_to_keys(dv, dout, p, dout_i);
+      if (need.q) k.add_product(dq[i], tile, ds, of_keys(k_j), p, /*of_keys=*/false);
+      if (need.k) add_to_keys(dk, q, ds, q_i);
       if (need.bias) add_bias_grad(grads.dbias, slice.unpack_queries(dbias), rows, keys);
     }
     const auto place = [&](const Tensor& x) { return x.narrow(2, block.first, block.size()); };

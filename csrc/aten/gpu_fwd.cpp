@@ -98,7 +98,7 @@ OnlineSoftmax attend_on_gpu(const Slice& slice, const SeenKeys& seen, Block rows
     const cuda::ScoreTile tile = score_tile(slice, rows, block);
     const Tensor products = wide_product(q, k.transpose(1, 2));
     const Tensor p = take_step(slice, tile, products, probabilities, state);
-    v.add_product(state.o, tile, p, p, /*of_keys=*/false);
+    v.add_product(state.o, tile, p, v.matrices(block), p, /*of_keys=*/false);
     left.first = block.last;
   }
   if (!state.o.defined()) {

@@ -105,11 +105,18 @@ SeenOperand::SeenOperand(Tensor x, int64_t kv_heads, bool hides, int64_t first_r
   cuda::run_keep_finite(rows_of(x_), finite_.data_ptr(), bad_.data_ptr<uint8_t>(), stream_of(x_));
 }
 
+Tensor SeenOperand::matrices(Block rows) const {
+  return matrices_of(finite_.narrow(2, rows.first - first_row_, rows.size()), kv_heads_);
+}
+
+cuda::Rows SeenOperand::rows() const {
+  cuda::Rows rows = rows_of(x_);
+  if (bad_.defined()) rows.bad = bad_.const_data_ptr<uint8_t>();
+  return rows;
+}
+
 void SeenOperand::add_product(Tensor& acc, const cuda::ScoreTile& tile, const Tensor& a,
-                              const Tensor& p, bool of_keys) const {
-  const int64_t first = (of_keys ? tile.first_query : tile.first_key) - first_row_;
-  const int64_t count = of_keys ? tile.rows : tile.keys;
-  const Tensor b = matrices_of(finite_.narrow(2, first, count), kv_heads_);
+                              const Tensor& b, const Tensor& p, bool of_keys) const {
   const Tensor left = of_keys ? a.transpose(1, 2) : a;
   if (acc.defined()) {
     add_wide_product(acc, left, b);
@@ -123,9 +130,8 @@ void SeenOperand::add_product(Tensor& acc, const cuda::ScoreTile& tile, const Te
                      .acc_row = acc.stride(1),
                      .a = a.const_data_ptr(),
                      .p = p.const_data_ptr(),
-                     .b = rows_of(x_),
+                     .b = rows(),
                      .first_row = first_row_,
-                     .bad = bad_.const_data_ptr<uint8_t>(),
                      .of_keys = of_keys},
                     stream_of(acc));
 }

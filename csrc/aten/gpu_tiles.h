@@ -33,8 +33,8 @@ at::Tensor matrices_of(const at::Tensor& x, int64_t kv_heads);
 at::Tensor wide_product(const at::Tensor& a, const at::Tensor& b);
 void add_wide_product(at::Tensor acc, const at::Tensor& a, const at::Tensor& b);
 
-// The right operand of products with a tile in which keys may be hidden: NaN and inf of b enter the
-// rows that see them, and no others.
+// An operand of products with a tile in which keys may be hidden: NaN and inf of it enter the rows
+// that see them, and no others.
 class SeenOperand {
  public:
   SeenOperand() = default;
@@ -42,10 +42,14 @@ class SeenOperand {
   // be hidden; else x is taken as it is.
   SeenOperand(at::Tensor x, int64_t kv_heads, bool hides, int64_t first_row = 0);
 
-  // acc += a b, where a and p are tiles of `tile` and b the rows of it. of_keys: acc's rows are
-  // keys, and it is aᵀ b. acc undefined: becomes the product.
+  // Some rows, by position, as (batch · kv heads, rows, d): without what is not finite where anything
+  // may be hidden.
+  at::Tensor matrices(Block rows) const;
+  // acc += a b, where a and p are tiles of `tile`, and b is matrices() of the tile's rows. of_keys:
+  // acc's rows are keys, and it is aᵀ b. acc undefined: becomes the product.
   void add_product(at::Tensor& acc, const cuda::ScoreTile& tile, const at::Tensor& a,
-                   const at::Tensor& p, bool of_keys) const;
+                   const at::Tensor& b, const at::Tensor& p, bool of_keys) const;
+  cuda::Rows rows() const;  // with what is not finite
 
  private:
   at::Tensor x_, finite_;  // finite_: contiguous, x itself where nothing is hidden

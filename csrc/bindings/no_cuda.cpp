@@ -49,6 +49,7 @@ void cuda::run_probabilities(const ScoreTile&, const void*, const void*, const T
 void cuda::run_finish_rows(const ScoreTile&, const RowResults&, Stream) { not_built(); }
 void cuda::run_keep_finite(const Rows&, void*, uint8_t*, Stream) { not_built(); }
 void cuda::run_restore(const ScoreTile&, const Restore&, Stream) { not_built(); }
+void cuda::run_retake(const ScoreTile&, const Retake&, Stream) { not_built(); }
 void cuda::run_row_delta(const Rows&, const TensorPart&, const TensorPart&, DType, void*, Stream) {
   not_built();
 }

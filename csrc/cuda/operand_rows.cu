@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = (restore.of_keys ? tile.first_query : tile.first_key) - restore.first_row;
   const auto is_bad = [&](int j) {
     const int64_t head = int64_t{batch_idx} * b.heads + first_head + j / of_head;
-    return restore.bad[head * b.length + first + j % of_head] != 0;
+    return b.bad[head * b.length + first + j % of_head] != 0;
   };
   bool any = false;
   for (int j = threadIdx.x; j < inner; j += kThreads) any |= is_bad(j);
@@ -86,6 +86,48 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A thread block has some rows of one of the tiles. Where no row is bad it ends at once.
+template <typename T, typename Element>
+__global__ void __launch_bounds__(kThreads)
+    retake_kernel(const __grid_constant__ ScoreTile tile, const __grid_constant__ Retake retake) {
+  const Product& product = blockIdx.z == 0 ? retake.scores : retake.values;
+  const int tile_rows = tile.heads_q / tile.heads_kv * tile.rows, matrix = blockIdx.x;
+  const int batch_idx = matrix / tile.heads_kv, head_kv = matrix % tile.heads_kv;
+  const auto place_of = [&](int row) { return TileRow(tile, matrix * tile_rows + row); };
+  const auto is_bad_row = [&](const TileRow& row) {
+    const Rows& a = product.a;
+    return a.bad[(int64_t{batch_idx} * a.heads + row.head) * a.length + row.query] != 0;
+  };
+  const auto is_bad_key = [&](int key) {
+    const Rows& b = product.b;
+    const int64_t head = int64_t{batch_idx} * b.heads + head_kv;
+    return b.bad != nullptr && b.bad[head * b.length + tile.first_key + key] != 0;
+  };
+  bool any = false;
+  const int first = blockIdx.y + threadIdx.x * gridDim.y, step = kThreads * gridDim.y;
+  for (int row = first; row < tile_rows; row += step) any |= is_bad_row(place_of(row));
+  for (int key = threadIdx.x; key < tile.keys; key += kThreads) any |= is_bad_key(key);
+  if (!__syncthreads_or(any)) return;
+
+  for (int row = blockIdx.y; row < tile_rows; row += gridDim.y) {
+    const TileRow place = place_of(row);
+    const bool bad_row = is_bad_row(place);
+    T* const results =
+        static_cast<T*>(product.results) + (int64_t{matrix} * tile_rows + row) * tile.keys;
+    for (int key = threadIdx.x; key < tile.keys; key += kThreads) {
+      if (!bad_row && !is_bad_key(key)) continue;
+      T sum = 0;
+#pragma unroll 1
+      for (int col = 0; col < product.a.cols; ++col) {
+        sum += static_cast<T>(place.of<const Element>(product.a.x, col)) *
+               static_cast<T>(number_at<const Element>(product.b.x, batch_idx, head_kv,
+                                                       tile.first_key + key, col));
+      }
+      results[key] = sum;
+    }
+  }
+}
+
 template <typename T, typename Element>
 __global__ void __launch_bounds__(kThreads)
     row_delta_kernel(const __grid_constant__ Rows dout, const __grid_constant__ TensorPart out,
@@ -108,6 +150,13 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kMostY = 65535;  // of a grid
 
+// Of thread blocks that have some rows of a product each.
+dim3 grid_of(const ScoreTile& tile, int rows) {
+  constexpr int kRowsOfBlock = 32;
+  return {static_cast<unsigned>(tile.batch * tile.heads_kv),
+          std::min<unsigned>(blocks_of(rows, kRowsOfBlock), kMostY)};
+}
+
 dim3 grid_of(const Rows& rows) {
   return {blocks_of(rows.length, kThreads / kWarpThreads),
           static_cast<unsigned>(std::min(rows.batch * rows.heads, kMostY))};
@@ -124,11 +173,16 @@ void run_keep_finite(const Rows& rows, void* finite, uint8_t* bad, Stream stream
 
 void run_restore(const ScoreTile& tile, const Restore& restore, Stream stream) {
   const int rows = restore.of_keys ? tile.keys : tile.heads_q / tile.heads_kv * tile.rows;
-  constexpr int kRowsOfBlock = 32;
-  const dim3 grid(tile.batch * tile.heads_kv,
-                  std::min<unsigned>(blocks_of(rows, kRowsOfBlock), kMostY));
   with_types(tile.scores, tile.operands, [&]<typename T, typename Element>() {
-    launch<restore_kernel<T, Element>>(grid, kThreads, 0, stream, tile, restore);
+    launch<restore_kernel<T, Element>>(grid_of(tile, rows), kThreads, 0, stream, tile, restore);
+  });
+}
+
+void run_retake(const ScoreTile& tile, const Retake& retake, Stream stream) {
+  dim3 grid = grid_of(tile, tile.heads_q / tile.heads_kv * tile.rows);
+  grid.z = 2;
+  with_types(tile.scores, tile.operands, [&]<typename T, typename Element>() {
+    launch<retake_kernel<T, Element>>(grid, kThreads, 0, stream, tile, retake);
   });
 }
 

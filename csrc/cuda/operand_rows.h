@@ -5,13 +5,16 @@
 
 namespace flash_attn::cuda {
 
-// Rows of a tensor as an operand whose product a hidden key takes no part in: 0 · NaN is NaN, so
-// what is not finite becomes 0, and is added again where it is seen, by run_restore().
+// Rows of a tensor. bad: (batch, heads, length), which of them are not finite; or null.
 struct Rows {
   TensorPart x;
   int batch = 0, heads = 0, length = 0, cols = 0;
+  const uint8_t* bad = nullptr;
 };
-// finite: like x, contiguous. bad: (batch, heads, length), whether a row has any such number.
+
+// Rows of a tensor as an operand whose product a hidden key takes no part in: 0 · NaN is NaN, so
+// what is not finite becomes 0, and is added again where it is seen, by run_restore(). finite: like
+// rows.x, contiguous. bad: Rows', written.
 void run_keep_finite(const Rows& rows, void* finite, uint8_t* bad, Stream stream);
 
 // acc += a b for those numbers of b that are not finite, by the rules of floating point. a and
@@ -23,10 +26,21 @@ struct Restore {
   const void *a = nullptr, *p = nullptr;
   Rows b;
   int64_t first_row = 0;  // of b, where positions count from
-  const uint8_t* bad = nullptr;
   bool of_keys = false;
 };
 void run_restore(const ScoreTile& tile, const Restore& restore, Stream stream);
+
+// A tile of products a bᵀ: those of a bad row of a or b are taken again, of all its numbers, where
+// the operands were what run_keep_finite() leaves. A product stays with its row and key, so that one
+// with a hidden key may be anything.
+struct Product {
+  void* results = nullptr;
+  Rows a, b;  // of the whole call
+};
+struct Retake {
+  Product scores, values;  // q·k and dO·v
+};
+void run_retake(const ScoreTile& tile, const Retake& retake, Stream stream);
 
 // delta = rowsum(dO ∘ O) - dLSE, (batch, heads, length) contiguous of the dtype `scores`. dlse: of
 // that dtype, or none.
