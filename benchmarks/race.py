@@ -2,7 +2,7 @@
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
     pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,terms,
-    fp32,wide,wide_decode,packed,few,generate,aten,cpu]
+    fp32,wide,wide_decode,packed,few,mixed,generate,aten,cpu]
     [--backends sm80,fa2,cudnn] [--only PATTERN] [--phases PRODUCT,SETTLE,TIMED]
     [--out FILE.json]
 
@@ -22,8 +22,9 @@ bias or a tree of new tokens costs decode. terms: score terms, dropout and sinks
 the cost of a term is its time ÷ the plain call's. fp32: both directions with torch's switch for
 TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256,
 where FlexAttention has two sets of tiles. packed: both passes of q, k and v in one tensor. few:
-forwards of few queries, dense and varlen. generate: a prompt and one new token of whole small
-models, beside SDPA's default. aten: calls that no kernel serves, against naive attention.
+forwards of few queries, dense and varlen. mixed: sequences of one new token beside chunks of
+prompts, in one varlen call. generate: a prompt and one new token of whole small models, beside
+SDPA's default. aten: calls that no kernel serves, against naive attention.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from benchmarks import (
     race_few,
     race_generate,
     race_masks,
+    race_mixed,
     race_packed,
     results,
     shapes,
@@ -56,7 +58,7 @@ KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
     *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "few"),
-    *("generate", "aten", "cpu"),
+    *("mixed", "generate", "aten", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -83,6 +85,7 @@ PEERS = {
     "wide_decode": ("sdpa",),
     "packed": (),
     "few": (),  # peers are among its contestants
+    "mixed": ("fa4",),
     "generate": ("sdpa",),
     "aten": ("naive",),
     "cpu": ("flash",),
@@ -106,6 +109,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "wide_decode": ("plain", "paged16"),
         "packed": race_packed.FORMS,
         "few": race_few.NAMES,
+        "mixed": race_mixed.OURS,
         "generate": ("ours",),
         "aten": ("ours",),
         "cpu": ("aten",),
@@ -282,6 +286,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return race_packed.run(race, of(shapes.packed), names)
     if kind == "few":
         return race_few.run(race, of(shapes.few_queries), names)
+    if kind == "mixed":
+        return race_mixed.run(race, of(shapes.mixed), names)
     if kind == "generate":
         return race_generate.run(race, quick, names)
     if kind == "terms":

@@ -307,6 +307,54 @@ def few_queries(quick: bool = False) -> list[DecodeCase]:
     return cases[::10] if quick else cases
 
 
+@dataclass(frozen=True)
+class MixedCase:
+    """Sequences with a few new tokens, each with the same keys, and chunks of others' prompts, with
+    as many keys."""
+
+    heads: int
+    heads_kv: int
+    sequences: int
+    keys: int
+    chunks: int
+    chunk: int  # queries of each
+    head_dim: int = 128
+    tokens: int = 1
+    page_size: int = 0  # 0: keys lie side by side
+
+    def queries(self) -> list[int]:
+        """Of each sequence."""
+        return [self.tokens] * self.sequences + [self.chunk] * self.chunks
+
+    def shape(self) -> dict:
+        return {
+            "heads": f"{self.heads}/{self.heads_kv}",
+            "d": self.head_dim,
+            "sequences": f"{self.sequences}x{self.tokens}",
+            "chunks": f"{self.chunks}x{self.chunk}",
+            "keys": self.keys,
+            "pages": self.page_size,
+        }
+
+
+def mixed(quick: bool = False) -> list[MixedCase]:
+    """What continuous batching makes of requests."""
+    cases = [
+        MixedCase(heads, heads_kv, sequences, keys, chunks, chunk, head_dim, tokens, page_size)
+        for page_size in (16, 0)
+        for heads, heads_kv, head_dim in ((32, 8, 128), (64, 8, 128), (16, 16, 64))
+        for sequences, tokens, keys, chunks, chunk in (
+            (63, 1, 4096, 1, 512),
+            (15, 1, 8192, 1, 2048),
+            (127, 1, 1024, 1, 512),
+            (7, 1, 32768, 1, 1024),
+            (60, 1, 2048, 4, 256),
+            (31, 4, 4096, 1, 512),
+        )
+    ]
+    return cases[::9] if quick else cases
+
+
 def wide_decode(quick: bool = False) -> list[DecodeCase]:
     """Head dims above 256."""
     cases = [

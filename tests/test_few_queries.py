@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from cases import ATEN_CPU, DECODE_CUDA, Target, each_target
+from cases import ATEN_CPU, DECODE_CUDA, SM90, Target, each_target
 
 import flash_attn
 
@@ -97,9 +97,12 @@ class Ragged:
             first_q, first_k = self.starts(self.lengths_q)[b], self.starts(self.lengths_k)[b]
             if queries == 0:
                 continue
+            options = dict(self.options)
+            if (slopes := options.get("alibi_slopes")) is not None and slopes.dim() > 1:
+                options["alibi_slopes"] = slopes[b]
             q = self.q[first_q : first_q + queries].double()[None]
             k, v = (x[first_k + skipped : first_k + keys].double()[None] for x in (self.k, self.v))
-            o, s, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **self.options)
+            o, s, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
             out[first_q : first_q + queries], lse[:, first_q : first_q + queries] = o[0], s[0]
         return out, lse
 
@@ -126,6 +129,37 @@ RAGGED: dict[str, Ragged] = {
     }.items()
 }
 
+# Some sequences have many queries, and decode has no room for these.
+MIXED_LENGTHS = {
+    "lengths_q": (1, 90, 3, 0, 1, 2, 1, 1),
+    "lengths_k": (KEYS, 600, 33, 5, 300, 40, 0, 530),
+}
+MIXED: dict[str, Ragged] = {
+    name: Ragged(**(MIXED_LENGTHS | changes))
+    for name, changes in {
+        "plain": {},
+        "causal": {"options": {"causal": True}},
+        "window": {"options": {"window_size": (100, 3)}},
+        "used": {
+            "used_q": (1, 80, 2, 0, 1, 0, 1, 1),
+            "used_k": (600, 500, 5, 0, 299, 40, 0, 530),
+            "options": {"causal": True},
+        },
+        "leftpad": {"leftpad": (100, 30, 0, 0, 7, 0, 0, 1), "options": {"causal": True}},
+        "sink": {"options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 4)}},
+        "softcap": {"options": {"causal": True, "softcap": 4.0}},
+        "alibi": {"options": {"causal": True, "alibi_slopes": SLOPES}},
+        "alibi of sequences": {
+            "options": {"causal": True, "alibi_slopes": SLOPES * torch.arange(8)[:, None]}
+        },
+        "narrow v": {"d": 192, "d_v": 128, "dtype": torch.bfloat16},
+        "wide": {"d": 256, "d_v": 256, "heads": (8, 1)},
+        "wider": {"d": 512, "d_v": 512},
+        "fp32": {"dtype": torch.float32, "options": {"causal": True}},
+        "odd d": {"d": 36, "d_v": 36},
+    }.items()
+}
+
 
 def assert_close(actual, expected, dtype: torch.dtype) -> None:
     error = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5}[dtype]
@@ -143,6 +177,107 @@ def test_varlen(name: str, page_size: int, target: Target) -> None:
     if target.backend == "cuda":
         served = problem.served_by(target.device)
         assert served == "cuda" or name == "odd d", served
+
+
+@each_target(*DEVICES)
+@pytest.mark.parametrize("page_size", [0, 12, 16])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed(name: str, page_size: int, target: Target) -> None:
+    """Short sequences beside a long one, which decode and the forward share out."""
+    problem = dataclasses.replace(MIXED[name], page_size=page_size)
+    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_decode_takes_the_short_ones(page_size: int, target: Target) -> None:
+    """Both kernels run; a named backend has the whole call, and so has the forward where sequences
+    attend to themselves."""
+
+    def kernels(problem: Ragged) -> str:
+        tensors, options = problem.arguments(target.device)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            flash_attn.flash_attn_varlen_func(*tensors, **options)
+            torch.cuda.synchronize()
+        return " ".join(event.key for event in profile.key_averages())
+
+    problem = dataclasses.replace(MIXED["causal"], page_size=page_size)
+    ran = kernels(problem)
+    assert "gather_queries" in ran and "decode" in ran and "fwd" in ran, ran
+    with flash_attn.use_backend("sm80"):
+        assert "decode" not in kernels(problem)
+    alike = (1,) * 7 + (600,)
+    assert "decode" not in kernels(Ragged(lengths_q=alike, lengths_k=alike))
+
+
+@each_target(DECODE_CUDA)
+def test_missing_pages_of_mixed_sequences(target: Target) -> None:
+    """Short and long ones lack pages, or keys at the end."""
+    problem = dataclasses.replace(MIXED["causal"], page_size=16)
+    tensors, options = problem.arguments(target.device)
+    table = options["block_table"]
+    lacking = table.clone()
+    lacking[0, 3], lacking[1, 30], lacking[4, 0] = -1, 2**31 - 1, len(table.flatten())
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        *tensors, **(options | {"block_table": lacking}), return_attn_probs=True
+    )
+    q, k, v = (x.cpu() for x in tensors)
+    cpu = {n: x.cpu() if torch.is_tensor(x) else x for n, x in options.items()}
+    expected = flash_attn.flash_attn_varlen_func(
+        q, k, v, **(cpu | {"block_table": lacking.cpu()}), return_attn_probs=True
+    )
+    assert_close((out.cpu(), lse.cpu()), expected[:2], problem.dtype)
+
+
+LONG = 3000
+# Few tiles of queries beside long keys, which sm90's kernels cut into pieces.
+CUT = {
+    name: Ragged(**({"lengths_q": (40, 0, 130, 20), "lengths_k": (LONG, 5, 700, 0)} | changes))
+    for name, changes in {
+        "plain": {},
+        "causal": {"options": {"causal": True}},
+        "window": {"options": {"causal": True, "window_size": (1500, 0)}},
+        "used": {
+            "used_q": (33, 0, 128, 20),
+            "used_k": (LONG - 7, 0, 600, 0),
+            "options": {"causal": True},
+        },
+        "leftpad": {"leftpad": (100, 0, 30, 0), "options": {"causal": True}},
+        "d = 128": {"d": 128, "d_v": 128, "dtype": torch.bfloat16, "options": {"causal": True}},
+        "wide": {"d": 256, "d_v": 256, "heads": (4, 1), "options": {"causal": True}},
+        "odd d": {"d": 36, "d_v": 36},
+        "beside short ones": {
+            "lengths_q": (1, 1, 1, 1, 130, 1, 2, 0),
+            "lengths_k": (LONG, 40, 1, 0, LONG, 900, 33, 5),
+            "options": {"causal": True},
+        },
+    }.items()
+}
+
+
+@each_target(*DEVICES)
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("name", CUT)
+def test_cut_keys(name: str, page_size: int, target: Target) -> None:
+    problem = dataclasses.replace(CUT[name], page_size=page_size)
+    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
+
+
+@each_target(SM90)
+@pytest.mark.real_gpu
+def test_what_has_its_keys_cut(target: Target) -> None:
+    """Few tiles, beside long keys; no term that the merge does not know."""
+
+    def plan(problem: Ragged) -> str:
+        tensors, options = problem.arguments(target.device)
+        return flash_attn.can_use(*tensors, **options).plan
+
+    assert "pieces" in plan(CUT["causal"]) and "pieces" in plan(CUT["beside short ones"])
+    sink = {"learnable_sink": torch.zeros(4)}
+    assert "pieces" not in plan(dataclasses.replace(CUT["causal"], options=sink))
+    assert "pieces" not in plan(dataclasses.replace(CUT["causal"], options={"softcap": 4.0}))
+    assert "pieces" not in plan(Ragged(lengths_q=(9000, 1), lengths_k=(LONG, LONG)))
 
 
 @each_target(*DEVICES)
@@ -226,7 +361,7 @@ def test_has_the_bits_of_decode(queries: int, target: Target) -> None:
 @pytest.mark.sanitize
 def test_wrong_lengths(target: Target) -> None:
     """More queries than max_seqlen_q says: the last ones are right, those before are NaN. Starts
-    that lie anywhere leave memory alone."""
+    that lie anywhere leave memory alone, also where decode takes some of the sequences."""
     q, k, v = (x.flatten(0, 1) for x in tensors(target.device, 2, 8))
     make = {"dtype": torch.int32, "device": target.device}
     starts_q = torch.tensor([0, 3, 16], **make)
@@ -239,7 +374,8 @@ def test_wrong_lengths(target: Target) -> None:
     for anywhere in ([0, 2**31 - 1, -5], [9, 3, 1], [-(2**31), 16, 2**30]):
         wrong = torch.tensor(anywhere, **make)
         for starts in ((wrong, starts_k), (starts_q, wrong), (wrong, wrong)):
-            flash_attn.flash_attn_varlen_func(q, k, v, *starts, 8, KEYS)
+            for most in (8, 300):
+                flash_attn.flash_attn_varlen_func(q, k, v, *starts, most, KEYS)
     again = flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 13, KEYS, causal=True)
     assert torch.equal(again, whole)
 
@@ -310,7 +446,6 @@ def test_a_graph_reads_the_lengths_of_its_replay(target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["used", "leftpad"])
-def test_under_a_sanitizer(name: str, target: Target) -> None:
-    problem = RAGGED[name]
+@pytest.mark.parametrize("problem", [RAGGED["used"], RAGGED["leftpad"], MIXED["used"], CUT["used"]])
+def test_under_a_sanitizer(problem: Ragged, target: Target) -> None:
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)

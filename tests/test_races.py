@@ -223,6 +223,20 @@ def test_few_queries_are_the_same_call():
         race_few.attention("fa2", case, q, k, v)
 
 
+def test_a_mixed_batch_is_the_same_call_in_pages():
+    from benchmarks import race_mixed, shapes
+
+    assert len(shapes.mixed()) == len(set(shapes.mixed()))
+    outs = []
+    for page_size in (0, 16):
+        torch.manual_seed(0)
+        case = shapes.MixedCase(4, 2, 5, 48, 1, 9, 16, 2, page_size)
+        call = race_mixed.Call(case, torch.float32, torch.device("cpu"))
+        outs.append(race_mixed.attention("ours", call)())
+        assert outs[-1].shape == (5 * 2 + 9, 4, 16)
+    torch.testing.assert_close(*outs)
+
+
 def test_a_term_costs_what_its_plain_call_does_not(short_race):
     from benchmarks import race, shapes
 

@@ -26,10 +26,11 @@ Explanation explain(const CallShape& call, OptName forced) {
 
 Explanation explain_fwd(const FwdArgs& args) {
   check(args);
-  Explanation explanation = explain(call_shape(args), args.backend);
-  if (const std::optional<CallShape> call = shape_of_few_queries(args)) {
+  const std::optional<FewQueriesCall> few = few_queries_call(args);
+  Explanation explanation = explain(forward_shape(args, few.has_value()), args.backend);
+  if (few && few->serves_all) {
     auto& [chosen, refusals, plans] = explanation;
-    const Plan plan = plan_call(families(), *call, std::nullopt);
+    const Plan& plan = few->plan;
     refusals.try_emplace(chosen);
     chosen = name(plan.backend);
     refusals.erase(chosen);

@@ -3,7 +3,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <bit>
 
+#include "../cuda/capability.h"
 #include "../cuda/few_queries.h"
 #include "cache_call.h"
 #include "checks.h"
@@ -13,12 +15,6 @@
 
 namespace flash_attn {
 namespace {
-
-struct DecodeCall {
-  DecodeArgs args;
-  CallShape shape;
-  Plan plan;
-};
 
 int64_t batch_of(const AttnArgs& attn) {
   return attn.is_varlen() ? attn.cu_seqlens_q->size(0) - 1 : attn.q.size(0);
@@ -41,24 +37,59 @@ bool has_form_of_decode(const FwdArgs& args) {
          (varlen || !is_ragged);
 }
 
-// Whether there are so few queries beside the keys that decode may be the faster one. Each sequence
-// of a varlen call gets room for as many as any has.
-bool has_few_queries(const AttnArgs& attn) {
-  constexpr int64_t kLeastKeys = 512, kKeysOfAQuery = 4, kMostSequences = 65'000, kMostRoom = 4;
-  // With more queries than that, calls of decode may get the forward's kernels, unless they have
-  // score terms: those would stay with decode, so they are left to the forward here.
-  constexpr int64_t kMostOfDecode = 16;
-  const bool varlen = attn.is_varlen();
-  const int64_t batch = batch_of(attn), tokens = tokens_of(attn);
-  const int64_t keys = varlen ? value(attn.max_seqlen_k) : attn.k.size(1);
-  if (tokens < 1 || keys < std::max(kLeastKeys, kKeysOfAQuery * tokens)) return false;
-  if (varlen && batch * tokens > kMostRoom * attn.q.size(0)) return false;
-  const bool is_for_decode_alone =
-      varlen || attn.attn_bias || attn.softcap > 0 || attn.alibi_slopes || attn.learnable_sink;
-  return batch > 0 && batch <= kMostSequences && (!is_for_decode_alone || tokens <= kMostOfDecode);
+// With more queries than that, calls of decode may get the forward's kernels, unless they have score
+// terms: those would stay with decode, so they are left to the forward here.
+constexpr int64_t kMostOfDecode = 16;
+
+// Keys beside which queries are few.
+constexpr int64_t kLeastKeys = 512, kKeysOfAQuery = 4;
+
+// How many sequences of a varlen call have as many queries as the longest, by a guess, as lengths
+// are on the device.
+int64_t long_sequences(const AttnArgs& attn) {
+  return std::max<int64_t>(attn.q.size(0) / tokens_of(attn), 1);
 }
 
-// The call. q of a varlen one has its shape alone: nothing is allocated for it yet.
+// How many queries the short sequences of a varlen call have beside those.
+int64_t queries_of_short_ones(const AttnArgs& attn) {
+  const int64_t long_ones = long_sequences(attn);
+  const int64_t short_ones = std::max<int64_t>(batch_of(attn) - long_ones, 1);
+  const int64_t rest = std::max<int64_t>(attn.q.size(0) - long_ones * tokens_of(attn), 1);
+  return std::bit_ceil(static_cast<uint64_t>((rest + short_ones - 1) / short_ones));
+}
+
+// Whether sequences differ so much in their queries that room for the longest of each would be
+// wasted.
+bool is_mixed(const AttnArgs& attn) {
+  constexpr int64_t kMostRoom = 4;
+  const bool has_slopes_of_sequences = attn.alibi_slopes && attn.alibi_slopes->dim() > 1;
+  return attn.is_varlen() && !has_slopes_of_sequences &&
+         batch_of(attn) * tokens_of(attn) > kMostRoom * attn.q.size(0);
+}
+
+// For how many queries of each sequence decode would have room.
+int64_t room_of(const AttnArgs& attn) {
+  return is_mixed(attn) ? queries_of_short_ones(attn) : tokens_of(attn);
+}
+
+// Whether there are so few queries beside the keys that decode may be the faster one.
+bool has_few_queries(const AttnArgs& attn) {
+  constexpr int64_t kMostSequences = 65'000;
+  const bool varlen = attn.is_varlen();
+  const int64_t batch = batch_of(attn);
+  if (batch < 1 || batch > kMostSequences || tokens_of(attn) < 1) return false;
+  const int64_t tokens = room_of(attn);
+  const int64_t keys = varlen ? value(attn.max_seqlen_k) : attn.k.size(1);
+  if (keys < std::max(kLeastKeys, kKeysOfAQuery * tokens)) return false;
+  // Of sequences that attend to themselves short ones have few keys, too.
+  if (is_mixed(attn) && attn.cu_seqlens_k && attn.k.size(0) < kKeysOfAQuery * attn.q.size(0)) {
+    return false;
+  }
+  const bool is_for_decode_alone =
+      varlen || attn.attn_bias || attn.softcap > 0 || attn.alibi_slopes || attn.learnable_sink;
+  return !is_for_decode_alone || tokens <= kMostOfDecode;
+}
+
 DecodeArgs decode_args(const AttnArgs& attn) {
   DecodeArgs args = {.q = attn.q,
                      .k_cache = attn.k,
@@ -79,7 +110,7 @@ DecodeArgs decode_args(const AttnArgs& attn) {
                      .attn_bias = attn.attn_bias};
   if (!attn.is_varlen()) return args;
   const int64_t batch = batch_of(attn);
-  args.q = attn.q.narrow(0, 0, 1).unsqueeze(0).expand({batch, tokens_of(attn), -1, -1});
+  args.q = attn.q.narrow(0, 0, 1).unsqueeze(0).expand({batch, room_of(attn), -1, -1});
   if (attn.cu_seqlens_k) {
     // Sequences side by side are rows of one cache, of which each has a part for its own.
     args.k_cache = attn.k.unsqueeze(0).expand({batch, -1, -1, -1});
@@ -88,27 +119,27 @@ DecodeArgs decode_args(const AttnArgs& attn) {
   return args;
 }
 
-std::optional<DecodeCall> planned(const FwdArgs& args) {
-  const AttnArgs& attn = args.attn;
-  const bool has_numbers = attn.q.numel() > 0 && attn.k.numel() > 0 && attn.v.numel() > 0;
-  const bool is_named = args.backend.has_value();
-  if ((is_named && *args.backend != name(Backend::kCuda)) || gpu_of(attn.q) == nullptr ||
-      !has_numbers || !has_form_of_decode(args) || !has_few_queries(attn)) {
-    return std::nullopt;
-  }
-  if (!is_readable(attn.q) || !is_readable(attn.k) || !is_readable(attn.v)) return std::nullopt;
-  DecodeCall call = {.args = decode_args(attn), .shape = {}, .plan = {}};
-  call.shape = call_shape(call.args);
-  if (attn.is_varlen()) call.shape.longest = value(attn.max_seqlen_k);
-  call.plan = plan_call(families(), call.shape, {});
-  const bool cuts_keys = !attn.is_varlen() && call.plan.splits.count > 1;
-  const bool is_faster = call.plan.kernel != Kernel::kFwd || cuts_keys;
-  if (call.plan.backend == Backend::kAten || !is_faster) return std::nullopt;
-  if (is_named && call.plan.backend != Backend::kCuda) return std::nullopt;
-  return call;
+// params become those of a forward of the sequences with more than `tokens` queries. numbers: room
+// for them, of which the last one becomes their count.
+void leave_long(FwdParams& params, int tokens, const at::Tensor& numbers, Stream stream) {
+  const auto row = [&](int i) { return numbers[i].data_ptr<int32_t>(); };
+  const cuda::LongSequences left = {.cu_seqlens_q = row(0),
+                                    .cu_seqlens_k = row(1),
+                                    .seqused_q = row(2),
+                                    .seqused_k = row(3),
+                                    .leftpad_k = row(4),
+                                    .row = row(5),
+                                    .count = row(5) + params.batch};
+  cuda::run_deal_long(params, tokens, left, stream);
+  params.cu_seqlens_q = left.cu_seqlens_q;
+  params.seqused_q = left.seqused_q;
+  params.seqused_k = left.seqused_k;
+  if (params.leftpad_k != nullptr) params.leftpad_k = left.leftpad_k;
+  if (params.cu_seqlens_k != nullptr) params.cu_seqlens_k = left.cu_seqlens_k;
+  if (params.pages.entries != nullptr) params.cache_batch_idx = left.row;
 }
 
-FwdResult varlen_fwd(DecodeCall call, const FwdArgs& args) {
+FwdResult varlen_fwd(FewQueriesCall call, const FwdArgs& args) {
   AttnArgs attn = args.attn;
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -117,40 +148,96 @@ FwdResult varlen_fwd(DecodeCall call, const FwdArgs& args) {
   if (attn.block_table) fill_pages(params, attn);
   auto [out, lse] = empty_results(attn);
   set_results(params, out, lse);
-
-  call.args.q = at::empty(call.args.q.sizes(), attn.q.options());
-  const auto tokens = static_cast<int>(call.args.q.size(1));
-  const at::Tensor ends = at::empty({2, params.batch}, lse.options().dtype(at::kInt));
-  call.args.leftpad_k = ends[0];
-  call.args.cache_seqlens = ends[1];
-  const Stream stream = stream_of(out);
-  cuda::run_gather_queries(params,
-                           {.q = call.args.q.data_ptr(),
-                            .first = call.args.leftpad_k->data_ptr<int32_t>(),
-                            .end = call.args.cache_seqlens->data_ptr<int32_t>(),
-                            .tokens = tokens},
-                           stream);
-  const auto [even_out, even_lse, max_logits] = decode_planned(call.shape, call.plan, call.args);
-  cuda::run_scatter_results(
-      params,
-      {.out = even_out.const_data_ptr(), .lse = even_lse.const_data_ptr<float>(), .tokens = tokens},
-      stream);
+  VarlenDecode(std::move(call), params, attn.q).scatter(params, stream_of(out));
   return {out, lse, at::Tensor(), at::Tensor()};
 }
 
 }  // namespace
 
-std::optional<CallShape> shape_of_few_queries(const FwdArgs& args) {
-  const std::optional<DecodeCall> call = planned(args);
-  return call ? std::optional(call->shape) : std::nullopt;
+std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args) {
+  const AttnArgs& attn = args.attn;
+  const bool has_numbers = attn.q.numel() > 0 && attn.k.numel() > 0 && attn.v.numel() > 0;
+  const bool is_named = args.backend.has_value();
+  if ((is_named && *args.backend != name(Backend::kCuda)) || gpu_of(attn.q) == nullptr ||
+      !has_numbers || !has_form_of_decode(args) || !has_few_queries(attn)) {
+    return std::nullopt;
+  }
+  if (!is_readable(attn.q) || !is_readable(attn.k) || !is_readable(attn.v)) return std::nullopt;
+  FewQueriesCall call = {
+      .args = decode_args(attn), .shape = {}, .plan = {}, .serves_all = !is_mixed(attn)};
+  call.shape = call_shape(call.args);
+  if (attn.is_varlen()) call.shape.longest = value(attn.max_seqlen_k);
+  call.plan = plan_call(families(), call.shape, {});
+  const bool cuts_keys = !attn.is_varlen() && call.plan.splits.count > 1;
+  const bool is_faster = call.plan.kernel != Kernel::kFwd || cuts_keys;
+  if (call.plan.backend == Backend::kAten || !is_faster) return std::nullopt;
+  if (is_named && (call.plan.backend != Backend::kCuda || !call.serves_all)) return std::nullopt;
+  return call;
 }
 
-std::optional<FwdResult> fwd_of_few_queries(const FwdArgs& args) {
-  std::optional<DecodeCall> call = planned(args);
-  if (!call) return std::nullopt;
-  if (args.attn.is_varlen()) return varlen_fwd(*std::move(call), args);
-  auto [out, lse, max_logits] = decode_planned(call->shape, call->plan, call->args);
-  return FwdResult{out, lse, at::Tensor(), at::Tensor()};
+CallShape forward_shape(const FwdArgs& args, bool decode_takes_few) {
+  CallShape call = call_shape(args);
+  const AttnArgs& attn = args.attn;
+  if (call.device == nullptr || !attn.is_varlen()) return call;
+  const int64_t longest = tokens_of(attn), keys = value(attn.max_seqlen_k);
+  if (longest < 1 || (!decode_takes_few && keys < std::max(kLeastKeys, kKeysOfAQuery * longest))) {
+    return call;
+  }
+  constexpr int64_t kTile = cuda::kForwardTileQueries;
+  const int64_t sequences = decode_takes_few ? long_sequences(attn) : batch_of(attn);
+  const int64_t tiles = std::min(sequences * ((longest + kTile - 1) / kTile),
+                                 attn.q.size(0) / kTile + batch_of(attn));
+  call.batch = 1;
+  call.tokens = tiles * kTile;
+  call.heads_q = attn.q.size(1);
+  call.heads_kv = attn.k.size(-2);
+  call.capacity = call.longest = keys;
+  call.window_left = value(attn.window_left);
+  return call;
+}
+
+FwdResult fwd_of_few_queries(FewQueriesCall call, const FwdArgs& args) {
+  if (args.attn.is_varlen()) return varlen_fwd(std::move(call), args);
+  auto [out, lse, max_logits] = decode_planned(call.shape, call.plan, call.args);
+  return {out, lse, at::Tensor(), at::Tensor()};
+}
+
+VarlenDecode::VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like)
+    : serves_all_(call.serves_all), tokens_(static_cast<int>(call.args.q.size(1))), whole_(params) {
+  const auto ints = like.options().dtype(at::kInt);
+  if (!serves_all_) {
+    long_ones_ = at::empty({6, params.batch + 1}, ints);
+    leave_long(params, tokens_, long_ones_, stream_of(like));
+    long_sequences_ = long_ones_.const_data_ptr<int32_t>() + 6 * params.batch + 5;
+  }
+  call.args.q = at::empty(call.args.q.sizes(), like.options());
+  ends_ = at::empty({2, params.batch}, ints);
+  call.args.leftpad_k = ends_[0];
+  call.args.cache_seqlens = ends_[1];
+  cuda::run_gather_queries(whole_,
+                           {.q = call.args.q.data_ptr(),
+                            .first = call.args.leftpad_k->data_ptr<int32_t>(),
+                            .end = call.args.cache_seqlens->data_ptr<int32_t>(),
+                            .tokens = tokens_,
+                            .leaves_long = !serves_all_},
+                           stream_of(like));
+  results_ = decode_planned(call.shape, call.plan, call.args);
+}
+
+void VarlenDecode::scatter(const FwdParams& results, Stream stream) const {
+  FwdParams params = whole_;
+  params.out = results.out;
+  params.out_strides = results.out_strides;
+  params.lse = results.lse;
+  params.lse_batch_stride = results.lse_batch_stride;
+  params.lse_head_stride = results.lse_head_stride;
+  const auto& [out, lse, max_logits] = results_;
+  cuda::run_scatter_results(params,
+                            {.out = out.const_data_ptr(),
+                             .lse = lse.const_data_ptr<float>(),
+                             .tokens = tokens_,
+                             .leaves_long = !serves_all_},
+                            stream);
 }
 
 }  // namespace flash_attn

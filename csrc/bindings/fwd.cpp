@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "../cuda/decode/decode.h"
 #include "../sm80/fwd.h"
 #include "../sm90/fwd.h"
 #include "checks.h"
@@ -23,9 +24,8 @@ at::Tensor start_tile_counter(FwdParams& params, const at::Tensor& out) {
   return tile_counter;
 }
 
-void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn, const at::Tensor& out,
-                   const at::Tensor& lse) {
-  set_results(params, out, lse);
+void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn,
+                   const at::Tensor& out) {
   if (plan.backend == Backend::kSm80) {
     return sm80::run_fwd_masked({params, tile_mask_params(attn)}, stream_of(out));
   }
@@ -33,6 +33,32 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn, co
   const Masked<FwdParams> masked = {params, tile_mask_params(attn)};
   const at::Tensor order = at::empty({sm90::mask_order_size(masked)}, tile_counter.options());
   sm90::run_fwd_masked(masked, order.data_ptr<int32_t>(), *plan.device, stream_of(out));
+}
+
+// The keys of a varlen call in pieces. For decode's kernel that merges them, all sequences are one.
+// sequences: as in sm90::FwdInPieces.
+void launch_in_pieces(const Plan& plan, const FwdParams& call, const int32_t* sequences,
+                      const at::Tensor& out, const at::Tensor& lse) {
+  sm90::FwdInPieces params = {call, sequences};
+  const int64_t rows = plan.splits.count * params.heads_q * params.total_q;
+  const at::Tensor workspace = at::empty({rows, params.head_dim_v + 1}, lse.options());
+  params.num_splits = plan.splits.count;
+  params.partial.o = workspace.data_ptr<float>();
+  params.partial.lse = params.partial.o + rows * params.head_dim_v;
+  const at::Tensor tile_counter = start_tile_counter(params, out);
+  sm90::run_fwd_in_pieces(params, *plan.device, stream_of(out));
+  DecodeParams merge = {};
+  merge.dtype = params.dtype;
+  merge.batch = 1;
+  merge.heads_q = params.heads_q;
+  merge.seqlen_q = static_cast<int>(params.total_q);
+  merge.head_dim_v = params.head_dim_v;
+  merge.splits = plan.splits;
+  merge.partial = params.partial;
+  merge.out = params.out;
+  merge.out_strides = params.out_strides;
+  merge.lse = params.lse;
+  cuda::run_decode_combine(merge, stream_of(out));
 }
 
 // return_max_logits beside terms that change the scores whose maxima the kernels keep: one call with
@@ -54,7 +80,9 @@ FwdResult with_max_logits_apart(FwdArgs args) {
   return results;
 }
 
-FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
+// few: the sequences that decode serves, or none.
+FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
+              std::optional<FewQueriesCall> few) {
   const int64_t head_dim_v = attn.v.size(-1);
   attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
   attn = readable(std::move(attn));
@@ -72,12 +100,21 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn) {
     params.score = score_params(attn);
     if (max_logits.defined()) params.max_logits = max_logits.data_ptr<float>();
     if (attn.block_table) fill_pages(params, attn);
+    std::optional<VarlenDecode> decode;
+    if (few) decode.emplace(*std::move(few), params, q);
     const std::optional<DealtSequences> dealt = attn.block_table
                                                     ? std::optional(DealtSequences(params, q))
                                                     : deal_out(params, params.score, attn);
-    plan.skips_tiles ? launch_masked(plan, params, attn, out, lse)
-                     : launch_fwd(plan, params, out, lse);
+    set_results(params, out, lse);
+    if (plan.skips_tiles) {
+      launch_masked(plan, params, attn, out);
+    } else if (plan.in_pieces && (decode || plan.splits.count > 1)) {
+      launch_in_pieces(plan, params, decode ? decode->long_sequences() : nullptr, out, lse);
+    } else {
+      launch_fwd(plan, params, out);
+    }
     if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
+    if (decode) decode->scatter(params, stream_of(out));
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::Tensor(), max_logits};
@@ -103,8 +140,7 @@ void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse
   params.lse_head_stride = lse.stride(-2);
 }
 
-void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, const at::Tensor& lse) {
-  set_results(params, out, lse);
+void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out) {
   if (plan.backend == Backend::kSm80) {
     return sm80::run_fwd(params, *plan.device, stream_of(out));
   }
@@ -116,8 +152,9 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   check(args);
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
-  if (std::optional<FwdResult> results = fwd_of_few_queries(args)) return *std::move(results);
-  const Plan plan = make_plan(call_shape(args), args.backend);
+  std::optional<FewQueriesCall> few = few_queries_call(args);
+  if (few && few->serves_all) return fwd_of_few_queries(*std::move(few), args);
+  const Plan plan = make_plan(forward_shape(args, few.has_value()), args.backend);
   if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.
@@ -127,7 +164,7 @@ FwdResult fwd_wanted(const FwdArgs& args) {
     call.wants_max_logits = args.return_max_logits;
     return aten::fwd(call, args.return_probs);
   }
-  return run(plan, args, std::move(attn));
+  return run(plan, args, std::move(attn), std::move(few));
 }
 
 FwdResult fwd(const FwdArgs& args) {

@@ -11,7 +11,7 @@ std::pair<at::Tensor, at::Tensor> empty_results(const AttnArgs& args);
 // Where the kernels leave them, laid out as FwdParams says.
 void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse);
 
-// params lack only the results and workspace. out and lse: new tensors, laid out as FwdParams says.
-void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out, const at::Tensor& lse);
+// params lack only workspace. out: the result that they have.
+void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out);
 
 }  // namespace flash_attn

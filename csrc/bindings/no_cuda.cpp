@@ -38,6 +38,7 @@ void cuda::run_rotate_queries(const DecodeParams&, void*, Stream) { not_built();
 void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const DeviceInfo&, Stream) {
   not_built();
 }
+void cuda::run_deal_long(const FwdParams&, int, const LongSequences&, Stream) { not_built(); }
 void cuda::run_gather_queries(const FwdParams&, const EvenQueries&, Stream) { not_built(); }
 void cuda::run_scatter_results(const FwdParams&, const EvenResults&, Stream) { not_built(); }
 void cuda::run_softmax_step(const ScoreTile&, const SoftmaxStep&, Stream) { not_built(); }
@@ -89,6 +90,7 @@ bool sm90::writes_wide_key_gradients(const BwdParams&) { not_built(); }
 int64_t sm90::mask_order_size(const Masked<FwdParams>&) { not_built(); }
 int64_t sm90::mask_order_size(const Masked<BwdParams>&) { not_built(); }
 void sm90::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm90::run_fwd_in_pieces(const FwdInPieces&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm90::run_fwd_masked(const Masked<FwdParams>&, int32_t*, const cuda::DeviceInfo&, Stream) {
   not_built();
 }

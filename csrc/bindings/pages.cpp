@@ -31,7 +31,7 @@ bool fits_boxes(int64_t page_size, int window_left, bool top_left) {
 bool reads_pages(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
   if (!attn.block_table || gpu_of(attn.q) == nullptr || !are_pages(attn)) return false;
-  if (shape_of_few_queries(args)) return true;
+  if (const auto few = few_queries_call(args); few && few->serves_all) return true;
   constexpr int64_t kMostKeys = int64_t{1} << 30;
   const int64_t page_size = attn.k.size(1), room = attn.block_table->size(1) * page_size;
   if (attn.k.numel() == 0 || attn.v.numel() == 0 || room == 0 || room >= kMostKeys ||

@@ -51,7 +51,8 @@ FwdParams forward_params(const DecodeParams& call) {
 void launch_forward(const Plan& plan, FwdParams& params, const DecodeParams& call,
                     const DecodeResult& results) {
   const auto& [out, lse, max_logits] = results;
-  launch_fwd(plan, params, out, lse);
+  set_results(params, out, lse);
+  launch_fwd(plan, params, out);
   if (plan.splits.count > 1) cuda::run_decode_combine(call, stream_of(lse));
 }
 

@@ -31,13 +31,16 @@ struct CallShape {
   bool deterministic = false, bias_gradient = false;  // backward only
   bool bias_of_keys = false;  // one number for all queries, and not for all keys
 
-  // Decode only.
-  DType cache_dtype = DType::kFp16;
+  DType cache_dtype = DType::kFp16;  // decode only
+  // Decode, and a varlen forward whose keys may be cut: as one sequence of as many tokens as its
+  // tiles have room for.
   int64_t batch = 0, tokens = 0, heads_q = 0, heads_kv = 0;
   int64_t capacity = 0;  // keys of a sequence that the cache has room for
   int64_t longest = 0;   // keys of the longest one, as the caller says, or 0
-  int64_t num_splits = 0;
   int64_t window_left = -1;
+
+  // Decode only.
+  int64_t num_splits = 0;
   bool batch_invariant = false;
   bool appends = false;  // tokens to the cache, before
   bool rotates = false;  // and the queries

@@ -198,9 +198,9 @@ struct FwdParams : AttnParams {
 
   int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch
 
-  // > 1, of dense q with head_dim_v = head_dim: each tile's keys are cut into so many pieces, and
+  // > 1, with head_dim_v = head_dim and no sink: each tile's keys are cut into so many pieces, and
   // their results, rows by token, are left for cuda::run_decode_combine; out and lse are not
-  // written.
+  // written. There varlen sequences are one, of total_q queries.
   int num_splits = 1;
   PartialResults partial;
 };

@@ -35,6 +35,38 @@ struct HeadChunks {
   }
 };
 
+// One warp, a lane for each of 32 sequences.
+__global__ void __launch_bounds__(32)
+    deal_long_kernel(const __grid_constant__ FwdParams params, int tokens, LongSequences to) {
+  ptx::launch_dependents();
+  const int lane = threadIdx.x;
+  int count = 0;
+  for (int base = 0; base < params.batch; base += 32) {
+    const int batch_idx = base + lane;
+    const SeqlenInfo seqlen(params, min(batch_idx, params.batch - 1));
+    const bool is_long = batch_idx < params.batch && seqlen.len_q > tokens;
+    const unsigned ones = __ballot_sync(~0u, is_long);
+    const int place = count + __popc(ones & ((1u << lane) - 1));
+    if (is_long) {
+      const auto leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
+      to.cu_seqlens_q[place] = static_cast<int>(seqlen.q_begin);
+      to.cu_seqlens_k[place] = static_cast<int>(seqlen.segment_k_begin);
+      to.seqused_q[place] = seqlen.len_q;
+      to.seqused_k[place] = leftpad + seqlen.len_k;
+      to.leftpad_k[place] = leftpad;
+      to.row[place] = batch_idx;
+    }
+    count += __popc(ones);
+  }
+  for (int place = count + lane; place <= params.batch; place += 32) {
+    to.cu_seqlens_q[place] = static_cast<int>(params.total_q);
+    to.cu_seqlens_k[place] = static_cast<int>(params.total_k);
+    if (place == params.batch) break;
+    to.seqused_q[place] = to.seqused_k[place] = to.leftpad_k[place] = to.row[place] = 0;
+  }
+  if (lane == 0) *to.count = count;
+}
+
 // A thread block fills one place of a sequence's row of queries.
 __global__ void __launch_bounds__(kThreads)
     gather_queries_kernel(const __grid_constant__ FwdParams params, EvenQueries even) {
@@ -56,8 +88,9 @@ __global__ void __launch_bounds__(kThreads)
     to[i] = chunk;
   }
   if (place == 0 && threadIdx.x == 0) {
+    const bool is_left = even.leaves_long && seqlen.len_q > even.tokens;
     even.first[batch_idx] = static_cast<int>(seqlen.k_begin);
-    even.end[batch_idx] = static_cast<int>(seqlen.k_begin + seqlen.len_k);
+    even.end[batch_idx] = static_cast<int>(seqlen.k_begin + (is_left ? 0 : seqlen.len_k));
   }
 }
 
@@ -68,6 +101,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::wait_for_prerequisites();
   const int batch_idx = static_cast<int>(blockIdx.y) - 1;
   const SeqlenInfo seqlen(params, batch_idx);
+  if (even.leaves_long && seqlen.len_q > even.tokens) return;
   const HeadChunks chunks(params, params.head_dim_v);
   for (int row = blockIdx.x; row < seqlen.segment_q; row += static_cast<int>(gridDim.x)) {
     const bool counts = row < seqlen.len_q;
@@ -93,6 +127,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
+
+void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream) {
+  launch<deal_long_kernel>(1, 32, 0, stream, params, tokens, to);
+}
 
 void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream) {
   const dim3 grid(even.tokens, params.batch);

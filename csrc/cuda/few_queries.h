@@ -12,17 +12,32 @@ struct EvenQueries {
   int32_t* first;  // (batch) where a sequence's keys begin
   int32_t* end;    // and where they end
   int tokens;
+  bool
+      leaves_long;  // sequences, of more than `tokens` queries, to another kernel: here without keys
 };
 struct EvenResults {
   const void* out;   // (batch, tokens, heads_q, head_dim_v) contiguous
   const float* lse;  // (batch, heads_q, tokens) contiguous
   int tokens;
+  bool leaves_long;  // as above
 };
+
+// The sequences of a varlen call with more than some number of queries, side by side as those of a
+// call of their own. Their segments reach to the next one, so rows of the others are among those
+// that do not count. Behind the last one come as many without rows as others were.
+struct LongSequences {
+  int32_t *cu_seqlens_q, *cu_seqlens_k;        // (batch + 1)
+  int32_t *seqused_q, *seqused_k, *leftpad_k;  // (batch)
+  int32_t* row;                                // (batch) the number that a sequence had
+  int32_t* count;                              // how many there are
+};
+
+void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream);
 
 // Head dims are multiples of 8, and rows begin at multiples of 16 bytes.
 void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream);
-// Writes all of params.out and params.lse. Queries that `even` had no room for, a sequence's first
-// ones, become NaN.
+// Writes all of params.out and params.lse, but for sequences that are left to another kernel. Else
+// queries that `even` had no room for, a sequence's first ones, become NaN.
 void run_scatter_results(const FwdParams& params, const EvenResults& even, Stream stream);
 
 }  // namespace flash_attn::cuda

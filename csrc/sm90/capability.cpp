@@ -71,9 +71,9 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 
-// How long a tile of a decode call takes. Narrow is what runs as d = 64, with cut keys d <= 48 too:
-// its exponentials take longer than the products of wider tiles.
-cuda::ForwardTile decode_tile(const CallShape& call, int splits) {
+// How long a tile takes whose keys may be cut. Narrow is what runs as d = 64, with cut keys d <= 48
+// too: its exponentials take longer than the products of wider tiles.
+cuda::ForwardTile key_tile(const CallShape& call, int splits) {
   constexpr double kKey = 0.0103, kNarrowKey = 0.012;  // µs, up to d = 128
   constexpr double kStartColumn = 0.022;               // µs
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
@@ -87,23 +87,23 @@ cuda::ForwardTile decode_tile(const CallShape& call, int splits) {
           .copies_pages = false};
 }
 
-double decode_time(const CallShape& call, int splits) {
-  return cuda::forward_time(call, decode_tile(call, splits), splits);
+double time_of_keys(const CallShape& call, int splits) {
+  return cuda::forward_time(call, key_tile(call, splits), splits);
 }
 
-// Into how many pieces the keys of each tile of a decode call are cut, all of which run at a time.
-// With 1 they are not cut.
-int decode_splits(const CallShape& call) {
+// Into how many pieces the keys of each tile are cut, all of which run at a time. With 1 they are
+// not cut.
+int best_num_splits(const CallShape& call) {
   constexpr int64_t kMaxSplits = 16;
   const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
-  const int64_t resident = call.device->num_sms * (decode_tile(call, 2).two_an_sm ? 2 : 1);
+  const int64_t resident = call.device->num_sms * (key_tile(call, 2).two_an_sm ? 2 : 1);
   const int64_t most = std::min(kMaxSplits, resident / tiles);
   int best = 1;
-  double best_time = decode_time(call, 1);
+  double best_time = time_of_keys(call, 1);
   for (int splits = 2; splits <= most; ++splits) {
-    const double time = decode_time(call, splits);
+    const double time = time_of_keys(call, splits);
     if (time < best_time) {
       best = splits;
       best_time = time;
@@ -122,12 +122,22 @@ double cost(const CallShape& call) {
   if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kBiasCost;
   if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
   if (cuda::is_for_decode(call)) return std::numeric_limits<double>::infinity();
-  return decode_time(call, decode_splits(call));
+  return time_of_keys(call, best_num_splits(call));
+}
+
+// Whether the kernels whose keys are cut serve a forward. Another kernel merges the pieces.
+bool may_cut_keys(const CallShape& call) {
+  return call.op == Op::kForward && call.tokens > 0 && call.head_dim == call.head_dim_v &&
+         !cuda::changes_logits(call) && !call.bias && !call.dropout && !call.sink &&
+         !call.max_logits && call.portable_code() != 0;
 }
 
 Plan plan(const CallShape& call) {
-  if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, decode_splits(call));
+  if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, best_num_splits(call));
+  const bool in_pieces = may_cut_keys(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
+          .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),
+          .in_pieces = in_pieces,
           .skips_tiles = skips_tiles(call),
           .max_logits_apart = call.max_logits && (cuda::changes_logits(call) || call.dropout)};
 }

@@ -19,13 +19,18 @@ bool has_one_term(const FwdParams& params) {
 
 }  // namespace
 
-void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+void run_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device, Stream stream) {
   with_dtype(params.dtype, [&]<DType kDType> {
-    if (params.num_splits > 1) {
-      with_pieces_class(params.head_dim, [&]<int kHeadDim> {
-        launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
-      });
-    } else if (params.max_logits != nullptr) {
+    with_pieces_class(params.head_dim, [&]<int kHeadDim> {
+      launch_fwd_in_pieces<kDType, kHeadDim>(params, device, stream);
+    });
+  });
+}
+
+void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+  if (params.num_splits > 1) return run_fwd_in_pieces({params}, device, stream);
+  with_dtype(params.dtype, [&]<DType kDType> {
+    if (params.max_logits != nullptr) {
       with_max_logits_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
         launch_fwd_with_max_logits<kDType, kHeadDim, kHeadDimV>(params, device, stream);
       });

@@ -120,12 +120,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       if constexpr (Traits::kMasked) {
         schedule_and_find_keys_loop<Traits>(params, scheduler, num_tiles, smem);
       } else {
-        if (Traits::kReadsPages && in_pages) {
-          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, scheduler, num_tiles,
-                                                                maps.k, maps.pages.rows, smem);
+        const auto deal = [&](const auto& tiles, int count) {
+          if (Traits::kReadsPages && in_pages) {
+            schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, tiles, count, maps.k,
+                                                                  maps.pages.rows, smem);
+          } else {
+            schedule_and_load_k_loop<Traits, false>(params, tiles, count, maps.k,
+                                                    Traits::kKeyAlignment, smem);
+          }
+        };
+        if constexpr (Traits::kPieces) {
+          auto tiles = scheduler;
+          if (params.sequences != nullptr) {
+            tiles.blocks_per_head = scheduler.first_tile(*params.sequences);
+          }
+          deal(tiles, tiles.num_tiles() * num_pieces<Traits>(params));
         } else {
-          schedule_and_load_k_loop<Traits, false>(params, scheduler, num_tiles, maps.k,
-                                                  Traits::kKeyAlignment, smem);
+          deal(scheduler, num_tiles);
         }
       }
     } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
@@ -253,7 +264,8 @@ void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo&
 }
 
 template <DType kDType, int kHeadDim>
-void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
+void launch_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device,
+                          Stream stream) {
   constexpr FwdTile kTile = kPiecesTile<kHeadDim>;
   launch_tiles<FwdTraits<kDType, kHeadDim, kHeadDim, kTile, FwdForm::kPieces>>(params, device,
                                                                                stream);

@@ -14,6 +14,12 @@ namespace flash_attn::sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// The same in pieces, out and lse not written (FwdParams::num_splits). sequences: null, or on the
+// device how many of varlen ones to work on. The first behind those has no rows.
+struct FwdInPieces : FwdParams {
+  const int32_t* sequences = nullptr;
+};
+void run_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are passed over. Dense, no score terms. order: room for
 // mask_order_size() numbers.
 void run_fwd_masked(const Masked<FwdParams>& params, int32_t* order, const cuda::DeviceInfo& device,
@@ -34,9 +40,9 @@ void launch_fwd_with_bias(const FwdParams& params, const cuda::DeviceInfo& devic
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd_with_max_logits(const FwdParams& params, const cuda::DeviceInfo& device,
                                 Stream stream);
-// head_dim_v = head_dim, params.num_splits > 1.
+// head_dim_v = head_dim.
 template <DType kDType, int kHeadDim>
-void launch_fwd_in_pieces(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+void launch_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device, Stream stream);
 template <DType kDType, int kHeadDim>
 void launch_fwd_masked(const Masked<FwdParams>& params, const MaskOrder& order,
                        const cuda::DeviceInfo& device, Stream stream);

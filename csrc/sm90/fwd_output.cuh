@@ -49,13 +49,15 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   }
 }
 
-// Instead of stage_output(): normalised O and LSE of a piece, in fp32, from the registers.
+// Instead of stage_output(): normalised O and LSE of a piece, in fp32, from the registers. Rows of
+// the segment that do not count get anything and -inf.
 template <typename Traits>
 __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsumer<Traits>& self,
                                             typename Traits::Output& O,
                                             typename Traits::Softmax& softmax) {
   const int first_row = work.first_row + self.warp_row;  // of the warp
-  const int rows = work.segment_q - first_row, cols = self.params.head_dim_v;
+  const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
+  const int cols = self.params.head_dim_v;
   float* const lse = work.lse + first_row;
   float* const partial = self.params.partial.o + (lse - self.params.partial.lse) * cols;
   softmax.finish();
@@ -64,7 +66,9 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(half, self.lane);
     if (row >= rows) continue;
-    if (self.lane % 4 == 0) lse[row] = softmax.log_sum_exp(half);
+    if (self.lane % 4 == 0) {
+      lse[row] = row < rows_that_count ? softmax.log_sum_exp(half) : -INFINITY;
+    }
     float* const columns = partial + int64_t{row} * cols;
 #pragma unroll
     for (int i = 0; i < O.kRowElements; i += 2) {

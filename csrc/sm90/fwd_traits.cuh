@@ -34,7 +34,8 @@ struct FwdTraits {
   static constexpr bool kMaxLogits = kForm == FwdForm::kMaxLogits;
   static constexpr bool kMasked = kForm == FwdForm::kMasked;
   using ScorePolicy = FwdScorePolicy<kForm>;
-  using Params = std::conditional_t<kMasked, Masked<FwdParams>, FwdParams>;
+  using Params = std::conditional_t<kMasked, Masked<FwdParams>,
+                                    std::conditional_t<kPieces, FwdInPieces, FwdParams>>;
   static constexpr bool kSoftcap = kForm == FwdForm::kSoftcap, kAlibi = kForm == FwdForm::kAlibi;
   static constexpr bool kStagedBias = kForm == FwdForm::kStagedBias;
   static constexpr bool kKeyBias = kForm == FwdForm::kKeyBias;
@@ -181,8 +182,10 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
                tile.head * params.lse_head_stride + seqlen.q_begin;
   if constexpr (Traits::kPieces) {
     range = range.piece(piece, params.num_splits);
-    const int64_t sequence = int64_t{piece} * params.batch + tile.batch_idx;
-    lse = params.partial.lse + (sequence * params.heads_q + tile.head) * params.seqlen_q;
+    const int sequences = varlen_q ? 1 : params.batch, sequence = varlen_q ? 0 : tile.batch_idx;
+    const int64_t rows = varlen_q ? params.total_q : params.seqlen_q;
+    const int64_t result = int64_t{piece} * sequences + sequence;
+    lse = params.partial.lse + (result * params.heads_q + tile.head) * rows + seqlen.q_begin;
   }
   return {
       .window = window,

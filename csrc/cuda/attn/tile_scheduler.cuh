@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../../core/failure.h"
+#include "../../core/host_device.h"
 #include "../../core/params.h"
 
 namespace flash_attn {
@@ -68,13 +69,22 @@ struct TileScheduler {
     return scheduler;
   }
 
-  int num_tiles() const { return blocks_per_head * (cu_seqlens == nullptr ? batch : 1) * heads; }
+  FLASH_ATTN_HOST_DEVICE int num_tiles() const {
+    return blocks_per_head * (cu_seqlens == nullptr ? batch : 1) * heads;
+  }
 
 #ifdef __CUDACC__
   // Called by whole warps; the same for all threads of a block. A varlen tile may lie behind its
   // sequence's rows.
   __device__ __forceinline__ TileCoordinates tile(int tile_idx) const {
     return cu_seqlens == nullptr ? dense_tile(tile_idx) : varlen_tile(tile_idx);
+  }
+
+  // T(batch_idx) of varlen sequences.
+  __device__ __forceinline__ int first_tile(int batch_idx) const {
+    if (batch_idx < 0) return 0;
+    const int64_t row = min(max(int64_t{cu_seqlens[batch_idx]}, int64_t{0}), total);
+    return static_cast<int>(row / kBlock) + batch_idx + 1;
   }
 
  private:
@@ -127,12 +137,6 @@ struct TileScheduler {
     const bool last_first =
         kOrder == TileOrder::kAsTold ? last_blocks_first : kOrder == TileOrder::kLastBlocksFirst;
     return last_first ? count - 1 - index : index;
-  }
-
-  __device__ __forceinline__ int first_tile(int batch_idx) const {
-    if (batch_idx < 0) return 0;
-    const int64_t row = min(max(int64_t{cu_seqlens[batch_idx]}, int64_t{0}), total);
-    return static_cast<int>(row / kBlock) + batch_idx + 1;
   }
 #endif
 };

@@ -2,9 +2,9 @@
 
 namespace flash_attn::sm90 {
 
-template void launch_fwd_in_pieces<DType::kFp16, 64>(const FwdParams&, const cuda::DeviceInfo&,
+template void launch_fwd_in_pieces<DType::kFp16, 64>(const FwdInPieces&, const cuda::DeviceInfo&,
                                                      Stream);
-template void launch_fwd_in_pieces<DType::kBf16, 64>(const FwdParams&, const cuda::DeviceInfo&,
+template void launch_fwd_in_pieces<DType::kBf16, 64>(const FwdInPieces&, const cuda::DeviceInfo&,
                                                      Stream);
 
 }  // namespace flash_attn::sm90
