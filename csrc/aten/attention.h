@@ -37,9 +37,9 @@ struct Args {
 
 // out like q with v's head dim; lse (batch, heads_q, seqlen_q) or (heads_q, total_q), fp64 for fp64
 // inputs, else fp32; S_dmask (batch, heads_q, max_seqlen_q, max_seqlen_k) when return_probs, else
-// empty: the probabilities, each row divided by its largest, negated where dropout drops them; max_logits (heads_q), of
-// lse's dtype, when args.wants_max_logits, else empty: the largest softmax_scale · q·k that is
-// seen, -inf if none is.
+// empty: the probabilities, each row divided by its largest, negated where dropout drops them;
+// max_logits (heads_q), of lse's dtype, when args.wants_max_logits, else empty: the largest
+// softmax_scale · q·k that is seen, -inf if none is.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fwd(const Args& args, bool return_probs);
 
 struct Grads {
