@@ -108,7 +108,7 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
     set_results(params, out, lse);
     if (plan.skips_tiles) {
       launch_masked(plan, params, attn, out);
-    } else if (plan.in_pieces && (decode || plan.splits.count > 1)) {
+    } else if (plan.splits.count > 1 || (plan.in_pieces && decode && decode->gains_by_pieces())) {
       launch_in_pieces(plan, params, decode ? decode->long_sequences() : nullptr, out, lse);
     } else {
       launch_fwd(plan, params, out);
