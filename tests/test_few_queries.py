@@ -212,6 +212,15 @@ def test_decode_takes_the_short_ones(page_size: int, target: Target) -> None:
 
 
 @each_target(DECODE_CUDA)
+def test_says_who_takes_the_short_ones(target: Target) -> None:
+    tensors, options = MIXED["causal"].arguments(target.device)
+    plan = flash_attn.can_use(*tensors, **options).plan
+    assert plan.startswith("fwd") and "(queries: up to 2) by cuda: decode" in plan, plan
+    tensors, options = RAGGED["causal"].arguments(target.device)
+    assert "up to" not in flash_attn.can_use(*tensors, **options).plan
+
+
+@each_target(DECODE_CUDA)
 def test_missing_pages_of_mixed_sequences(target: Target) -> None:
     """Short and long ones lack pages, or keys at the end."""
     problem = dataclasses.replace(MIXED["causal"], page_size=16)

@@ -28,13 +28,17 @@ Explanation explain_fwd(const FwdArgs& args) {
   check(args);
   const std::optional<FewQueriesCall> few = few_queries_call(args);
   Explanation explanation = explain(forward_shape(args, few.has_value()), args.backend);
-  if (few && few->serves_all) {
-    auto& [chosen, refusals, plans] = explanation;
+  if (!few) return explanation;
+  auto& [chosen, refusals, plans] = explanation;
+  if (few->serves_all) {
     const Plan& plan = few->plan;
     refusals.try_emplace(chosen);
     chosen = name(plan.backend);
     refusals.erase(chosen);
     plans[chosen] = describe(plan);
+  } else if (chosen != name(Backend::kAten)) {
+    plans[chosen] += ", short sequences (queries: up to " + std::to_string(few->args.q.size(1)) +
+                     ") by " + std::string(name(few->plan.backend)) + ": " + describe(few->plan);
   }
   return explanation;
 }

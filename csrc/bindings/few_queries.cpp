@@ -74,10 +74,10 @@ int64_t room_of(const AttnArgs& attn) {
 
 // Whether there are so few queries beside the keys that decode may be the faster one.
 bool has_few_queries(const AttnArgs& attn) {
-  constexpr int64_t kMostSequences = 65'000;
+  constexpr int64_t kMostSequences = 65'000, kMostMixed = 4096;  // one warp deals out the latter
   const bool varlen = attn.is_varlen();
-  const int64_t batch = batch_of(attn);
-  if (batch < 1 || batch > kMostSequences || tokens_of(attn) < 1) return false;
+  const int64_t batch = batch_of(attn), most = is_mixed(attn) ? kMostMixed : kMostSequences;
+  if (batch < 1 || batch > most || tokens_of(attn) < 1) return false;
   const int64_t tokens = room_of(attn);
   const int64_t keys = varlen ? value(attn.max_seqlen_k) : attn.k.size(1);
   if (keys < std::max(kLeastKeys, kKeysOfAQuery * tokens)) return false;
