@@ -11,7 +11,7 @@ import flash_attn
 from benchmarks import backends, results
 from benchmarks.cache_calls import scattered
 from benchmarks.contest import Race, progress
-from benchmarks.race_caches import graph_of
+from benchmarks.race_caches import graph_of, microseconds
 from benchmarks.shapes import DecodeCase
 
 # ours: flash_attn_func, whatever serves it; forward: the forward's kernels, named. varlen, paged16:
@@ -58,7 +58,12 @@ def attention(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor
     call = functools.partial(flash_attn.flash_attn_func, q, k, v, causal=True)
     if name == "ours":
         return call
-    backend = "sm90" if torch.cuda.get_device_capability(q.device) == (9, 0) else "sm80"
+    return by_forward(call, q.device)
+
+
+def by_forward(call: Callable, device: torch.device) -> Callable:
+    """The call on the forward's kernels, named."""
+    backend = "sm90" if torch.cuda.get_device_capability(device) == (9, 0) else "sm80"
 
     def forward() -> torch.Tensor:
         with flash_attn.use_backend(backend):
@@ -67,9 +72,23 @@ def attention(name: str, case: DecodeCase, q, k, v) -> Callable[[], torch.Tensor
     return forward
 
 
+def timed(
+    race: Race, kind: str, case, names: tuple[str, ...], attend: Callable, calls: int
+) -> dict:
+    """The record of a case: microseconds of attend(name)(), of a graph of some calls; how many
+    times as fast the first name is as each other."""
+    times = race.seconds(
+        names, f"{kind} {case.shape()}", lambda name: graph_of([attend(name)] * calls)
+    )
+    micros = microseconds(times, calls)
+    ratio = results.ratios(micros, names[0], names[1:], "less")
+    record = results.record(kind, case.shape(), "us", micros, ratio)
+    progress(record)
+    return record
+
+
 def run(race: Race, cases: list[DecodeCase], names: tuple[str, ...], calls: int = 10) -> list[dict]:
-    """Microseconds of a call, of a graph of some; ratio: ÷ ours. Caches come from the L2 cache
-    where they fit."""
+    """Caches come from the L2 cache where they fit."""
     records = []
     for case in cases:
         sizes = (
@@ -77,18 +96,18 @@ def run(race: Race, cases: list[DecodeCase], names: tuple[str, ...], calls: int 
             (case.length, case.heads_kv),
             (case.length, case.heads_kv),
         )
-        q, k, v = (
+        x = [
             torch.randn(case.batch, *size, case.head_dim, dtype=race.dtype, device=race.device)
             for size in sizes
+        ]
+        records.append(
+            timed(
+                race,
+                "few",
+                case,
+                names,
+                lambda name, case=case, x=x: attention(name, case, *x),
+                calls,
+            )
         )
-        times = race.seconds(
-            names,
-            f"few {case.shape()}",
-            lambda name, case=case, x=(q, k, v): graph_of([attention(name, case, *x)] * calls),
-        )
-        micros = {n: None if t is None else t * 1e6 / calls for n, t in times.items()}
-        base = micros.get("ours")
-        ratio = base and {f"{n}/ours": x / base for n, x in micros.items() if x}
-        records.append(results.record("few", case.shape(), "us", micros, ratio or None))
-        progress(records[-1])
     return records

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 import flash_attn
-from benchmarks import backends, results
+from benchmarks import backends
 from benchmarks.cache_calls import scattered
-from benchmarks.contest import Race, progress
-from benchmarks.race_caches import graph_of
+from benchmarks.contest import Race
+from benchmarks.race_few import by_forward, timed
 from benchmarks.shapes import MixedCase
 
 # ours: flash_attn_varlen_func; forward: the forward's kernels alone, named.
@@ -61,28 +61,14 @@ def attention(name: str, call: Call) -> Callable[[], torch.Tensor]:
         return fa4(call)
     if name == "ours":
         return call.ours
-    backend = "sm90" if torch.cuda.get_device_capability(call.q.device) == (9, 0) else "sm80"
-
-    def forward() -> torch.Tensor:
-        with flash_attn.use_backend(backend):
-            return call.ours()
-
-    return forward
+    return by_forward(call.ours, call.q.device)
 
 
 def run(race: Race, cases: list[MixedCase], names: tuple[str, ...], calls: int = 5) -> list[dict]:
-    """Microseconds of a call, of a graph of some; ratio: ÷ ours."""
     records = []
     for case in cases:
         call = Call(case, race.dtype, race.device)
-        times = race.seconds(
-            names,
-            f"mixed {case.shape()}",
-            lambda name, call=call: graph_of([attention(name, call)] * calls),
+        records.append(
+            timed(race, "mixed", case, names, lambda name, call=call: attention(name, call), calls)
         )
-        micros = {n: None if t is None else t * 1e6 / calls for n, t in times.items()}
-        base = micros.get("ours")
-        ratio = base and {f"{n}/ours": x / base for n, x in micros.items() if x}
-        records.append(results.record("mixed", case.shape(), "us", micros, ratio or None))
-        progress(records[-1])
     return records
