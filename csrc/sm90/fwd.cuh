@@ -99,6 +99,21 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
   ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
 }
 
+// The scheduler itself, or where the device knows how many sequences count, one of their tiles.
+template <typename Traits>
+__device__ __forceinline__ decltype(auto) tiles_of_sequences(
+    const typename Traits::Params& params, const typename Traits::Scheduler& scheduler) {
+  if constexpr (Traits::kPieces) {
+    typename Traits::Scheduler tiles = scheduler;
+    if (params.sequences != nullptr) {
+      tiles.blocks_per_head = scheduler.first_tile(*params.sequences);
+    }
+    return tiles;
+  } else {
+    return (scheduler);
+  }
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     fwd_kernel(const __grid_constant__ typename Traits::Params params,
@@ -120,23 +135,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       if constexpr (Traits::kMasked) {
         schedule_and_find_keys_loop<Traits>(params, scheduler, num_tiles, smem);
       } else {
-        const auto deal = [&](const auto& tiles, int count) {
-          if (Traits::kReadsPages && in_pages) {
-            schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, tiles, count, maps.k,
-                                                                  maps.pages.rows, smem);
-          } else {
-            schedule_and_load_k_loop<Traits, false>(params, tiles, count, maps.k,
-                                                    Traits::kKeyAlignment, smem);
-          }
-        };
-        if constexpr (Traits::kPieces) {
-          auto tiles = scheduler;
-          if (params.sequences != nullptr) {
-            tiles.blocks_per_head = scheduler.first_tile(*params.sequences);
-          }
-          deal(tiles, tiles.num_tiles() * num_pieces<Traits>(params));
+        const auto& tiles = tiles_of_sequences<Traits>(params, scheduler);
+        if constexpr (Traits::kPieces) num_tiles = tiles.num_tiles() * num_pieces<Traits>(params);
+        if (Traits::kReadsPages && in_pages) {
+          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, tiles, num_tiles, maps.k,
+                                                                maps.pages.rows, smem);
         } else {
-          deal(scheduler, num_tiles);
+          schedule_and_load_k_loop<Traits, false>(params, tiles, num_tiles, maps.k,
+                                                  Traits::kKeyAlignment, smem);
         }
       }
     } else if ((Traits::kDropout || Traits::kKeyBias) && warp == 3) {
