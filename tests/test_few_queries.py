@@ -160,6 +160,31 @@ MIXED: dict[str, Ragged] = {
     }.items()
 }
 
+LONG = 3000
+# Few tiles of queries beside long keys, which sm90's kernels cut into pieces.
+CUT = {
+    name: Ragged(**({"lengths_q": (40, 0, 130, 20), "lengths_k": (LONG, 5, 700, 0)} | changes))
+    for name, changes in {
+        "plain": {},
+        "causal": {"options": {"causal": True}},
+        "window": {"options": {"causal": True, "window_size": (1500, 0)}},
+        "used": {
+            "used_q": (33, 0, 128, 20),
+            "used_k": (LONG - 7, 0, 600, 0),
+            "options": {"causal": True},
+        },
+        "leftpad": {"leftpad": (100, 0, 30, 0), "options": {"causal": True}},
+        "d = 128": {"d": 128, "d_v": 128, "dtype": torch.bfloat16, "options": {"causal": True}},
+        "wide": {"d": 256, "d_v": 256, "heads": (4, 1), "options": {"causal": True}},
+        "odd d": {"d": 36, "d_v": 36},
+        "beside short ones": {
+            "lengths_q": (1, 1, 1, 1, 130, 1, 2, 0),
+            "lengths_k": (LONG, 40, 1, 0, LONG, 900, 33, 5),
+            "options": {"causal": True},
+        },
+    }.items()
+}
+
 
 def assert_close(actual, expected, dtype: torch.dtype) -> None:
     error = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5}[dtype]
@@ -181,10 +206,10 @@ def test_varlen(name: str, page_size: int, target: Target) -> None:
 
 @each_target(*DEVICES)
 @pytest.mark.parametrize("page_size", [0, 12, 16])
-@pytest.mark.parametrize("name", MIXED)
-def test_mixed(name: str, page_size: int, target: Target) -> None:
-    """Short sequences beside a long one, which decode and the forward share out."""
-    problem = dataclasses.replace(MIXED[name], page_size=page_size)
+@pytest.mark.parametrize("kind, name", [("mixed", n) for n in MIXED] + [("cut", n) for n in CUT])
+def test_where_the_forward_takes_part(kind: str, name: str, page_size: int, target: Target) -> None:
+    """Short sequences beside a long one, which decode and the forward share out; cut keys."""
+    problem = dataclasses.replace((MIXED if kind == "mixed" else CUT)[name], page_size=page_size)
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)
 
 
@@ -237,40 +262,6 @@ def test_missing_pages_of_mixed_sequences(target: Target) -> None:
         q, k, v, **(cpu | {"block_table": lacking.cpu()}), return_attn_probs=True
     )
     assert_close((out.cpu(), lse.cpu()), expected[:2], problem.dtype)
-
-
-LONG = 3000
-# Few tiles of queries beside long keys, which sm90's kernels cut into pieces.
-CUT = {
-    name: Ragged(**({"lengths_q": (40, 0, 130, 20), "lengths_k": (LONG, 5, 700, 0)} | changes))
-    for name, changes in {
-        "plain": {},
-        "causal": {"options": {"causal": True}},
-        "window": {"options": {"causal": True, "window_size": (1500, 0)}},
-        "used": {
-            "used_q": (33, 0, 128, 20),
-            "used_k": (LONG - 7, 0, 600, 0),
-            "options": {"causal": True},
-        },
-        "leftpad": {"leftpad": (100, 0, 30, 0), "options": {"causal": True}},
-        "d = 128": {"d": 128, "d_v": 128, "dtype": torch.bfloat16, "options": {"causal": True}},
-        "wide": {"d": 256, "d_v": 256, "heads": (4, 1), "options": {"causal": True}},
-        "odd d": {"d": 36, "d_v": 36},
-        "beside short ones": {
-            "lengths_q": (1, 1, 1, 1, 130, 1, 2, 0),
-            "lengths_k": (LONG, 40, 1, 0, LONG, 900, 33, 5),
-            "options": {"causal": True},
-        },
-    }.items()
-}
-
-
-@each_target(*DEVICES)
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("name", CUT)
-def test_cut_keys(name: str, page_size: int, target: Target) -> None:
-    problem = dataclasses.replace(CUT[name], page_size=page_size)
-    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
 
 
 @each_target(SM90)
