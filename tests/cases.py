@@ -35,6 +35,7 @@ from targets import (  # noqa: F401  (what tests take from here)
     Target,
     each_target,
     leaves_of,
+    pads,
     use,
 )
 
