@@ -7,7 +7,7 @@ set(staged ${CMAKE_BINARY_DIR}/simulator/csrc)
 # The sources as they are, with the simulator's own files where a kernel meets the GPU. Copies, which a change of theirs
 # makes again: a compiler's cache follows links, and then includes what lies beside the original.
 file(GLOB_RECURSE sources RELATIVE ${CMAKE_SOURCE_DIR}/csrc CONFIGURE_DEPENDS
-  csrc/*.h csrc/*.cuh csrc/*.cu csrc/simulator/*.cpp csrc/simulator/include/*)
+  csrc/*.h csrc/*.cuh csrc/*.cu csrc/simulator/*.cpp)
 foreach(source ${sources})
   if(source MATCHES "^simulator/overlay/(.+)$")
     set(place ${CMAKE_MATCH_1})
@@ -27,7 +27,6 @@ function(flash_attn_add_simulated_kernels target arch)
   list(TRANSFORM kernels REPLACE "^csrc/" "${staged}/")
   add_library(${target} OBJECT EXCLUDE_FROM_ALL ${kernels})
   set_source_files_properties(${kernels} PROPERTIES LANGUAGE CXX)
-  target_include_directories(${target} PRIVATE ${staged}/simulator/include)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_definitions(${target} PRIVATE FLASH_ATTN_SIMULATE=${arch})
   # thread_local arrays without a function that asks whether they were initialized: they need not be.
@@ -37,7 +36,7 @@ endfunction()
 
 flash_attn_add_simulated_kernels(flash_attn_simulated_kernels_sm90 90 ${hopper_kernels})
 foreach(arch 80 90)
-  flash_attn_add_simulated_kernels(flash_attn_simulated_kernels_${arch} ${arch} ${portable_kernels} ${ampere_forward_kernels})
+  flash_attn_add_simulated_kernels(flash_attn_simulated_kernels_${arch} ${arch} ${portable_kernels} ${one_ptx_kernels})
   add_library(flash_attn_simulated_${arch} SHARED EXCLUDE_FROM_ALL
     $<TARGET_OBJECTS:flash_attn_choice>
     $<TARGET_OBJECTS:flash_attn_torch>

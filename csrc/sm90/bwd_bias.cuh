@@ -29,6 +29,7 @@
 #include "../cuda/ptx/opaque.cuh"
 #include "bwd_bias_traits.cuh"
 #include "bwd_work.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
@@ -257,7 +258,7 @@ class BiasConsumer {
       if (visit.begins_tile) read(bias);
       if (visit.ends_tile) store(dbias, visit.tile);
       if (!visit.begins_tile) return;
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);  // TMA writes there next
+      ptx::fence_async_shared();  // TMA writes there next
       for (Scores& half : dbias) half.fill(0.f);
     }
   }
@@ -396,7 +397,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     smem.row_ring.init(1 + 32, 128 * Traits::kConsumers);
     smem.key_ring.init(1, 4 * Traits::kConsumers);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    ptx::fence_mbarrier_init();
   }
   const auto zero_absent = [](auto& tile, int num_cols) {
     zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
@@ -411,7 +412,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     zero_absent(keys.k, params.head_dim);
     zero_absent(keys.v, params.head_dim_v);
   }
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  ptx::fence_async_shared();
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes

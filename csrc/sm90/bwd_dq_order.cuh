@@ -3,11 +3,10 @@
 // turn, nor a turn for a pass, so each block of queries that is under way has a lane of its own.
 #pragma once
 
-#include <cuda/atomic>
-
 #include "../cuda/attn/dq_accum.cuh"
 #include "../cuda/ptx/fence.cuh"
 #include "bwd_work.cuh"
+#include "ptx/counter.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
 
@@ -37,17 +36,9 @@ struct DqTurn {
   }
 
   // A look is under way until its answer is used, and counts once fence_acquire() stands behind it.
-  __device__ __forceinline__ int look() const {
-    return number().load(::cuda::memory_order_relaxed);
-  }
+  __device__ __forceinline__ int look() const { return ptx::ld_relaxed(added); }
   // It counts if fence_release() stands before it.
-  __device__ __forceinline__ void pass_on() const {
-    number().store(turn + 1, ::cuda::memory_order_relaxed);
-  }
-
- private:
-  using Number = ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>;
-  __device__ __forceinline__ Number number() const { return Number(*added); }
+  __device__ __forceinline__ void pass_on() const { ptx::st_relaxed(added, turn + 1); }
 };
 
 // Whether the sequences lie one behind the other. A whole warp calls it.

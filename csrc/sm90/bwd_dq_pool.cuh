@@ -7,24 +7,22 @@
 // that run finish what they took, and the warp that converts holds up no other role.
 #pragma once
 
-#include <cuda/atomic>
-
 #include "../cuda/attn/dq_accum.cuh"
 #include "bwd_dq_order.cuh"
 #include "bwd_traits.cuh"
+#include "ptx/counter.cuh"
+#include "ptx/fence.cuh"
 
 namespace flash_attn::sm90 {
 
-using DeviceCounter = ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>;
-
-__device__ __forceinline__ DeviceCounter dq_shares_taken(const BwdParams& params) {
-  return DeviceCounter(params.dq_pool.progress[0]);
+__device__ __forceinline__ int32_t* dq_shares_taken(const BwdParams& params) {
+  return &params.dq_pool.progress[0];
 }
-__device__ __forceinline__ DeviceCounter dq_blocks_added(const BwdParams& params, int number) {
-  return DeviceCounter(params.dq_pool.progress[1 + 2 * number]);
+__device__ __forceinline__ int32_t* dq_blocks_added(const BwdParams& params, int number) {
+  return &params.dq_pool.progress[1 + 2 * number];
 }
-__device__ __forceinline__ DeviceCounter dq_shares_written(const BwdParams& params, int number) {
-  return DeviceCounter(params.dq_pool.progress[2 + 2 * number]);
+__device__ __forceinline__ int32_t* dq_shares_written(const BwdParams& params, int number) {
+  return &params.dq_pool.progress[2 + 2 * number];
 }
 
 // A share is some bands of one query head, one behind the other; a head, or a stretch of one, has
@@ -54,8 +52,8 @@ __device__ __forceinline__ void for_each_stretch(const BwdParams& params, const 
   }
 }
 
-__device__ __forceinline__ void await(const DeviceCounter& counter, int value) {
-  while (!__any_sync(~0u, counter.load(::cuda::memory_order_acquire) == value)) __nanosleep(100);
+__device__ __forceinline__ void await(const int32_t* counter, int value) {
+  while (!__any_sync(~0u, ptx::ld_acquire(counter) == value)) __nanosleep(100);
 }
 
 // Whether the sums that lay where those of the work belong have become rows of dq.
@@ -66,7 +64,7 @@ __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork
     const int before = number - params.dq_pool.places;
     if (before < 0) return;
     const int group = params.heads_q / params.heads_kv;
-    has &= dq_shares_written(params, before).load(::cuda::memory_order_acquire) ==
+    has &= ptx::ld_acquire(dq_shares_written(params, before)) ==
            group * dq_shares_of_stretch<Traits>(params);
   });
   return has;
@@ -101,7 +99,7 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
       added.in(smem.summed_ring).wait_full();
       for_each_stretch<Traits>(params, done, [&](int number) {
         // The release makes the consumers' reductions complete for whoever sees the number.
-        dq_blocks_added(params, number).fetch_add(1, ::cuda::memory_order_release);
+        ptx::add_release(dq_blocks_added(params, number), 1);
       });
       added.release(true);
     }
@@ -173,9 +171,9 @@ class DqConverter {
         if (band + 1 < Traits::kBands && exists(band + 1)) start(band + 1);
         finish(band);
       }
-      if (speaks()) dq_shares_written(params_, number).fetch_add(1, ::cuda::memory_order_release);
+      if (speaks()) ptx::add_release(dq_shares_written(params_, number), 1);
     }
-    if (speaks()) ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<0>());
+    if (speaks()) ptx::bulk_wait();
   }
 
  private:
@@ -210,15 +208,15 @@ class DqConverter {
       const int64_t row =
           first_row + dq_turn_row<true>(params_, 0, batch_idx, head_ % params_.heads_q);
       const auto keys = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
-      const DeviceCounter added(params_.dq_turns[row / kDqAccumRows * kDqShares]);
-      while (added.load(::cuda::memory_order_acquire) != keys.end - keys.begin) __nanosleep(100);
+      const int32_t* const added = &params_.dq_turns[row / kDqAccumRows * kDqShares];
+      while (ptx::ld_acquire(added) != keys.end - keys.begin) __nanosleep(100);
     }
     __syncwarp();
   }
 
   __device__ __forceinline__ int take() const {
     int taken = 0;
-    if (speaks()) taken = dq_shares_taken(params_).fetch_add(1, ::cuda::memory_order_relaxed);
+    if (speaks()) taken = atomicAdd(dq_shares_taken(params_), 1);
     return __shfl_sync(~0u, taken, 0);
   }
 
@@ -228,13 +226,11 @@ class DqConverter {
     if (!speaks()) return;
     const Ring<Traits::kBandStages> ring(smem_.band_ring, visit_ + (band > 0));
     // Waits until what left from this stage has been read.
-    ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+    ptx::bulk_wait_read();
     // The sums were added by reductions, which the copy must see.
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_global);
+    ptx::fence_async_global();
     ring.expect_bytes(kBytes);
-    ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global,
-                               smem_.bands[ring.stage()], sums_ + band * kRows * kCols, kBytes,
-                               &ring.full());
+    ptx::bulk_load(smem_.bands[ring.stage()], sums_ + band * kRows * kCols, kBytes, ring.full());
   }
 
   __device__ __forceinline__ void finish(int band) const {
@@ -255,7 +251,7 @@ class DqConverter {
                     (to ^ col % Slab::kCols * 2) + of_slab);
       }
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
     __syncwarp();
     if (!speaks()) return;
     const MatrixPlace place = {.box = {params_.seqlen_q, 0, params_.seqlen_q},
@@ -264,7 +260,7 @@ class DqConverter {
     for (int col = 0; col < params_.head_dim; col += Slab::kCols) {
       store_tile_rows<kRows>(slabs[col / Slab::kCols], 0, map_, place, row_of(band), col);
     }
-    ::cuda::ptx::cp_async_bulk_commit_group();
+    ptx::bulk_commit();
   }
 
   // Rounds 16 rows and 32 columns of sums to the slab's rows, which begin at `to`. What is written

@@ -46,6 +46,7 @@
 #include "bwd_pair_consumer.cuh"
 #include "bwd_pair_loads.cuh"
 #include "bwd_pair_masked.cuh"
+#include "ptx/fence.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -223,7 +224,7 @@ __device__ __forceinline__ void compute_score_gradients_loop(BwdPairConsumer<Tra
     if constexpr (Traits::kHasDq) {
       // This takes the place of this warp's P.
       store_operand(scores, to_operand_a<Element>(dP), self.warp_row, self.lane);
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      ptx::fence_async_shared();
     }
     if constexpr (Traits::kMasked) more = !smem.mask.of_rows[row_ring.stage()].is_last();
     row_ring.arrive_empty();

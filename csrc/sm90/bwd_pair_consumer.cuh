@@ -5,6 +5,7 @@
 #include "../cuda/ptx/opaque.cuh"
 #include "../cuda/tile/smem_operand.cuh"
 #include "bwd_pair_traits.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 
@@ -63,7 +64,7 @@ __device__ __forceinline__ void store_key_gradient(
         static_cast<typename Traits::Element*>(tensor) + s * Traits::kSlabCols, strides,
         num_cols - s * Traits::kSlabCols, slabs[s], self.warp_row, self.lane);
   }
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  ptx::fence_async_shared();
   slabs_ring.arrive_empty();
 }
 

@@ -3,6 +3,7 @@
 
 #include "bwd_pair_traits.cuh"
 #include "bwd_producer.cuh"
+#include "ptx/fence.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -142,7 +143,7 @@ __device__ __forceinline__ void zero_unless_loaded(Slab (&slabs)[kSlabs], int nu
 // A stage of K or V is full when all lanes have said so, and the bytes have come that one
 // announces.
 __device__ __forceinline__ void arrive_full(const Ring<1>& ring, bool speaks, uint32_t bytes) {
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  ptx::fence_async_shared();
   if (speaks) {
     ring.expect_bytes(bytes);
   } else {
@@ -214,7 +215,7 @@ class TileTaker {
         ring_.wait_empty();
         if (speaks) {
           number.number = taken;
-          ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+          ptx::fence_async_shared();
           ptx::copy_to_block(at_peer(&number), &number, sizeof(number), at_peer(&ring_.full()));
         }
         ring_.advance();

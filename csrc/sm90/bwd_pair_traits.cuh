@@ -11,6 +11,7 @@
 #include "bwd_work.cuh"
 #include "ordered_scheduler.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/fence.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
 
@@ -175,7 +176,7 @@ struct BwdPairSharedStorage {
     // With a mask these columns, kept from here on, would take a register that K's loader lacks.
     const int peer_cols = Traits::kMasked ? 0 : BwdPairKeys<Traits>::peer_cols(params, rank);
     zero_slabs<Traits::kThreads>(peer_k, peer_cols, threadIdx.x);
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
   }
 
   __device__ __forceinline__ void init_barriers() {
@@ -197,7 +198,7 @@ struct BwdPairSharedStorage {
     if constexpr (Traits::kMasked) mask.ring.init(1, 2 + kWarps);
     // The two warps that load, who waits for turns, and the consumers.
     queue.init(2 * 32 + 32 * Traits::kOrders + Traits::kConsumerThreads);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    ptx::fence_mbarrier_init();
   }
 };
 

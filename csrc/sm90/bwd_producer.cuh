@@ -111,8 +111,7 @@ __device__ __forceinline__ void store_bias_gradient(const Tile& tile, const CUte
     if (work.first_key + col >= gradient.keys) break;
     const int32_t at[5] = {work.first_key + col, rows.first + block.m * Tile::kRows, rows.last,
                            block.head, work.batch_idx};
-    ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map,
-                                      at, &tile.data[col * Tile::kRows]);
+    ptx::tma_store(map, at, &tile.data[col * Tile::kRows]);
   }
 }
 

@@ -157,8 +157,8 @@ __device__ __forceinline__ void store_bias_gradient_loop(const BwdParams& params
     for (QueryBlocks block(*work); block.more(); block.advance(), ring.advance()) {
       ring.wait_full();
       store_bias_gradient(smem.ds[ring.stage()], map, *work, block, params.dbias);
-      ::cuda::ptx::cp_async_bulk_commit_group();
-      ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+      ptx::bulk_commit();
+      ptx::bulk_wait_read();
       ring.arrive_empty();
     }
     queue.release(true);

@@ -4,6 +4,7 @@
 #include "bwd_consumer.cuh"
 #include "bwd_dq_reduction.cuh"
 #include "bwd_masked_scores.cuh"
+#include "ptx/fence.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -149,7 +150,7 @@ class QueryWalk {
     } else {
       store_operand(ds_tile, dS, self.warp_row, kGeneral ? self.opaque_lane() : self.lane);
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
     __syncwarp();
     if (self.lane == 0) self.ds_ring.arrive_full();
     typename Traits::QueryGradient dQ;
@@ -209,7 +210,7 @@ class QueryWalk {
     add_bias(S, self.smem.bias[self.term_ring.stage()], score.inverse_scale(), self.warp_row,
              self.opaque_lane());
     // Reads that are still under way would meet what TMA writes next.
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
     __syncwarp();
     self.release(self.term_ring);
     self.term_ring.advance();

@@ -2,11 +2,11 @@
 // comes as numbers that consumers read, or as columns of the product itself.
 #pragma once
 
-#include <cuda/ptx>
 #include <type_traits>
 
 #include "../cuda/attn/constants.cuh"
 #include "../cuda/ptx/math.cuh"
+#include "ptx/fence.cuh"
 #include "tile/term_columns.cuh"
 
 namespace flash_attn::sm90 {
@@ -159,7 +159,7 @@ struct RowTerms {
   // Called by each thread that has written, before it says so.
   __device__ __forceinline__ void publish() const {
     if constexpr (Lse::kFolds || Delta::kFolds) {
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      ptx::fence_async_shared();
     }
   }
 };

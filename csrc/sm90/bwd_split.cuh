@@ -3,10 +3,9 @@
 // every time. Each warp does this for its own keys and waits for nobody.
 #pragma once
 
-#include <cuda/atomic>
-
 #include "../cuda/bwd_steps.h"
 #include "bwd_consumer.cuh"
+#include "ptx/counter.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -50,10 +49,7 @@ class SplitSums {
     put(dK, place(split_) + kBlocks * kLanes);
     __syncwarp();
     int before = 0;
-    if (lane_ == 0) {
-      before = ::cuda::atomic_ref<int32_t, ::cuda::thread_scope_device>(splits_.arrived[warp_])
-                   .fetch_add(1, ::cuda::memory_order_acq_rel);
-    }
+    if (lane_ == 0) before = ptx::add_acq_rel(&splits_.arrived[warp_], 1);
     return __shfl_sync(~0u, before, 0) == splits_.count - 1;
   }
 

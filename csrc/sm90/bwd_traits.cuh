@@ -9,6 +9,7 @@
 #include "bwd_row_terms.cuh"
 #include "bwd_work.cuh"
 #include "ordered_scheduler.cuh"
+#include "ptx/fence.cuh"
 #include "shared_bias_scheduler.cuh"
 #include "tile/ring.cuh"
 #include "tile/work_queue.cuh"
@@ -275,7 +276,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
       zero(q[stage], params.head_dim);
       zero(dout[stage], params.head_dim_v);
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
   }
 
   // helpers: how many threads read the queue beside the loader's and the consumers'.
@@ -300,7 +301,7 @@ struct BwdSharedStorage : BwdKeyStorage<Traits>, BwdTermStorage<Traits>, BwdPool
     if constexpr (Traits::kMasked) mask.ring.init(1, 1);
     band_ring.init(1, 1);
     summed_ring.init(kConsumerWarps, 1);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    ptx::fence_mbarrier_init();
   }
 };
 

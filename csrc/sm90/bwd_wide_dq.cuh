@@ -19,6 +19,7 @@
 #include "../cuda/attn/mask.cuh"
 #include "../cuda/attn/softmax_bwd.cuh"
 #include "bwd_pair.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 #include "tile/ring.cuh"
@@ -91,7 +92,7 @@ struct BwdWideDqSharedStorage {
     rows_ring.init(1, 1);
     k_ring.init(1, kWarps);
     v_ring.init(1, kWarps);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    ptx::fence_mbarrier_init();
   }
   // Sets to 0 what no load ever writes. All threads call it, before a barrier among them.
   __device__ __forceinline__ void zero_absent_columns(const BwdParams& params) {
@@ -102,7 +103,7 @@ struct BwdWideDqSharedStorage {
     zero(k, params.head_dim);
     zero(dout, params.head_dim_v);
     zero(v, params.head_dim_v);
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
   }
 };
 

@@ -96,7 +96,7 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
     pin(S);
   }
   self.send_staged();
-  ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+  ptx::bulk_wait_read();
 }
 
 // The scheduler itself, or where the device knows how many sequences count, one of their tiles.

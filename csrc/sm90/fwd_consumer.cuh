@@ -4,6 +4,7 @@
 
 #include "fwd.h"
 #include "fwd_traits.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 
@@ -117,7 +118,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   __device__ __forceinline__ void send_output(const FwdWork& work, int first_col) const {
     using Slab = typename Traits::OutputSlab;
     const int first_row = work.first_row + warp_row;
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
     __syncwarp();
     if (first_row < work.segment_q && lane == 0) {
 #pragma unroll
@@ -127,7 +128,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
           store_tile_rows<16>(smem.out[slab], warp_row, out_map, work.q, first_row, col);
         }
       }
-      ::cuda::ptx::cp_async_bulk_commit_group();
+      ptx::bulk_commit();
     }
   }
 
@@ -141,7 +142,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
 
   // This thread is done with the tile: once all threads are, its stage in the queue is free.
   __device__ __forceinline__ void release_work(int stage) const {
-    ::cuda::ptx::mbarrier_arrive(&smem.queue.ring.empty[stage]);
+    ptx::mbarrier_arrive(smem.queue.ring.empty[stage]);
   }
 
   // Sets the values of the first keys of the block at hand to 0. The whole warpgroup calls it.
@@ -151,7 +152,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     for (int i = threadIdx.x % 128; i < num_keys * kRowChunks; i += 128) {
       *reinterpret_cast<uint4*>(tile.pointer(i / kRowChunks, i % kRowChunks * kChunk)) = {};
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
@@ -183,7 +184,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   __device__ __forceinline__ void release_bias() const {
     if constexpr (Traits::kStartsWithBias) {
       // Reads that are still under way would meet what TMA writes next.
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      ptx::fence_async_shared();
       __syncwarp();
       if (lane == 0) k_ring.in(smem.bias_rings[warpgroup]).arrive_empty();
     }
@@ -214,7 +215,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
       for (int pair = 0; pair < 4; ++pair) pairs[pair] = __hmul2(pairs[pair], factor);
       *chunk = numbers;
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 };

@@ -4,6 +4,7 @@
 #include "../cuda/attn/mask.cuh"
 #include "fwd_consumer.cuh"
 #include "fwd_steps.cuh"
+#include "ptx/fence.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -305,7 +306,7 @@ class KeyWalk {
       ring.wait_full();
       load_operand(P, self.smem.bias[self.warpgroup][ring.stage()], self.warp_row % 64, self.lane);
       // Reads that are still under way would meet what TMA writes next.
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      ptx::fence_async_shared();
       __syncwarp();
       self.release(ring);
     }

@@ -32,7 +32,7 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   for (int col = 0; col < Traits::VTile::kCols; col += Traits::kOutputCols) {
     if (col > 0) self.send_output(work, col - Traits::kOutputCols);
     // What was there before has been read. A warp keeps to its own rows.
-    ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+    ptx::bulk_wait_read();
     __syncwarp();
 #pragma unroll
     for (int slab = 0; slab < Traits::kOutputSlabs; ++slab) {

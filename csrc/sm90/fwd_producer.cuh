@@ -54,7 +54,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     }
     if constexpr (kPages) {
       if (has_rows && lane == 0) {
-        wait_parity(smem.pages.last_k, parity);
+        ptx::mbarrier_wait(smem.pages.last_k, parity);
         parity ^= 1;
       }
       n = begin;
@@ -275,7 +275,7 @@ __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const C
     const int seen_key = work.first_key + work.window.first_key(work.first_row);
     const int end_key = work.first_key + work.window.len_k();
     const auto say_last = [&] {
-      if (kK && lane == 0) ::cuda::ptx::mbarrier_arrive(&smem.pages.last_k);
+      if (kK && lane == 0) ptx::mbarrier_arrive(smem.pages.last_k);
     };
     if (!work.has_keys()) say_last();
     [[maybe_unused]] int turned = 0;

@@ -11,6 +11,7 @@
 #include "fwd_forms.cuh"
 #include "fwd_pages.cuh"
 #include "ordered_scheduler.cuh"
+#include "ptx/fence.cuh"
 #include "shared_bias_scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/linear_term.cuh"
@@ -349,7 +350,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
       zero(k[stage], params.head_dim);
       zero(v[stage], params.head_dim_v);
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
   }
 
   __device__ __forceinline__ void init_barriers(bool in_pages) {
@@ -371,8 +372,8 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
     }
     if constexpr (Traits::kKeyBias) key_bias.ring.init(32, 32 * kConsumerWarps);
     if constexpr (Traits::kMasked) mask.ring.init(1, 2);
-    if constexpr (Traits::kReadsPages) ::cuda::ptx::mbarrier_init(&pages.last_k, 1);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    if constexpr (Traits::kReadsPages) ptx::mbarrier_init(pages.last_k, 1);
+    ptx::fence_mbarrier_init();
   }
 };
 

@@ -1,7 +1,5 @@
 // Kernels with a fault each, and the same without it: what the simulated GPU makes of them. A C
 // interface for tests/test_simulator.py.
-#include <cuda/ptx>
-
 #include <exception>
 #include <functional>
 #include <map>

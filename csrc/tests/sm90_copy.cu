@@ -2,6 +2,7 @@
 // accumulators into them.
 #include "../sm90/tile/copy.cuh"
 
+#include "../sm90/ptx/fence.cuh"
 #include "../sm90/tile/ring.cuh"
 #include "device_array.cuh"
 
@@ -109,9 +110,9 @@ __global__ void __launch_bounds__(kLoadThreads)
   sm90::zero_absent_slabs(smem.tile, num_cols, threadIdx.x, kLoadThreads);
   if (threadIdx.x == 0) {
     smem.ring.init(1, 1);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    sm90::ptx::fence_mbarrier_init();
   }
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  sm90::ptx::fence_async_shared();
   __syncthreads();
   const Ring<1> ring(smem.ring);
   if (threadIdx.x == 0) {
@@ -205,9 +206,9 @@ __global__ void __launch_bounds__(32 * (kStreamConsumers + 1))
   }
   if (threadIdx.x == 0) {
     smem.ring.init(1, kStreamConsumers);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    sm90::ptx::fence_mbarrier_init();
   }
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  sm90::ptx::fence_async_shared();
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Ring<kStages> ring(smem.ring);
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(2 * Slab::kRows)
   for (int slab = 0; slab < kSlabs; ++slab) {
     sm90::store_rounded(slabs[slab], C, slab * Slab::kCols, warp_row, lane);
   }
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  sm90::ptx::fence_async_shared();
   __syncwarp();
   if (first_row + warp_row < sequence.len && lane == 0) {
     for (int slab = 0; slab < kSlabs; ++slab) {
@@ -291,8 +292,8 @@ __global__ void __launch_bounds__(2 * Slab::kRows)
       sm90::store_tile_rows<16>(slabs[slab], warp_row, map, sequence.place(), first_row + warp_row,
                                 col);
     }
-    ::cuda::ptx::cp_async_bulk_commit_group();
-    ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>());
+    sm90::ptx::bulk_commit();
+    sm90::ptx::bulk_wait_read();
   }
   __syncthreads();
   for (int slab = 0; slab < kSlabs; ++slab) {

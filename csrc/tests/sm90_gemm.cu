@@ -1,7 +1,7 @@
 // sm90/tile/gemm.cuh: every shape of wgmma that is compiled, from slabs of both widths.
-#include <cuda/ptx>
-
 #include "../sm90/tile/gemm.cuh"
+
+#include "../sm90/ptx/fence.cuh"
 #include "device_array.cuh"
 #include "sm90_products.cuh"
 
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   auto& smem = *reinterpret_cast<Operands<TileA, TileB>*>(dynamic_smem);
   fill(smem.a, a);
   fill(smem.b, b);
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  sm90::ptx::fence_async_shared();
   __syncthreads();
 
   const WgmmaOperand<kLayout, TileA> A(smem.a, first_m);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<TileB*>(dynamic_smem);
   fill(smem, b);
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  sm90::ptx::fence_async_shared();
   __syncthreads();
 
   OperandA<1, kK> A;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<TileB*>(dynamic_smem);
   fill(smem, b);
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  sm90::ptx::fence_async_shared();
   __syncthreads();
 
   OperandA<1, kK> A;

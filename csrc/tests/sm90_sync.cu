@@ -1,6 +1,5 @@
 // sm90/tile/ring.cuh and sm90/ptx/warpgroup.cuh: who waits for whom.
-#include <cuda/ptx>
-
+#include "../sm90/ptx/fence.cuh"
 #include "../sm90/ptx/warpgroup.cuh"
 #include "../sm90/tile/ring.cuh"
 #include "device_array.cuh"
@@ -30,7 +29,7 @@ __global__ void __launch_bounds__(32 * (kRingConsumers + 1))
   __shared__ float stages[kStages][32];
   if (threadIdx.x == 0) {
     barriers.init(32, kRingConsumers * empty_lanes);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    sm90::ptx::fence_mbarrier_init();
   }
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,8 +1,6 @@
 // sm90/tile/term_columns.cuh: columns of the operands of a product that stand for a term of the
 // scores, by linear_term.cuh and by LSE and delta of the backward's queries
 // (sm90/bwd_row_terms.cuh).
-#include <cuda/ptx>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,8 +1,6 @@
 // Tiles between global and shared memory by TMA. One thread starts them.
 #pragma once
 
-#include <cuda/ptx>
-
 #include "../../cuda/tile/fragment.cuh"
 #include "../../cuda/tile/smem_tile.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -105,8 +103,7 @@ __device__ __forceinline__ void store_tile_rows(const Tile& tile, int tile_row,
   static_assert(Tile::kCols == Tile::kSlabCols);
   const int32_t at[5] = {first_col, place.box.first + first_row, place.box.last, place.head,
                          place.batch};
-  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map, at,
-                                    &tile.data[tile_row * Tile::kSlabCols]);
+  ptx::tma_store(map, at, &tile.data[tile_row * Tile::kSlabCols]);
 }
 
 }  // namespace flash_attn::sm90

@@ -1,8 +1,7 @@
 // A term of the scores that grows by the same from a key to the next, as a product of its own.
 #pragma once
 
-#include <cuda/ptx>
-
+#include "../ptx/fence.cuh"
 #include "term_columns.cuh"
 
 namespace flash_attn::sm90 {
@@ -22,7 +21,7 @@ struct LinearTerm : TermColumns<Element, kN> {
       const uint32_t pair = flash_attn::ptx::pack<Element>(j, j);
       *reinterpret_cast<uint4*>(this->columns[j]) = {pair, pair, pair, pair};
     }
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    ptx::fence_async_shared();
   }
 
   // The left operand of a slope, which is the same in all rows.

@@ -2,9 +2,9 @@
 // mbarrier each.
 #pragma once
 
-#include <cuda/ptx>
-
 #include <cstdint>
+
+#include "../ptx/mbarrier.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -17,17 +17,11 @@ struct RingBarriers {
   __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-      ::cuda::ptx::mbarrier_init(&full[stage], full_arrivals);
-      ::cuda::ptx::mbarrier_init(&empty[stage], empty_arrivals);
+      ptx::mbarrier_init(full[stage], full_arrivals);
+      ptx::mbarrier_init(empty[stage], empty_arrivals);
     }
   }
 };
-
-// Waits until a phase of that parity is over.
-__device__ __forceinline__ void wait_parity(uint64_t& barrier, uint32_t parity) {
-  while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {
-  }
-}
 
 // Where one thread stands in a ring. Both sides visit the stages in the same order; `phase_` is the
 // parity of the visit. A fresh barrier counts as having completed the visit before the first, so
@@ -60,23 +54,20 @@ class Ring {
   __device__ __forceinline__ uint64_t& full() const { return barriers_.full[stage_]; }
   __device__ __forceinline__ uint64_t& empty() const { return barriers_.empty[stage_]; }
 
-  __device__ __forceinline__ void wait_full() const { wait_parity(barriers_.full[stage_], phase_); }
-  __device__ __forceinline__ void wait_empty() const {
-    wait_parity(barriers_.empty[stage_], phase_ ^ 1);
-  }
+  __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait(full(), phase_); }
+  __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait(empty(), phase_ ^ 1); }
 
   // Says whether the stage is full, without waiting for it.
   __device__ __forceinline__ bool is_full() const {
-    return ::cuda::ptx::mbarrier_test_wait_parity(&barriers_.full[stage_], phase_);
+    return ptx::mbarrier_is_complete(full(), phase_);
   }
 
   // The stage is full (empty) as far as this thread is concerned.
-  __device__ __forceinline__ void arrive_full() const { arrive(barriers_.full[stage_]); }
-  __device__ __forceinline__ void arrive_empty() const { arrive(barriers_.empty[stage_]); }
+  __device__ __forceinline__ void arrive_full() const { ptx::mbarrier_arrive(full()); }
+  __device__ __forceinline__ void arrive_empty() const { ptx::mbarrier_arrive(empty()); }
   // The stage is full once so many bytes have come by TMA. It is called before the copies start.
   __device__ __forceinline__ void expect_bytes(uint32_t bytes) const {
-    ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
-                                           ::cuda::ptx::space_shared, &full(), bytes);
+    ptx::mbarrier_arrive_expect(full(), bytes);
   }
 
   __device__ __forceinline__ void advance() {
@@ -89,10 +80,6 @@ class Ring {
   __device__ __forceinline__ void advance_round() { phase_ ^= 1; }
 
  private:
-  __device__ __forceinline__ static void arrive(uint64_t& barrier) {
-    ::cuda::ptx::mbarrier_arrive(&barrier);
-  }
-
   RingBarriers<kStages>& barriers_;
   int stage_ = 0;
   uint32_t phase_ = 0;
