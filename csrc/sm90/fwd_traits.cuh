@@ -11,7 +11,6 @@
 #include "fwd_forms.cuh"
 #include "fwd_pages.cuh"
 #include "ordered_scheduler.cuh"
-#include "ptx/fence.cuh"
 #include "shared_bias_scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/linear_term.cuh"
