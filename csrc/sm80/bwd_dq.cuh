@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_dq_kernel(const __grid_constant__ typename Traits::Params params,
                   const __grid_constant__ typename Traits::Scheduler scheduler) {
   using Element = typename Traits::Element;
+  if (!has_chosen(params)) return;
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(dynamic_smem);
   const TileCoordinates tile = scheduler.tile(blockIdx.x);

@@ -350,6 +350,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     fwd_kernel(const __grid_constant__ typename Traits::Params params,
                const __grid_constant__ typename Traits::Scheduler scheduler) {
+  if (!has_chosen(params)) return;
   extern __shared__ __align__(128) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
   auto& work = *reinterpret_cast<FwdWork<Traits>*>(smem.work);
