@@ -425,23 +425,34 @@ def test_many_rows_that_do_not_count(target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 @pytest.mark.real_gpu
-def test_a_graph_reads_the_lengths_of_its_replay(target: Target) -> None:
-    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, 3, 1))
-    make = {"dtype": torch.int32, "device": target.device}
-    starts_q, starts_k = (torch.tensor(x, **make) for x in ([0, 1, 2, 3], [0, 700, 1400, 2100]))
+@pytest.mark.parametrize(
+    "captured, replayed",
+    [((1, 1, 1), (1, 0, 1)), ((1, 90, 1, 2), (2, 1, 60, 30)), ((90, 2, 1, 1), (1, 2, 1, 1))],
+    ids=["short", "another is long", "none is long"],
+)
+def test_a_graph_reads_the_lengths_of_its_replay(
+    captured: tuple[int, ...], replayed: tuple[int, ...], target: Target
+) -> None:
+    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, len(captured), max(captured)))
+    q = q[: sum(captured)]
+    starts_q, starts_k = (
+        torch.tensor([0, *x], device=target.device).cumsum(0, dtype=torch.int32)
+        for x in (captured, [KEYS] * len(captured))
+    )
 
     def attend():
-        return flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 1, KEYS)
+        return flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, max(captured), KEYS)
 
     attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend()
-    starts_q.copy_(torch.tensor([0, 1, 1, 2]))
-    starts_k.copy_(torch.tensor([0, 80, 900, 2100]))
+        out = attend()
+    starts_q[1:].copy_(torch.tensor(replayed).cumsum(0))
+    starts_k[1:3].copy_(torch.tensor([80, 900]))
     graph.replay()
-    assert torch.equal(captured, attend())
-    assert captured[:2].any() and not captured[2].any()
+    assert torch.equal(out, attend())
+    used = sum(replayed)
+    assert out[:used].any(-1).all() and not out[used:].any()
 
 
 @each_target(DECODE_CUDA)

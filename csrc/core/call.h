@@ -12,6 +12,9 @@
 
 namespace flash_attn {
 
+// a / b, rounded up.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 enum class Op : uint8_t { kForward, kBackward, kDecode };
 
 struct CallShape {

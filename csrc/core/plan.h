@@ -2,18 +2,11 @@
 #pragma once
 
 #include "call.h"
+#include "kvcache_grid.h"
 
 namespace flash_attn {
 
 enum class Backend : uint8_t { kSm90, kSm80, kCuda, kAten };
-
-// How a call of cuda/decode/kvcache.cuh is spread over the device.
-struct KvcacheGrid {
-  int parts = 0;  // that all keys are cut into, for each kv head
-  int blocks_per_sm = 0;
-  int smem_bytes = 0;        // that a block may use
-  int smem_optin_bytes = 0;  // of DeviceInfo
-};
 
 // Which kernel runs, by the name of its file.
 enum class Kernel : uint8_t { kFwd, kBwd, kDecode, kKvcache };

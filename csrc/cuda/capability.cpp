@@ -5,8 +5,6 @@
 namespace flash_attn::cuda {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // 100 -> "10.0"
 std::string version(int architecture) {
   return std::to_string(architecture / 10) + "." + std::to_string(architecture % 10);

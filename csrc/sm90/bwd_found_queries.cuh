@@ -95,4 +95,26 @@ class QueryFinder {
   uint32_t states_ = 0;  // of this lane's
 };
 
+// Publishes the blocks that a finder finds, as mask.found, and calls load(queries) for each, for
+// which `ring` has a stage. more: whether there is one. take_next_tile() is called as soon as the
+// last one is known. A whole warp calls it.
+template <typename Finder, typename Mask, typename FoundRing, typename Ring, typename Take,
+          typename Load>
+__device__ __forceinline__ void publish_found(Finder& finder, bool more, Mask& mask,
+                                              FoundRing& found_ring, Ring& ring,
+                                              const Take& take_next_tile, const Load& load) {
+#pragma unroll 1
+  for (; more; ring.advance(), found_ring.advance()) {
+    const FoundQueries queries = finder.take();
+    more = !queries.is_last();
+    found_ring.wait_empty();
+    if (threadIdx.x % 32 == 0) {
+      mask.found[found_ring.stage()] = queries;
+      found_ring.arrive_full();
+    }
+    if (!more) take_next_tile();
+    load(queries);
+  }
+}
+
 }  // namespace flash_attn::sm90

@@ -66,7 +66,7 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
         params, tile, SeqlenInfo(params, tile.batch_idx)));
     __syncwarp();
     QueryFinder<Traits::kBlockM, Traits::kBlockN> finder(params, work);
-    bool more = finder.look();
+    const bool more = finder.look();
     __syncwarp();
     const auto take_next_tile = [&] {
       if (speaks) tile_idx = atomicAdd(params.tile_counter, 1);
@@ -76,16 +76,7 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
       take_next_tile();
     }
     queue.publish();
-#pragma unroll 1
-    for (; more; ring.advance(), found_ring.advance()) {
-      const FoundQueries queries = finder.take();
-      more = !queries.is_last();
-      found_ring.wait_empty();
-      if (speaks) {
-        smem.mask.found[found_ring.stage()] = queries;
-        found_ring.arrive_full();
-      }
-      if (!more) take_next_tile();
+    const auto load = [&](const FoundQueries& queries) {
       load_row_values<Traits::kBlockM>(
           params, work, queries.block(), smem.row_values, ring, scales, 0.f, [&] {
             constexpr uint32_t kLowBits = 0x55;  // of two for each tile
@@ -96,7 +87,8 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
             }
             if (speaks) smem.mask.of_q[ring.stage()] = loaded;
           });
-    }
+    };
+    publish_found(finder, more, smem.mask, found_ring, ring, take_next_tile, load);
     tile_idx = __shfl_sync(~0u, tile_idx, 0);
   }
   queue.end();

@@ -86,28 +86,21 @@ __device__ __forceinline__ void schedule_and_find_queries_loop(
     BwdWork& work = queue.draft(described);
     __syncwarp();
     QueryFinder<Traits::kBlockM, Traits::kPairN> finder(params, work);
-    bool more = finder.look();
+    const bool more = finder.look();
     __syncwarp();
+    const auto take_next_tile = [&] { number = tiles.take(); };
     if (!more) {
       if (speaks) work.range.end = work.range.begin;
-      number = tiles.take();
+      take_next_tile();
     }
     queue.publish();
-#pragma unroll 1
-    for (; more; ring.advance(), found_ring.advance()) {
-      const FoundQueries queries = finder.take();
-      more = !queries.is_last();
-      found_ring.wait_empty();
-      if (speaks) {
-        smem.mask.found[found_ring.stage()] = queries;
-        found_ring.arrive_full();
-      }
-      if (!more) number = tiles.take();
+    const auto load = [&](const FoundQueries& queries) {
       load_row_values<Traits::kBlockM>(params, work, queries.block(), smem.row_values, ring, scales,
                                        log2_p, [&] {
                                          if (speaks) smem.mask.of_rows[ring.stage()] = queries;
                                        });
-    }
+    };
+    publish_found(finder, more, smem.mask, found_ring, ring, take_next_tile, load);
   }
   queue.end();
 }

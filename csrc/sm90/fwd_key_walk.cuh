@@ -326,8 +326,7 @@ class KeyWalk {
     return first_key + found.n() * Traits::kBlockN;
   }
   __device__ __forceinline__ bool is_masked() const {
-    constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
-    return states() != kAllSeen;
+    return states() != BlockMask::kAllSeen<kTiles>;
   }
   __device__ __forceinline__ uint32_t states() const {
     return found.template states_of<kTiles>(self.warpgroup);

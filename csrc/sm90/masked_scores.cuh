@@ -11,6 +11,10 @@ class BlockMask : public MaskedScores {
   using MaskedScores::Intervals;
   using MaskedScores::MaskedScores;
 
+  // The states of a row of tiles of which nothing is hidden.
+  template <int kTiles>
+  static constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
+
   // The states of the tiles of kBlockM queries by kBlockN keys, two bits each, row after row; 0:
   // nothing is seen.
   template <int kBlockM, int kBlockN>
@@ -57,8 +61,7 @@ class BlockMask : public MaskedScores {
     if constexpr (Rows::kBranchless) {
       return seen_bits(place, states, lane);
     } else {
-      constexpr uint32_t kAllSeen = kTiles == 2 ? kTileSeen << 2 | kTileSeen : kTileSeen;
-      if (states == kAllSeen) return {};
+      if (states == kAllSeen<kTiles>) return {};
       return row_pair<kTiles>(intervals, place, lane);
     }
   }

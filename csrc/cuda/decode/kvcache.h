@@ -2,7 +2,8 @@
 // with every term of the score.
 #pragma once
 
-#include "../../core/plan.h"
+#include "../../core/kvcache_grid.h"
+#include "../../core/params.h"
 
 namespace flash_attn::cuda {
 

@@ -3,8 +3,7 @@
 // the others.
 #pragma once
 
-#include <stdexcept>
-
+#include "../../core/failure.h"
 #include "../dispatch.h"
 #include "kvcache.h"
 #include "workspace.h"
@@ -32,14 +31,14 @@ template <typename F>
 auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
   if (cache_dtype == DType::kFp32) {
     if (head_dim > kKvcacheWideHeadDim) {
-      throw std::invalid_argument("flash_attn: head_dim: expected at most 256 in float32");
+      refuse({"flash_attn: head_dim: expected at most 256 in float32"});
     }
     return with_scores_class(head_dim, head_dim, [&]<int kHeadDim> {
       return f.template operator()<DType::kFp32, kHeadDim>();
     });
   }
   if (head_dim > kKvcacheHeadDim) {
-    throw std::invalid_argument("flash_attn: head_dim: expected at most 512");
+    refuse({"flash_attn: head_dim: expected at most 512"});
   }
   const auto of_8bit = [&]<DType kCacheDType> {
     if (head_dim <= 64) return f.template operator()<kCacheDType, 64>();
@@ -58,7 +57,7 @@ auto with_kvcache_class(DType cache_dtype, int head_dim, F&& f) {
     case DType::kInt8:
       return of_8bit.template operator()<DType::kInt8>();
     default:
-      throw std::invalid_argument("flash_attn: k_cache: expected fp32, or a dtype of 16 or 8 bits");
+      refuse({"flash_attn: k_cache: expected fp32, or a dtype of 16 or 8 bits"});
   }
 }
 

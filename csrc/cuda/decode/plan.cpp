@@ -18,8 +18,6 @@ constexpr double kMostTileBytes = 64 * 1024;
 // Keys of a piece where a result may not depend on the batch.
 constexpr int kInvariantKeys = 2048;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t widest(const CallShape& call) { return std::max(call.head_dim, call.head_dim_v); }
 
 // Tiles of the rows that read one kv head of one sequence.
