@@ -18,4 +18,5 @@ inline bool mbarrier_is_complete(uint64_t& mbarrier, uint32_t parity) {
 inline void mbarrier_arrive_expect(uint64_t& mbarrier, uint32_t bytes) {
   simulator::mbarrier_arrive(&mbarrier, static_cast<int>(bytes));
 }
+
 }  // namespace flash_attn::sm90::ptx
