@@ -1,7 +1,7 @@
 """Builds of this library in turns: is the one after a change faster?
 
     python -m benchmarks.duel BEFORE AFTER... [--kinds fwd,bwd,shapes,bwd_shapes,features,
-    bwd_features,decode,short,decode_terms,varlen_pages,peaked,cpu]
+    bwd_features,decode,short,decode_terms,varlen_pages,masks,bwd_masks,mixed,peaked,cpu]
     [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
     [--phases PRODUCT,SETTLE,TIMED] [--out FILE.json]
 
@@ -25,7 +25,15 @@ from pathlib import Path
 import torch
 
 import flash_attn
-from benchmarks import backends, cache_calls, race_caches, results, shapes
+from benchmarks import (
+    backends,
+    cache_calls,
+    race_caches,
+    race_masks,
+    race_mixed,
+    results,
+    shapes,
+)
 from benchmarks.contest import AGREE, Race, matches, progress
 from benchmarks.timing import QUICK, Recipe, Timer, recipe_of
 
@@ -58,6 +66,9 @@ KINDS = {
     "short": shapes.short_decode,
     "decode_terms": decode_terms,
     "varlen_pages": shapes.varlen_pages,
+    "masks": race_masks.cases,
+    "bwd_masks": race_masks.cases,
+    "mixed": shapes.mixed,
     "peaked": shapes.peaked,
     "cpu": shapes.cpu,
 }
@@ -70,8 +81,15 @@ WORKER = (
 
 def make_call(kind: str, case, race: Race) -> tuple[Callable, int]:
     """What is timed, and how many calls of the library it makes."""
+    torch.manual_seed(0)  # the same numbers for each build
     if kind == "varlen_pages":
         return cache_calls.varlen_pages(case, race.device, race.dtype), 1
+    if kind in ("masks", "bwd_masks"):
+        make = race_masks.forward if kind == "masks" else race_masks.backward
+        return make(case.kept, case, race_masks.Inputs(case, race)), 1
+    if kind == "mixed":
+        calls = [race_mixed.Call(case, race.dtype, race.device).ours] * 5
+        return race_caches.graph_of(calls), len(calls)
     if kind == "decode_terms":
         q, caches, rounds = race_caches.caches_and_rounds(race, case.call)
         calls = [cache_calls.decode_term(case.term, case.call, q, x) for x in caches] * rounds

@@ -1,5 +1,6 @@
 """The race of masks: calls with an object of flash_attn.masks beside the work that it leaves."""
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class MaskCase:
     @property
     def batch(self) -> int:
         return 1 if self.documents else max(1, TOKENS // self.seqlen)
+
+    @property
+    def kept(self) -> str:
+        """The contestant whose mask keeps its tiles and is the quickest to make."""
+        return "prefix" if self.prefix else "packed" if self.documents else "tiles"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,6 +146,21 @@ def of_flex(case: MaskCase, inputs: Inputs) -> Callable:
     return flex.attention(case.seqlen, case.head_dim, inputs.dout.device, sees=sees, heads=heads)
 
 
+def forward(name: str, case: MaskCase, inputs: Inputs) -> Callable:
+    attend = attention(name, case, inputs)
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return attend(*inputs.leaves)
+
+    return call
+
+
+def backward(name: str, case: MaskCase, inputs: Inputs) -> Callable:
+    out = attention(name, case, inputs)(*inputs.leaves)
+    return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+
+
 def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
     """Microseconds of each direction; ratio: the time ÷ that of varlen, or of the causal call, or
     of the full call times the density."""
@@ -148,20 +169,8 @@ def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
         inputs = Inputs(case, race)
         density = inputs.seen.float().mean().item()
 
-        def forward(name: str, case=case, inputs=inputs) -> Callable:
-            attend = attention(name, case, inputs)
-
-            def call() -> torch.Tensor:
-                with torch.no_grad():
-                    return attend(*inputs.leaves)
-
-            return call
-
-        def backward(name: str, case=case, inputs=inputs) -> Callable:
-            out = attention(name, case, inputs)(*inputs.leaves)
-            return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
-
-        for direction, build in (("fwd", forward), ("bwd", backward)):
+        for direction, make in (("fwd", forward), ("bwd", backward)):
+            build = functools.partial(make, case=case, inputs=inputs)
             label = f"masks.{direction} {case.shape()}"
             own = [name for name in case.names if name in names]
             if direction == "bwd" and "fresh" in own:
@@ -182,5 +191,5 @@ def run(race: Race, quick: bool, names: tuple[str, ...]) -> list[dict]:
             shape = case.shape() | ({"density": round(density, 4)} if case.density else {})
             records.append(results.record(f"masks.{direction}", shape, "us", micros, ratio or None))
             progress(records[-1])
-        del inputs, forward, backward, build
+        del inputs, build
     return records

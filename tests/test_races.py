@@ -175,6 +175,24 @@ def test_masks_are_raced_with_what_they_leave(short_race, monkeypatch):
         assert set(record["values"]) == set(case.names) - {"flex"}
 
 
+def test_a_duel_gives_each_build_the_same_masks(short_race, monkeypatch):
+    """And the same tensors, whichever came before: results are compared by their norms."""
+    from benchmarks import duel, race_masks
+
+    monkeypatch.setattr(race_masks, "HIDDEN", 64)
+    monkeypatch.setattr(race_masks, "TOKENS", 256)
+    for left in (dict(density=0.3), dict(documents=3), dict(prefix=64)):
+        case = race_masks.MaskCase(256, 32, **left)
+        inputs = race_masks.Inputs(case, short_race)
+        expected = race_masks.forward(case.names[0], case, inputs)()
+        for kind in ("masks", "bwd_masks"):
+            torch.manual_seed(7)
+            first, again = (duel.make_call(kind, case, short_race)[0]() for _ in range(2))
+            torch.testing.assert_close(first, again, rtol=0, atol=0)
+            if kind == "masks":
+                torch.testing.assert_close(first, expected)
+
+
 def test_calls_without_a_kernel_are_raced_with_the_same_numbers(short_race, monkeypatch):
     from benchmarks import race_aten
     from benchmarks.shapes import Case, DecodeCase
