@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cases import ATEN_CPU, Case, check
+from test_decode import DecodeCase
+from test_decode import check as check_decode
 
 import flash_attn
 
@@ -54,3 +57,34 @@ def test_batch_invariant_on_any_number_of_cores(
     for b in range(12):
         alone = flash_attn.flash_decode_func(q[b : b + 1], k[b : b + 1], v[b : b + 1], **options)
         assert torch.equal(alone[0], together[b]), b
+
+
+@pytest.mark.parametrize("batch, seqlen", [(1, 6), (1, 48), (3, 48), (2, 150)])
+def test_heads_that_share_a_tile(batch: int, seqlen: int, threads: int) -> None:
+    """Five kv heads are cut into unlike parts, as many as there are cores and as fit a cache; the
+    terms that differ from head to head follow them."""
+    case = Case(
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen + 20,
+        heads_q=10,
+        heads_kv=5,
+        d=72,
+        d_v=40,
+        causal=True,
+        bias="head",
+        alibi="head",
+        sink=True,
+        dropout_p=0.25,
+    )
+    check(case, ATEN_CPU, seed=seqlen + batch)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_heads_that_share_a_tile_in_decode(paged: bool, threads: int) -> None:
+    """Each of these sequences has its own number of heads to a tile, the longest one head."""
+    pages = dict(page_size=16) if paged else {}
+    case = DecodeCase(
+        batch=4, capacity=2000, lengths=(1, 40, 300, 2000), heads_q=10, heads_kv=5, **pages
+    )
+    check_decode(case, ATEN_CPU, seed=5)

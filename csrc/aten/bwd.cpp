@@ -15,7 +15,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <limits>
 #include <optional>
@@ -61,7 +60,7 @@ std::vector<RowBlock> load_row_blocks(const Slice& slice, const SavedRows& saved
     r.lse = slice.lse_column(lse, r.rows);
     r.delta = (r.dout * slice.tile(out, r.rows)).sum(-1, /*keepdim=*/true);  // δ = rowsum(dO ∘ O)
     if (dlse.defined()) r.delta.sub_(slice.tile(dlse, r.rows));              //     − dLSE
-    r.dq = at::zeros_like(r.q);
+    r.dq = at::zeros(r.q.sizes(), r.q.options());
     blocks.push_back(std::move(r));
   }
   return blocks;
@@ -99,7 +98,8 @@ void backward_slice(const Slice& slice, const GradMask& need, const SavedRows& s
   for (int64_t j = 0; j < slice.count_key_blocks(); ++j) {
     const Block block = slice.key_block(j);
     const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
-    const Tensor dk = at::zeros_like(k), dv = at::zeros_like(v);
+    // Contiguous, unlike k and v: products of several matrices have no other result.
+    const Tensor dk = at::zeros(k.sizes(), k.options()), dv = at::zeros(v.sizes(), v.options());
     for (RowBlock& r : row_blocks) {
       Block left = terms.visible_keys(r.rows, block);
       while (left.size() > 0) {

@@ -91,10 +91,10 @@ Args as_attention(const DecodeArgs& args, const Cache& cache) {
 }
 
 // Sequences of one length that the host knows: one sequence, or all of a full cache.
-void bound_on_host(CacheSlice& part, const Cache& cache, int64_t length, int64_t leftpad) {
+void bound_on_host(CacheSlice& part, const Cache& cache, Block keys) {
   ScoreTerms& terms = part.slice.terms;
-  part.keys = {leftpad, length};
-  terms.band.offset = length - part.slice.seqlen_q();
+  part.keys = keys;
+  terms.band.offset = keys.last - part.slice.seqlen_q();
   if (!cache.all_exist(part.slice.batches.first, part.keys)) {
     const Tensor position =
         at::arange(cache.capacity(), part.slice.q.options().dtype(at::kLong)).unsqueeze(0);
@@ -122,8 +122,8 @@ void bound_on_device(CacheSlice& part, const Cache& cache, const Tensor& lengths
                                     .unsqueeze(1);
 }
 
-// On the host one sequence and one kv head each. Elsewhere everything at once, or one sequence each
-// if its bits must not depend on the others.
+// On the host one sequence and some kv heads each, as many as if it was alone. Elsewhere everything
+// at once, or one sequence each if its bits must not depend on the others.
 std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& attention,
                                         const Cache& cache) {
   const int64_t batch = args.q.size(0), heads_kv = args.k_cache.size(2);
@@ -131,16 +131,21 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
   if (args.q.numel() == 0) return slices;
   const bool on_host = host_reads(args.q);
   const int64_t batches_each = on_host || args.batch_invariant ? 1 : batch;
-  const int64_t heads_each = on_host ? 1 : heads_kv;
   Tensor lengths, leftpad;
   if (!cache.full()) {
     lengths = cache.lengths();
     leftpad = cache.leftpad();
   }
   for (int64_t b = 0; b < batch; b += batches_each) {
+    const Block keys = cache.full() || !on_host ? Block{0, cache.capacity()}
+                                                : Block{leftpad.const_data_ptr<int64_t>()[b],
+                                                        lengths.const_data_ptr<int64_t>()[b]};
+    const int64_t heads_each =
+        on_host ? kv_heads_of_slice(attention, 1, args.q.size(1), keys.size()) : heads_kv;
     for (int64_t h = 0; h < heads_kv; h += heads_each) {
       CacheSlice part;
-      part.slice = start_slice(attention, {b, b + batches_each}, {h, h + heads_each});
+      part.slice = start_slice(attention, {b, b + batches_each},
+                               Block{h, h + heads_each} & Block{0, heads_kv});
       if (attention.attn_bias) {
         part.slice.terms.bias = broadcast_part(*attention.attn_bias, part.slice);
       }
@@ -148,11 +153,8 @@ std::vector<CacheSlice> cut_into_slices(const DecodeArgs& args, const Args& atte
                          .narrow(2, part.slice.heads.first, part.slice.heads.size())
                          .transpose(1, 2);
       if (part.slice.on_gpu) part.slice.q = part.slice.q.to(cache.tile_dtype());
-      if (cache.full()) {
-        bound_on_host(part, cache, cache.capacity(), 0);
-      } else if (on_host) {
-        bound_on_host(part, cache, lengths.const_data_ptr<int64_t>()[b],
-                      leftpad.const_data_ptr<int64_t>()[b]);
+      if (cache.full() || on_host) {
+        bound_on_host(part, cache, keys);
       } else {
         bound_on_device(part, cache, lengths, leftpad);
       }

@@ -9,6 +9,8 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "aten/parallel.h"
 
 namespace flash_attn::aten {
@@ -52,6 +54,12 @@ Sequences::Sequences(const Source& source)
     needed_ = length;
     lengths_ = length.clamp_max(max_length_);
   }
+}
+
+int64_t Sequences::longest() const {
+  int64_t longest = 0;
+  for (const Place& place : host_) longest = std::max(longest, place.length);
+  return longest;
 }
 
 Tensor Sequences::lengths() const {

@@ -24,6 +24,8 @@ class Sequences {
   int64_t batch() const { return batch_; }
   // The longest sequence there can be.
   int64_t max_length() const { return max_length_; }
+  // The longest one there is, not padded().
+  int64_t longest() const;
   // Whether lengths are on the device only; then the slices hold sequences padded to max_length().
   bool padded() const { return lengths_.defined(); }
   at::Tensor lengths() const;  // int64 (batch)

@@ -1,5 +1,6 @@
 #include "aten/slice.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 
 #include <algorithm>
@@ -25,10 +26,14 @@ struct TileShape {
   int64_t rows, keys;
 };
 constexpr int64_t kGpuTileScores = 1 << 25;
+constexpr TileShape kCpuTile = {256, 512};
+// The fp32 numbers of a tile, its scores, Q, K, V and O, that fit the cache; and how few all heads of
+// a sequence together may have for cores that share them to cost more than they gain.
+constexpr int64_t kCpuTileNumbers = 1 << 18, kOneCoreNumbers = 1 << 16;
 
 TileShape tile_shape(const Slice& slice) {
   if (slice.on_gpu) return {0, cuda::kScoreTileKeys};
-  return host_reads(slice.q) ? TileShape{256, 512} : TileShape{512, 1024};
+  return host_reads(slice.q) ? kCpuTile : TileShape{512, 1024};
 }
 
 int64_t rows_per_block(const Slice& slice) {
@@ -139,16 +144,21 @@ Call::Call(const Args& args)
       queries({args.q, args.cu_seqlens_q, args.seqused_q, std::nullopt, args.max_seqlen_q}),
       keys({args.k, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.max_seqlen_k}),
       on_gpu(has_kernels(args.q)),
-      one_slice_(!host_reads(args.q)) {
+      one_slice_(!host_reads(args.q)),
+      kv_heads_each_(one_slice_ ? args.k.size(-2)
+                                : kv_heads_of_slice(args, queries.batch(), queries.longest(),
+                                                    keys.longest())) {
   if (args.dropout_p > 0 && !on_gpu) {
     dropout_ = Dropout(args.dropout_p, *args.rng_state, queries.batch(), args.q.size(-2),
                        args.dropout_place);
   }
 }
 
+int64_t Call::slices_each() const { return divide_up(args.k.size(-2), kv_heads_each_); }
+
 int64_t Call::count_slices() const {
   if (args.q.numel() == 0 || queries.batch() == 0) return 0;
-  return one_slice_ ? 1 : queries.batch() * args.k.size(-2);
+  return one_slice_ ? 1 : queries.batch() * slices_each();
 }
 
 bool Call::owns_bias() const {
@@ -157,7 +167,7 @@ bool Call::owns_bias() const {
   const auto varies = [&](int64_t dim, int64_t count) {
     return count == 1 || (bias.dim() >= dim && bias.size(bias.dim() - dim) > 1);
   };
-  return varies(4, queries.batch()) && varies(3, args.k.size(-2));
+  return varies(4, queries.batch()) && varies(3, slices_each());
 }
 
 void Call::for_slices(bool independent, const std::function<void(const Slice&)>& body) const {
@@ -177,6 +187,18 @@ void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) 
     const Block rows = slice.row_block(blocks - 1 - task % blocks);
     if (rows.size() > 0) body(slice, rows);
   });
+}
+
+int64_t kv_heads_of_slice(const Args& args, int64_t batch, int64_t seqlen_q, int64_t seqlen_k) {
+  const int64_t kv_heads = args.k.size(-2), group = args.q.size(-2) / kv_heads;
+  const int64_t rows = std::min(seqlen_q * group, kCpuTile.rows);
+  const int64_t keys = std::min(seqlen_k, kCpuTile.keys);
+  const int64_t numbers = rows * keys + (rows + keys) * (args.q.size(-1) + args.v.size(-1));
+  const int64_t that_fit = std::max<int64_t>(kCpuTileNumbers / std::max<int64_t>(numbers, 1), 1);
+  const int64_t cores = numbers * kv_heads > kOneCoreNumbers ? at::get_num_threads() : 1;
+  const int64_t slices =
+      std::max(divide_up(kv_heads, that_fit), divide_up(cores, std::max<int64_t>(batch, 1)));
+  return divide_up(kv_heads, std::clamp<int64_t>(slices, 1, kv_heads));
 }
 
 Slice start_slice(const Args& args, Block batches, Block kv_heads) {
@@ -207,9 +229,10 @@ Slice start_slice(const Args& args, Block batches, Block kv_heads) {
 }
 
 Slice Call::slice(int64_t index) const {
-  const int64_t heads_kv = args.k.size(-2), b = index / heads_kv, h = index % heads_kv;
-  Slice slice = start_slice(args, one_slice_ ? Block{0, queries.batch()} : Block{b, b + 1},
-                            one_slice_ ? Block{0, heads_kv} : Block{h, h + 1});
+  const int64_t b = index / slices_each(), h = index % slices_each() * kv_heads_each_;
+  const Block kv_heads = Block{h, h + kv_heads_each_} & Block{0, args.k.size(-2)};
+  Slice slice =
+      start_slice(args, one_slice_ ? Block{0, queries.batch()} : Block{b, b + 1}, kv_heads);
   const auto heads_of = [&](const Tensor& x, Block heads) {
     return x.narrow(1, heads.first, heads.size());
   };

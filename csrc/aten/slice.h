@@ -1,5 +1,6 @@
 // A call cut into slices: on the CPU one sequence and one kv head with the query heads that share
-// it, elsewhere everything at once. Inside a slice all tensors are (batch, heads, length, d).
+// it, or several kv heads where sequences are short; elsewhere everything at once. Inside a slice all
+// tensors are (batch, heads, length, d).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -79,9 +80,17 @@ class Call {
   // What the lengths, the bias and dropout add to a slice's score terms.
   void add_terms(Slice& slice) const;
 
+  int64_t slices_each() const;  // of a sequence
+
   bool one_slice_;
-  Dropout dropout_;  // of all batches and heads
+  int64_t kv_heads_each_;  // in a slice, but the last one of a sequence may have fewer
+  Dropout dropout_;        // of all batches and heads
 };
+
+// The kv heads of a slice on the CPU, for `batch` sequences of at most so many queries and keys. An
+// operation costs microseconds whatever its size, so heads share one while their tiles fit a core's
+// cache together and each core has a slice.
+int64_t kv_heads_of_slice(const Args& args, int64_t batch, int64_t seqlen_q, int64_t seqlen_k);
 
 // A slice but for its q, k and v, and with those score terms that depend on no length.
 Slice start_slice(const Args& args, Block batches, Block kv_heads);
