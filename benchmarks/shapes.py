@@ -222,8 +222,12 @@ def gpt2_medium(quick: bool = False) -> list[Case]:
 
 
 def cpu(quick: bool = False) -> list[Case]:
+    """Long sequences, and with BERT's and GPT-2's heads a few words, sentences, paragraphs."""
     s = 1024 if quick else 4096
-    return [Case(1, s, h, d, causal) for h, d in ((8, 64), (4, 128)) for causal in (False, True)]
+    long = [(1, s, 8, 64), (1, s, 4, 128)]
+    short = [(1, 16, 12, 64), (1, 64, 12, 64), (8, 128, 12, 64), (2, 512, 12, 64)]
+    cases = long[:1] if quick else long + short
+    return [Case(*sizes, causal) for sizes in cases for causal in (False, True)]
 
 
 @dataclass(frozen=True)
