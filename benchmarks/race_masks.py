@@ -44,7 +44,7 @@ class MaskCase:
 
     @property
     def kept(self) -> str:
-        """The contestant whose mask keeps its tiles and is the quickest to make."""
+        """The contestant that a duel runs: a mask that keeps its tiles."""
         return "prefix" if self.prefix else "packed" if self.documents else "tiles"
 
     @property

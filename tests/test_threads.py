@@ -82,9 +82,10 @@ def test_heads_that_share_a_tile(batch: int, seqlen: int, threads: int) -> None:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 def test_heads_that_share_a_tile_in_decode(paged: bool, threads: int) -> None:
-    """Each of these sequences has its own number of heads to a tile, the longest one head."""
+    """The shorter a sequence, the more of its heads share a tile: five, five, three and one of
+    them on two cores."""
     pages = dict(page_size=16) if paged else {}
     case = DecodeCase(
-        batch=4, capacity=2000, lengths=(1, 40, 300, 2000), heads_q=10, heads_kv=5, **pages
+        batch=4, capacity=2000, lengths=(1, 40, 300, 2000), heads_q=10, heads_kv=5, d=128, **pages
     )
     check_decode(case, ATEN_CPU, seed=5)

@@ -98,7 +98,7 @@ void backward_slice(const Slice& slice, const GradMask& need, const SavedRows& s
   for (int64_t j = 0; j < slice.count_key_blocks(); ++j) {
     const Block block = slice.key_block(j);
     const Tensor k = slice.tile(slice.k, block), v = slice.tile(slice.v, block);
-    // Contiguous, unlike k and v: products of several matrices have no other result.
+    // Contiguous, which k and v may not be: a product of several matrices is one call only then.
     const Tensor dk = at::zeros(k.sizes(), k.options()), dv = at::zeros(v.sizes(), v.options());
     for (RowBlock& r : row_blocks) {
       Block left = terms.visible_keys(r.rows, block);

@@ -8,6 +8,7 @@
 #include "aten/gpu_tiles.h"
 #include "aten/parallel.h"
 #include "aten/tile.h"
+#include "core/call.h"
 #include "core/score_range.h"
 
 namespace flash_attn::aten {
@@ -15,8 +16,6 @@ namespace flash_attn::aten {
 using at::Tensor;
 
 namespace {
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // 256 · 512 fp32 scores with the K and V rows that they need fit the second-level cache of one core
 // (1 MB). Elsewhere one operation covers a tile of every head, and a tile has to be large enough to
@@ -27,8 +26,9 @@ struct TileShape {
 };
 constexpr int64_t kGpuTileScores = 1 << 25;
 constexpr TileShape kCpuTile = {256, 512};
-// The fp32 numbers of a tile, its scores, Q, K, V and O, that fit the cache; and how few all heads of
-// a sequence together may have for cores that share them to cost more than they gain.
+// A tile's numbers are its scores, Q, K, V and O. So many of fp32 fit the cache. A sequence with no
+// more than kOneCoreNumbers in all its heads is one task: sharing it among cores costs more than it
+// gains.
 constexpr int64_t kCpuTileNumbers = 1 << 18, kOneCoreNumbers = 1 << 16;
 
 TileShape tile_shape(const Slice& slice) {
@@ -49,8 +49,8 @@ int64_t rows_per_block(const Slice& slice) {
     // In four blocks of rows a causal call has three eighths of its scores less, and of a window's
     // scores no more than half are hidden in blocks as long as it.
     constexpr int64_t kLeastBandRows = 128;
-    const int64_t wanted = std::min(divide_up(slice.seqlen_q(), 4), band.left + band.right);
-    return std::min(rows, std::max(divide_up(wanted, kMultiple) * kMultiple, kLeastBandRows));
+    const int64_t wanted = std::min(ceil_div(slice.seqlen_q(), 4), band.left + band.right);
+    return std::min(rows, std::max(ceil_div(wanted, kMultiple) * kMultiple, kLeastBandRows));
   }
   const int64_t heads_in_tile = slice.heads.size() / slice.kv_heads.size();
   return std::max<int64_t>(tile_shape(slice).rows / heads_in_tile, 1);
@@ -58,14 +58,14 @@ int64_t rows_per_block(const Slice& slice) {
 
 }  // namespace
 
-int64_t Slice::count_row_blocks() const { return divide_up(seqlen_q(), rows_per_block(*this)); }
+int64_t Slice::count_row_blocks() const { return ceil_div(seqlen_q(), rows_per_block(*this)); }
 
 Block Slice::row_block(int64_t index) const {
   const int64_t step = rows_per_block(*this);
   return Block{index * step, (index + 1) * step} & Block{0, seqlen_q()};
 }
 
-int64_t Slice::count_key_blocks() const { return divide_up(seqlen_k(), tile_shape(*this).keys); }
+int64_t Slice::count_key_blocks() const { return ceil_div(seqlen_k(), tile_shape(*this).keys); }
 
 Block Slice::key_block(int64_t index) const {
   const int64_t step = tile_shape(*this).keys;
@@ -84,7 +84,7 @@ Block Slice::visible_keys(Block rows, Block keys) const {
   constexpr int64_t kEdge = 64;
   const Block visible = terms.visible_keys(rows, keys);
   if (!on_gpu || visible.size() == 0) return visible;
-  return keys & Block{visible.first / kEdge * kEdge, divide_up(visible.last, kEdge) * kEdge};
+  return keys & Block{visible.first / kEdge * kEdge, ceil_div(visible.last, kEdge) * kEdge};
 }
 
 Block Slice::first_keys(Block rows, Block range) const {
@@ -94,8 +94,7 @@ Block Slice::first_keys(Block rows, Block range) const {
   Block keys = range & Block{range.first, range.first + tile_shape(*this).keys};
   if (on_gpu) return keys;
   const Block seen_by_all = terms.full_keys(rows, range);
-  const Block full = {divide_up(seen_by_all.first, kEdge) * kEdge,
-                      seen_by_all.last / kEdge * kEdge};
+  const Block full = {ceil_div(seen_by_all.first, kEdge) * kEdge, seen_by_all.last / kEdge * kEdge};
   for (const int64_t edge : {full.first, full.last}) {
     if (full.size() > 0 && keys.first < edge) keys.last = std::min(keys.last, edge);
   }
@@ -154,7 +153,7 @@ Call::Call(const Args& args)
   }
 }
 
-int64_t Call::slices_each() const { return divide_up(args.k.size(-2), kv_heads_each_); }
+int64_t Call::slices_each() const { return ceil_div(args.k.size(-2), kv_heads_each_); }
 
 int64_t Call::count_slices() const {
   if (args.q.numel() == 0 || queries.batch() == 0) return 0;
@@ -179,7 +178,7 @@ void Call::for_row_blocks(const std::function<void(const Slice&, Block)>& body) 
   const int64_t slices = count_slices();
   if (slices == 0) return;
   const Slice first = slice(0);
-  const int64_t blocks = divide_up(queries.max_length(), rows_per_block(first));
+  const int64_t blocks = ceil_div(queries.max_length(), rows_per_block(first));
   run_tasks(slices * blocks, /*independent=*/host_reads(args.q), [&](int64_t task) {
     // The last rows first: with a causal mask they have the most work, and so the workers end
     // together.
@@ -197,8 +196,8 @@ int64_t kv_heads_of_slice(const Args& args, int64_t batch, int64_t seqlen_q, int
   const int64_t that_fit = std::max<int64_t>(kCpuTileNumbers / std::max<int64_t>(numbers, 1), 1);
   const int64_t cores = numbers * kv_heads > kOneCoreNumbers ? at::get_num_threads() : 1;
   const int64_t slices =
-      std::max(divide_up(kv_heads, that_fit), divide_up(cores, std::max<int64_t>(batch, 1)));
-  return divide_up(kv_heads, std::clamp<int64_t>(slices, 1, kv_heads));
+      std::max(ceil_div(kv_heads, that_fit), ceil_div(cores, std::max<int64_t>(batch, 1)));
+  return ceil_div(kv_heads, std::clamp<int64_t>(slices, 1, kv_heads));
 }
 
 Slice start_slice(const Args& args, Block batches, Block kv_heads) {

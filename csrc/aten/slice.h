@@ -87,9 +87,9 @@ class Call {
   Dropout dropout_;        // of all batches and heads
 };
 
-// The kv heads of a slice on the CPU, for `batch` sequences of at most so many queries and keys. An
-// operation costs microseconds whatever its size, so heads share one while their tiles fit a core's
-// cache together and each core has a slice.
+// How many kv heads a slice on the CPU has, where `batch` sequences have at most so many queries and
+// keys. An operation costs microseconds whatever its size, so kv heads go through it together, as far
+// as their tiles fit a core's cache and each core still has a slice.
 int64_t kv_heads_of_slice(const Args& args, int64_t batch, int64_t seqlen_q, int64_t seqlen_k);
 
 // A slice but for its q, k and v, and with those score terms that depend on no length.
