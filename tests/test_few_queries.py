@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -146,6 +147,17 @@ MIXED: dict[str, Ragged] = {
             "options": {"causal": True},
         },
         "leftpad": {"leftpad": (100, 30, 0, 0, 7, 0, 0, 1), "options": {"causal": True}},
+        # More tiles of the long ones than a GPU has multiprocessors.
+        "many tiles": {
+            "lengths_q": (1, 600, 1, 1, 600, 2, 1, 1, 1, 1),
+            "lengths_k": (2000, 700, 9, 1100, 900, 40, 300, 5, 0, 33),
+            "used_q": (1, 590, 1, 1, 600, 2, 0, 1, 1, 1),
+            "heads": (16, 4),
+            "d": 128,
+            "d_v": 128,
+            "dtype": torch.bfloat16,
+            "options": {"causal": True},
+        },
         "sink": {"options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 4)}},
         "softcap": {"options": {"causal": True, "softcap": 4.0}},
         "alibi": {"options": {"causal": True, "alibi_slopes": SLOPES}},
@@ -453,6 +465,39 @@ def test_a_graph_reads_the_lengths_of_its_replay(
     assert torch.equal(out, attend())
     used = sum(replayed)
     assert out[:used].any(-1).all() and not out[used:].any()
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.real_gpu
+def test_threads_beside_a_capture(target: Target) -> None:
+    """The two kernels of a call run on two streams. While one thread captures a graph, calls of
+    others get none of its streams."""
+    tensors, options = MIXED["many tiles"].arguments(target.device)
+
+    def attend() -> torch.Tensor:
+        return flash_attn.flash_attn_varlen_func(*tensors, **options)
+
+    def of_a_thread(_: int) -> torch.Tensor:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            out = attend()
+        stream.synchronize()
+        return out
+
+    expected = attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(4) as pool:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = [attend(), attend()]
+            others = list(pool.map(of_a_thread, range(8)))
+        for out in captured:
+            out.fill_(math.nan)
+        graph.replay()
+        others += pool.map(of_a_thread, range(8))
+    torch.cuda.synchronize()
+    for out in captured + others:
+        assert torch.equal(out, expected)
 
 
 @each_target(DECODE_CUDA)

@@ -6,7 +6,6 @@
 #include <bit>
 
 #include "../cuda/capability.h"
-#include "../cuda/few_queries.h"
 #include "cache_call.h"
 #include "checks.h"
 #include "families.h"
@@ -120,8 +119,9 @@ DecodeArgs decode_args(const AttnArgs& attn) {
 }
 
 // params become those of a forward of the sequences with more than `tokens` queries. numbers: room
-// for them, of which the last one becomes their count.
-void leave_long(FwdParams& params, int tokens, const at::Tensor& numbers, Stream stream) {
+// for them.
+cuda::LongSequences leave_long(FwdParams& params, int tokens, const at::Tensor& numbers,
+                               Stream stream) {
   const auto row = [&](int i) { return numbers[i].data_ptr<int32_t>(); };
   const cuda::LongSequences left = {.cu_seqlens_q = row(0),
                                     .cu_seqlens_k = row(1),
@@ -129,7 +129,8 @@ void leave_long(FwdParams& params, int tokens, const at::Tensor& numbers, Stream
                                     .seqused_k = row(3),
                                     .leftpad_k = row(4),
                                     .row = row(5),
-                                    .count = row(5) + params.batch};
+                                    .count = row(4) + params.batch,
+                                    .tile_counter = row(5) + params.batch};
   cuda::run_deal_long(params, tokens, left, stream);
   params.cu_seqlens_q = left.cu_seqlens_q;
   params.seqused_q = left.seqused_q;
@@ -137,6 +138,7 @@ void leave_long(FwdParams& params, int tokens, const at::Tensor& numbers, Stream
   if (params.leftpad_k != nullptr) params.leftpad_k = left.leftpad_k;
   if (params.cu_seqlens_k != nullptr) params.cu_seqlens_k = left.cu_seqlens_k;
   if (params.pages.entries != nullptr) params.cache_batch_idx = left.row;
+  return left;
 }
 
 FwdResult varlen_fwd(FewQueriesCall call, const FwdArgs& args) {
@@ -148,7 +150,9 @@ FwdResult varlen_fwd(FewQueriesCall call, const FwdArgs& args) {
   if (attn.block_table) fill_pages(params, attn);
   auto [out, lse] = empty_results(attn);
   set_results(params, out, lse);
-  VarlenDecode(std::move(call), params, attn.q).scatter(params, stream_of(out));
+  VarlenDecode decode(std::move(call), params, attn.q);
+  decode.launch();
+  decode.scatter(params, stream_of(out));
   return {out, lse, at::Tensor(), at::Tensor()};
 }
 
@@ -203,25 +207,28 @@ FwdResult fwd_of_few_queries(FewQueriesCall call, const FwdArgs& args) {
 }
 
 VarlenDecode::VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like)
-    : serves_all_(call.serves_all), tokens_(static_cast<int>(call.args.q.size(1))), whole_(params) {
+    : call_(std::move(call)), tokens_(static_cast<int>(call_.args.q.size(1))), whole_(params) {
   const auto ints = like.options().dtype(at::kInt);
-  if (!serves_all_) {
+  if (!call_.serves_all) {
     long_ones_ = at::empty({6, params.batch + 1}, ints);
-    leave_long(params, tokens_, long_ones_, stream_of(like));
-    long_sequences_ = long_ones_.const_data_ptr<int32_t>() + 6 * params.batch + 5;
+    long_sequences_ = leave_long(params, tokens_, long_ones_, stream_of(like));
   }
-  call.args.q = at::empty(call.args.q.sizes(), like.options());
+  call_.args.q = at::empty(call_.args.q.sizes(), like.options());
   ends_ = at::empty({2, params.batch}, ints);
-  call.args.leftpad_k = ends_[0];
-  call.args.cache_seqlens = ends_[1];
+  call_.args.leftpad_k = ends_[0];
+  call_.args.cache_seqlens = ends_[1];
+}
+
+void VarlenDecode::launch() {
+  DecodeArgs& args = call_.args;
   cuda::run_gather_queries(whole_,
-                           {.q = call.args.q.data_ptr(),
-                            .first = call.args.leftpad_k->data_ptr<int32_t>(),
-                            .end = call.args.cache_seqlens->data_ptr<int32_t>(),
+                           {.q = args.q.data_ptr(),
+                            .first = args.leftpad_k->data_ptr<int32_t>(),
+                            .end = args.cache_seqlens->data_ptr<int32_t>(),
                             .tokens = tokens_,
-                            .leaves_long = !serves_all_},
-                           stream_of(like));
-  results_ = decode_planned(call.shape, call.plan, call.args);
+                            .leaves_long = !call_.serves_all},
+                           stream_of(args.q));
+  results_ = decode_planned(call_.shape, call_.plan, args);
 }
 
 void VarlenDecode::scatter(const FwdParams& results, Stream stream) const {
@@ -236,7 +243,7 @@ void VarlenDecode::scatter(const FwdParams& results, Stream stream) const {
                             {.out = out.const_data_ptr(),
                              .lse = lse.const_data_ptr<float>(),
                              .tokens = tokens_,
-                             .leaves_long = !serves_all_},
+                             .leaves_long = !call_.serves_all},
                             stream);
 }
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "../cuda/decode/decode.h"
+#include "../cuda/side_stream.h"
 #include "../sm80/fwd.h"
 #include "../sm90/fwd.h"
 #include "checks.h"
@@ -35,30 +36,67 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn,
   sm90::run_fwd_masked(masked, order.data_ptr<int32_t>(), *plan.device, stream_of(out));
 }
 
-// The keys of a varlen call in pieces. For decode's kernel that merges them, all sequences are one.
-// sequences: as in sm90::FwdInPieces.
-void launch_in_pieces(const Plan& plan, const FwdParams& call, const int32_t* sequences,
-                      const at::Tensor& out, const at::Tensor& lse) {
-  sm90::FwdInPieces params = {call, sequences};
-  const int64_t rows = plan.splits.count * params.heads_q * params.total_q;
-  const at::Tensor workspace = at::empty({rows, params.head_dim_v + 1}, lse.options());
-  params.num_splits = plan.splits.count;
-  params.partial.o = workspace.data_ptr<float>();
-  params.partial.lse = params.partial.o + rows * params.head_dim_v;
-  const at::Tensor tile_counter = start_tile_counter(params, out);
-  sm90::run_fwd_in_pieces(params, *plan.device, stream_of(out));
-  DecodeParams merge = {};
-  merge.dtype = params.dtype;
-  merge.batch = 1;
-  merge.heads_q = params.heads_q;
-  merge.seqlen_q = static_cast<int>(params.total_q);
-  merge.head_dim_v = params.head_dim_v;
-  merge.splits = plan.splits;
-  merge.partial = params.partial;
-  merge.out = params.out;
-  merge.out_strides = params.out_strides;
-  merge.lse = params.lse;
-  cuda::run_decode_combine(merge, stream_of(out));
+// A varlen forward whose keys are cut, and what of it has to live until its kernels are launched.
+struct InPieces {
+  sm90::FwdInPieces params;
+  at::Tensor workspace;
+
+  // The plan may have them in one piece: then there is nothing to merge.
+  InPieces(const Plan& plan, const FwdParams& call, const at::Tensor& lse) : params{call} {
+    params.num_splits = plan.splits.count;
+    if (params.num_splits == 1) return;
+    const int64_t rows = plan.splits.count * params.heads_q * params.total_q;
+    workspace = at::empty({rows, params.head_dim_v + 1}, lse.options());
+    params.partial.o = workspace.data_ptr<float>();
+    params.partial.lse = params.partial.o + rows * params.head_dim_v;
+  }
+
+  // By decode's kernel, for which all sequences are one.
+  void merge(const Plan& plan, Stream stream) const {
+    if (params.num_splits == 1) return;
+    DecodeParams merge = {};
+    merge.dtype = params.dtype;
+    merge.batch = 1;
+    merge.heads_q = params.heads_q;
+    merge.seqlen_q = static_cast<int>(params.total_q);
+    merge.head_dim_v = params.head_dim_v;
+    merge.splits = plan.splits;
+    merge.partial = params.partial;
+    merge.out = params.out;
+    merge.out_strides = params.out_strides;
+    merge.lse = params.lse;
+    cuda::run_decode_combine(merge, stream);
+  }
+};
+
+void launch_in_pieces(const Plan& plan, const FwdParams& call, const at::Tensor& out,
+                      const at::Tensor& lse) {
+  InPieces pieces(plan, call, lse);
+  const at::Tensor tile_counter = start_tile_counter(pieces.params, out);
+  sm90::run_fwd_in_pieces(pieces.params, *plan.device, stream_of(out));
+  pieces.merge(plan, stream_of(out));
+}
+
+// The forward of the long sequences beside decode of the short ones. Decode waits for memory, which
+// half of the multiprocessors keep as busy as all of them, and the forward for its tensor cores. So
+// the other half begins with the forward's tiles, and decode's half takes part when decode has ended.
+void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode,
+                   const at::Tensor& out, const at::Tensor& lse) {
+  const Stream stream = stream_of(out);
+  InPieces pieces(plan, call, lse);
+  pieces.params.sequences = decode.long_sequences().count;
+  pieces.params.tile_counter = decode.long_sequences().tile_counter;
+  pieces.params.shares_tiles = true;
+  cuda::DeviceInfo first = *plan.device, second = first;
+  first.num_sms /= 2;
+  second.num_sms -= first.num_sms;
+
+  cuda::SideStream side(stream);
+  sm90::run_fwd_in_pieces(pieces.params, first, side.stream());
+  decode.launch();
+  sm90::run_fwd_in_pieces(pieces.params, second, stream);
+  side.join();
+  pieces.merge(plan, stream);
 }
 
 // return_max_logits beside terms that change the scores whose maxima the kernels keep: one call with
@@ -106,12 +144,17 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
                                                     ? std::optional(DealtSequences(params, q))
                                                     : deal_out(params, params.score, attn);
     set_results(params, out, lse);
-    if (plan.skips_tiles) {
-      launch_masked(plan, params, attn, out);
-    } else if (plan.splits.count > 1 || (plan.in_pieces && decode && decode->gains_by_pieces())) {
-      launch_in_pieces(plan, params, decode ? decode->long_sequences() : nullptr, out, lse);
+    if (decode && plan.in_pieces) {
+      launch_beside(plan, params, *decode, out, lse);
     } else {
-      launch_fwd(plan, params, out);
+      if (decode) decode->launch();
+      if (plan.skips_tiles) {
+        launch_masked(plan, params, attn, out);
+      } else if (plan.splits.count > 1) {
+        launch_in_pieces(plan, params, out, lse);
+      } else {
+        launch_fwd(plan, params, out);
+      }
     }
     if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
     if (decode) decode->scatter(params, stream_of(out));

@@ -13,6 +13,7 @@
 #include "../cuda/key_mask.h"
 #include "../cuda/operand_rows.h"
 #include "../cuda/score_tile.h"
+#include "../cuda/side_stream.h"
 #include "../sm80/bwd.h"
 #include "../sm80/fwd.h"
 #include "../sm90/bwd.h"
@@ -54,6 +55,10 @@ void cuda::run_retake(const ScoreTile&, const Retake&, Stream) { not_built(); }
 void cuda::run_row_delta(const Rows&, const TensorPart&, const TensorPart&, DType, void*, Stream) {
   not_built();
 }
+cuda::SideStream::SideStream(Stream) { not_built(); }
+cuda::SideStream::~SideStream() = default;
+Stream cuda::SideStream::stream() const { not_built(); }
+void cuda::SideStream::join() { not_built(); }
 void sm80::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void cuda::run_find_hidden(const AttnParams&, const BiasParams&, int32_t*, int32_t*, Stream) {

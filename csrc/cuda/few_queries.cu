@@ -64,14 +64,19 @@ __global__ void __launch_bounds__(32)
     if (place == params.batch) break;
     to.seqused_q[place] = to.seqused_k[place] = to.leftpad_k[place] = to.row[place] = 0;
   }
-  if (lane == 0) *to.count = count;
+  if (lane == 0) {
+    *to.count = count;
+    *to.tile_counter = 0;
+  }
 }
 
 // A thread block fills one place of a sequence's row of queries.
 __global__ void __launch_bounds__(kThreads)
     gather_queries_kernel(const __grid_constant__ FwdParams params, EvenQueries even) {
   ptx::wait_for_prerequisites();
-  ptx::launch_dependents();
+  // Thread blocks of decode that come early would keep those of the kernel for the long sequences,
+  // which is to run beside it, from a multiprocessor of their own.
+  if (!even.leaves_long) ptx::launch_dependents();
   const int place = blockIdx.x, batch_idx = blockIdx.y;
   const SeqlenInfo seqlen(params, batch_idx);
   const int query = place - even.tokens + seqlen.len_q;

@@ -30,6 +30,7 @@ struct LongSequences {
   int32_t *seqused_q, *seqused_k, *leftpad_k;  // (batch)
   int32_t* row;                                // (batch) the number that a sequence had
   int32_t* count;                              // how many there are
+  int32_t* tile_counter;                       // of the kernel that they are left to: 0
 };
 
 void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream);

@@ -201,9 +201,10 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   if (num_tiles == 0) return;
 
   const int blocks = std::min(num_tiles, device.num_sms * Traits::kTile.blocks);
-  if (alike || num_tiles <= blocks) {
+  const bool is_zeroed = shares_tiles<Traits>(params) || order.tiles != nullptr;
+  if (alike || (num_tiles <= blocks && !shares_tiles<Traits>(params))) {
     params.tile_counter = nullptr;
-  } else if (order.tiles == nullptr) {  // else it has been zeroed
+  } else if (!is_zeroed) {
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
   }
   const auto maps = make_fwd_tensor_maps<Traits>(params);

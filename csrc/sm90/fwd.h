@@ -14,10 +14,13 @@ namespace flash_attn::sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// The same in pieces, out and lse not written (FwdParams::num_splits). sequences: null, or on the
-// device how many of varlen ones to work on. The first behind those has no rows.
+// The same in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
+// written. sequences: null, or on the device how many of varlen ones to work on. The first behind
+// those has no rows. shares_tiles: several launches take their tiles from one tile_counter, which is
+// 0 before the first of them.
 struct FwdInPieces : FwdParams {
   const int32_t* sequences = nullptr;
+  bool shares_tiles = false;
 };
 void run_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are passed over. Dense, no score terms. order: room for

@@ -1,6 +1,8 @@
 // The end of a tile in the forward kernel: O and LSE on their way out.
 #pragma once
 
+#include <type_traits>
+
 #include "fwd_consumer.cuh"
 
 namespace flash_attn::sm90 {
@@ -49,33 +51,56 @@ __device__ __forceinline__ void stage_output(const FwdWork& work, FwdConsumer<Tr
   }
 }
 
-// Instead of stage_output(): normalised O and LSE of a piece, in fp32, from the registers. Rows of
-// the segment that do not count get anything and -inf.
+// Columns of normalised O to a row of a tensor: in fp32, or rounded to a pair of Element's.
+template <typename Number, int kN>
+__device__ __forceinline__ void store_row(Number* to, const Accumulator<1, kN>& O, int half,
+                                          int num_cols, int lane) {
+#pragma unroll
+  for (int i = 0; i < O.kRowElements; i += 2) {
+    const int col = fragment_col(i, lane);
+    if (col >= num_cols) continue;
+    const float left = O.at(half, i), right = O.at(half, i + 1);
+    if constexpr (std::is_same_v<Number, float>) {
+      *reinterpret_cast<float2*>(to + col) = {left, right};
+    } else {
+      *reinterpret_cast<uint32_t*>(to + col) = flash_attn::ptx::pack<Number>(left, right);
+    }
+  }
+}
+
+// Instead of stage_output(): normalised O and LSE, from the registers. Of a piece they are partial
+// results in fp32; if it is the only one, they go where those of a tile go. Rows of the segment that
+// do not count get 0 and -inf.
 template <typename Traits>
 __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsumer<Traits>& self,
                                             typename Traits::Output& O,
                                             typename Traits::Softmax& softmax) {
+  using Element = typename Traits::Element;
+  const FwdParams& params = self.params;
   const int first_row = work.first_row + self.warp_row;  // of the warp
   const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
-  const int cols = self.params.head_dim_v;
+  const int cols = params.head_dim_v;
   float* const lse = work.lse + first_row;
-  float* const partial = self.params.partial.o + (lse - self.params.partial.lse) * cols;
+  float* const partial = params.partial.o + (lse - params.partial.lse) * cols;
+  Element* const out = static_cast<Element*>(params.out) +
+                       SeqlenInfo::offset(params.out_strides, work.q.batch, work.q.head,
+                                          int64_t{work.q.box.last} - work.segment_q + first_row);
   softmax.finish();
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(half, self.lane);
     if (row >= rows) continue;
-    if (self.lane % 4 == 0) {
-      lse[row] = row < rows_that_count ? softmax.log_sum_exp(half) : -INFINITY;
-    }
-    float* const columns = partial + int64_t{row} * cols;
+    const bool counts = row < rows_that_count;
+    if (self.lane % 4 == 0) lse[row] = counts ? softmax.log_sum_exp(half) : -INFINITY;
+    if (!counts) {
 #pragma unroll
-    for (int i = 0; i < O.kRowElements; i += 2) {
-      const int col = fragment_col(i, self.lane);
-      if (col < cols) {
-        *reinterpret_cast<float2*>(columns + col) = {O.at(half, i), O.at(half, i + 1)};
-      }
+      for (int i = 0; i < O.kRowElements; ++i) O.at(half, i) = 0.f;
+    }
+    if (params.num_splits > 1) {
+      store_row(partial + int64_t{row} * cols, O, half, cols, self.lane);
+    } else {
+      store_row(out + row * params.out_strides.row, O, half, cols, self.lane);
     }
   }
 }

@@ -23,19 +23,32 @@ __device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork
   ring.advance();
 }
 
+// Whether several launches take their tiles from one counter.
+template <typename Traits>
+__host__ __device__ __forceinline__ bool shares_tiles(const typename Traits::Params& params) {
+  if constexpr (Traits::kPieces) return params.shares_tiles;
+  return false;
+}
+
 // Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
 // blocks share, the next tile is taken before this one's last K is waited for: late, so that blocks
 // end together, but early enough for its first loads to hide behind the end of this one. Keys that
 // lie in pages (kPages) are another warp's to load, which says when the last K is due.
 template <typename Traits, bool kPages>
 __device__ __forceinline__ void schedule_and_load_k_loop(
-    const FwdParams& params, const typename Traits::Scheduler& scheduler, int num_tiles,
-    const CUtensorMap& k_map, int key_alignment, FwdSharedStorage<Traits>& smem) {
+    const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
+    int num_tiles, const CUtensorMap& k_map, int key_alignment, FwdSharedStorage<Traits>& smem) {
   Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kStages> k_ring(smem.k_ring);
   [[maybe_unused]] uint32_t parity = 0;  // of smem.pages.last_k
   const int lane = threadIdx.x % 32;
+  // Each block begins with the tile of its number, unless blocks of other launches do.
+  const int first_round = shares_tiles<Traits>(params) ? 0 : gridDim.x;
   int tile_idx = blockIdx.x;
+  if (shares_tiles<Traits>(params)) {
+    if (lane == 0) tile_idx = atomicAdd(params.tile_counter, 1);
+    tile_idx = __shfl_sync(~0u, tile_idx, 0);
+  }
 #pragma unroll 1
   while (tile_idx < num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx / num_pieces<Traits>(params));
@@ -65,7 +78,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     while (n > begin + 1) load_next();
     tile_idx += gridDim.x;
     if (params.tile_counter != nullptr && lane == 0) {
-      tile_idx = gridDim.x + atomicAdd(params.tile_counter, 1);
+      tile_idx = first_round + atomicAdd(params.tile_counter, 1);
     }
     if (n > begin) load_next();
     tile_idx = __shfl_sync(~0u, tile_idx, 0);

@@ -180,7 +180,7 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   BlockRange range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
   float* lse = params.lse + tile.batch_idx * params.lse_batch_stride +
                tile.head * params.lse_head_stride + seqlen.q_begin;
-  if constexpr (Traits::kPieces) {
+  if (Traits::kPieces && params.num_splits > 1) {
     range = range.piece(piece, params.num_splits);
     const int sequences = varlen_q ? 1 : params.batch, sequence = varlen_q ? 0 : tile.batch_idx;
     const int64_t rows = varlen_q ? params.total_q : params.seqlen_q;
