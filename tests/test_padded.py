@@ -16,7 +16,7 @@ import pytest
 # changes.
 RUNS = [
     "test_score_range.py --device=cpu --part=0/8",
-    "test_varlen.py test_forward.py test_backward.py --device=cpu"
+    "test_varlen.py test_forward.py test_extreme_values.py test_backward.py --device=cpu"
     " -k not(hint)and(not(without_padding)) --part=3/80",
     "test_decode.py test_kvcache.py test_cache_forms.py --device=cpu --part=5/80",
 ]

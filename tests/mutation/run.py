@@ -68,7 +68,11 @@ PYTHON = {
     "flash_attn/_upstream.py": ["test_positional.py", "test_upstream.py test_api_options.py"],
     "flash_attn/layers/rotary.py": ["test_padding.py test_wrong_arguments.py -k rotary"],
 }
-ATTENTION = ["test_score_range.py", "test_forward.py --part=0/8", "test_backward.py --part=0/8"]
+ATTENTION = [
+    "test_score_range.py",
+    "test_forward.py test_extreme_values.py --part=0/8",
+    "test_backward.py --part=0/8",
+]
 CACHE = [
     "test_decode.py --part=0/6",
     "test_kvcache.py --part=0/4",
@@ -121,7 +125,8 @@ OTHERS = (
         "threads",
     ),
     *("opcheck", "varlen", "varlen_pages", "layouts", "dropout", "torch", "compile", "masks"),
-    *("kvcache", "cache_forms", "decode", "forward", "backward", "invariants", "gradcheck"),
+    *("kvcache", "cache_forms", "decode", "forward", "extreme_values", "backward"),
+    *("invariants", "gradcheck"),
     *("fa3", "fa3_cache", "graphs", "max_logits", "padding", "positional", "short_way", "sizes"),
     *("torch_sdpa", "context_parallel", "parallel", "serving", "backends", "library"),
 )
@@ -129,7 +134,7 @@ OTHERS = (
 # What of the others runs on a library whose host reads no lengths: of csrc/aten alone.
 PADDED = (
     "padded test_score_range.py --part=0/8",
-    "padded test_varlen.py test_forward.py test_backward.py"
+    "padded test_varlen.py test_forward.py test_extreme_values.py test_backward.py"
     " -k not(hint)and(not(without_padding)) --part=3/80",
     "padded test_decode.py test_kvcache.py test_cache_forms.py --part=5/80",
 )
