@@ -34,7 +34,11 @@ class VarlenDecode {
 
   // The long sequences, on the device.
   const cuda::LongSequences& long_sequences() const { return long_sequences_; }
+  // Whether sequences are so many beside rows that the forward's kernels that visit a tile of each
+  // lose more by that than others by wider tiles.
+  bool has_many_sequences() const { return 16 * int64_t{whole_.batch} > whole_.total_q; }
 
+  // Of decode; scatter() takes the results.
   void launch();
 
   // Writes the results to their places in out and lse of these params, over what the forward has

@@ -144,7 +144,8 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
                                                     ? std::optional(DealtSequences(params, q))
                                                     : deal_out(params, params.score, attn);
     set_results(params, out, lse);
-    if (decode && plan.in_pieces) {
+    const bool fits_pieces = plan.splits.count > 1 || !plan.pieces_are_wider;
+    if (decode && plan.in_pieces && (fits_pieces || decode->has_many_sequences())) {
       launch_beside(plan, params, *decode, out, lse);
     } else {
       if (decode) decode->launch();

@@ -132,12 +132,21 @@ bool may_cut_keys(const CallShape& call) {
          !call.max_logits && call.portable_code() != 0;
 }
 
+// Kernels whose keys are cut have fewer classes of head dims.
+bool pieces_are_wider(const CallShape& call) {
+  const int head_dim = static_cast<int>(std::max(call.head_dim, call.head_dim_v));
+  const int own =
+      with_head_dim_class(head_dim, head_dim, []<int kHeadDim, int kHeadDimV> { return kHeadDim; });
+  return own < with_pieces_class(head_dim, []<int kHeadDim> { return kHeadDim; });
+}
+
 Plan plan(const CallShape& call) {
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, best_num_splits(call));
   const bool in_pieces = may_cut_keys(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
           .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),
           .in_pieces = in_pieces,
+          .pieces_are_wider = in_pieces && pieces_are_wider(call),
           .skips_tiles = skips_tiles(call),
           .max_logits_apart = call.max_logits && (cuda::changes_logits(call) || call.dropout)};
 }
