@@ -38,7 +38,7 @@ class VarlenDecode {
   // lose more by that than others by wider tiles.
   bool has_many_sequences() const { return 16 * int64_t{whole_.batch} > whole_.total_q; }
 
-  // Of decode; scatter() takes the results.
+  // Launches decode, whose results scatter() takes.
   void launch();
 
   // Writes the results to their places in out and lse of these params, over what the forward has

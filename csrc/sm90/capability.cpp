@@ -132,9 +132,9 @@ bool may_cut_keys(const CallShape& call) {
          !call.max_logits && call.portable_code() != 0;
 }
 
-// Kernels whose keys are cut have fewer classes of head dims.
+// Kernels whose keys are cut have fewer classes of head dims, and d_v = d.
 bool pieces_are_wider(const CallShape& call) {
-  const int head_dim = static_cast<int>(std::max(call.head_dim, call.head_dim_v));
+  const int head_dim = static_cast<int>(call.head_dim);
   const int own =
       with_head_dim_class(head_dim, head_dim, []<int kHeadDim, int kHeadDimV> { return kHeadDim; });
   return own < with_pieces_class(head_dim, []<int kHeadDim> { return kHeadDim; });
