@@ -102,7 +102,13 @@ def attention(name: str, case: MaskCase, inputs: Inputs) -> Callable:
     if name == "varlen":
         cu, longest = inputs.cu_seqlens, inputs.longest
         bounds = (cu, cu, longest, longest)
-        return lambda *qkv: flash_attn_varlen_func(*(x[0] for x in qkv), *bounds, causal=True)[None]
+
+        # squeeze(), as the backward of an index would fill a tensor and copy into it.
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            sequence = [x.squeeze(0) for x in qkv]
+            return flash_attn_varlen_func(*sequence, *bounds, causal=True).unsqueeze(0)
+
+        return attend
     if name == "causal":
         return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
 

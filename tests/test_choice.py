@@ -297,6 +297,30 @@ def test_few_queries_run_where_they_are_fastest(
     assert explain(DEFAULT, H100, "decode", **shape).startswith(plan)
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "tokens", "keys", "decode_time", "pieces"),
+    [
+        # Half of the device holds the tiles in one round, and a merge would come behind it.
+        ((8, 1), 128, 1024, 2048, 20.0, 1),
+        # Without decode they would have all of the device: then two pieces are best.
+        ((8, 1), 128, 1024, 2048, 0.0, 2),
+        # Few long tiles end late, unless decode ends later still.
+        ((8, 1), 128, 512, 8192, 20.0, 6),
+        ((8, 1), 128, 512, 8192, 500.0, 1),
+        ((16, 16), 64, 1024, 32768, 220.0, 3),
+        # Many rounds of tiles even out by themselves.
+        ((64, 8), 128, 8192, 8192, 100.0, 1),
+    ],
+)
+def test_how_a_forward_beside_decode_is_cut(
+    heads: tuple[int, int], head_dim: int, tokens: int, keys: int, decode_time: float, pieces: int
+) -> None:
+    """By times of an H200: docs/kernels/decode.md."""
+    count = library().flash_attn_pieces_beside_decode
+    count.argtypes = (ctypes.c_char_p, *(ctypes.c_int,) * 5, ctypes.c_double)
+    assert count(DEFAULT.encode(), *heads, head_dim, tokens, keys, decode_time) == pieces
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_sm90_is_before_sm80(head_dim: int, paged: bool) -> None:

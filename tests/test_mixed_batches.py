@@ -14,6 +14,7 @@ from ragged import DEVICES, KEYS, SLOPES, Ragged, assert_close, tensors
 
 import flash_attn
 
+SINK = {"causal": True, "learnable_sink": torch.linspace(-1, 2, 4)}
 # Some sequences have many queries, and decode has no room for these.
 MIXED_LENGTHS = {
     "lengths_q": (1, 90, 3, 0, 1, 2, 1, 1),
@@ -50,7 +51,12 @@ MIXED: dict[str, Ragged] = {
             "d_v": 80,
             "options": {"causal": True},
         },
-        "sink": {"options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 4)}},
+        "sink": {"options": SINK},
+        "sink, used": {
+            "used_q": (1, 80, 2, 0, 1, 0, 1, 1),
+            "used_k": (600, 500, 5, 0, 299, 40, 0, 530),
+            "options": SINK,
+        },
         "softcap": {"options": {"causal": True, "softcap": 4.0}},
         "alibi": {"options": {"causal": True, "alibi_slopes": SLOPES}},
         "alibi of sequences": {
@@ -78,6 +84,13 @@ CUT = {
             "options": {"causal": True},
         },
         "leftpad": {"leftpad": (100, 0, 30, 0), "options": {"causal": True}},
+        # It joins one piece, also of a row that sees no key of that piece.
+        "sink": {"options": SINK},
+        "sink, used": {
+            "used_q": (33, 0, 128, 20),
+            "used_k": (LONG - 7, 0, 600, 0),
+            "options": SINK | {"window_size": (1500, 0)},
+        },
         "d = 128": {"d": 128, "d_v": 128, "dtype": torch.bfloat16, "options": {"causal": True}},
         "wide": {"d": 256, "d_v": 256, "heads": (4, 1), "options": {"causal": True}},
         "odd d": {"d": 36, "d_v": 36},
@@ -160,9 +173,8 @@ def test_what_has_its_keys_cut(target: Target) -> None:
         tensors, options = problem.arguments(target.device)
         return flash_attn.can_use(*tensors, **options).plan
 
-    assert "pieces" in plan(CUT["causal"]) and "pieces" in plan(CUT["beside short ones"])
-    sink = {"learnable_sink": torch.zeros(4)}
-    assert "pieces" not in plan(dataclasses.replace(CUT["causal"], options=sink))
+    for name in ("causal", "sink", "beside short ones"):
+        assert "pieces" in plan(CUT[name])
     assert "pieces" not in plan(dataclasses.replace(CUT["causal"], options={"softcap": 4.0}))
     assert "pieces" not in plan(Ragged(lengths_q=(9000, 1), lengths_k=(LONG, LONG)))
 
@@ -234,6 +246,6 @@ def test_threads_beside_a_capture(target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 @pytest.mark.sanitize
-@pytest.mark.parametrize("problem", [MIXED["used"], CUT["used"]])
+@pytest.mark.parametrize("problem", [MIXED["used"], CUT["used"], CUT["sink, used"]])
 def test_under_a_sanitizer(problem: Ragged, target: Target) -> None:
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)

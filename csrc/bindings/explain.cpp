@@ -27,7 +27,7 @@ Explanation explain(const CallShape& call, OptName forced) {
 Explanation explain_fwd(const FwdArgs& args) {
   check(args);
   const std::optional<FewQueriesCall> few = few_queries_call(args);
-  Explanation explanation = explain(forward_shape(args, few.has_value()), args.backend);
+  Explanation explanation = explain(forward_shape(args, few ? &*few : nullptr), args.backend);
   if (!few) return explanation;
   auto& [chosen, refusals, plans] = explanation;
   if (few->serves_all) {

@@ -6,6 +6,7 @@
 #include <bit>
 
 #include "../cuda/capability.h"
+#include "../cuda/decode/plan.h"
 #include "cache_call.h"
 #include "checks.h"
 #include "families.h"
@@ -61,9 +62,14 @@ int64_t queries_of_short_ones(const AttnArgs& attn) {
 // wasted.
 bool is_mixed(const AttnArgs& attn) {
   constexpr int64_t kMostRoom = 4;
-  const bool has_slopes_of_sequences = attn.alibi_slopes && attn.alibi_slopes->dim() > 1;
-  return attn.is_varlen() && !has_slopes_of_sequences &&
-         batch_of(attn) * tokens_of(attn) > kMostRoom * attn.q.size(0);
+  // A tile of the forward holds queries of one sequence and head, so a short sequence takes tiles as
+  // a long one does. So many keys of tiles cost more time than decode's kernels take to begin.
+  constexpr int64_t kMostTileKeys = 1 << 18;
+  if (!attn.is_varlen() || (attn.alibi_slopes && attn.alibi_slopes->dim() > 1)) return false;
+  if (batch_of(attn) * tokens_of(attn) > kMostRoom * attn.q.size(0)) return true;
+  const int64_t short_ones = batch_of(attn) - long_sequences(attn);
+  return tokens_of(attn) > kMostOfDecode &&
+         short_ones * attn.q.size(1) * value(attn.max_seqlen_k) > kMostTileKeys;
 }
 
 // For how many queries of each sequence decode would have room.
@@ -179,16 +185,16 @@ std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args) {
   return call;
 }
 
-CallShape forward_shape(const FwdArgs& args, bool decode_takes_few) {
+CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few) {
   CallShape call = call_shape(args);
   const AttnArgs& attn = args.attn;
   if (call.device == nullptr || !attn.is_varlen()) return call;
   const int64_t longest = tokens_of(attn), keys = value(attn.max_seqlen_k);
-  if (longest < 1 || (!decode_takes_few && keys < std::max(kLeastKeys, kKeysOfAQuery * longest))) {
+  if (longest < 1 || (few == nullptr && keys < std::max(kLeastKeys, kKeysOfAQuery * longest))) {
     return call;
   }
   constexpr int64_t kTile = cuda::kForwardTileQueries;
-  const int64_t sequences = decode_takes_few ? long_sequences(attn) : batch_of(attn);
+  const int64_t sequences = few != nullptr ? long_sequences(attn) : batch_of(attn);
   const int64_t tiles = std::min(sequences * ((longest + kTile - 1) / kTile),
                                  attn.q.size(0) / kTile + batch_of(attn));
   call.batch = 1;
@@ -197,6 +203,7 @@ CallShape forward_shape(const FwdArgs& args, bool decode_takes_few) {
   call.heads_kv = attn.k.size(-2);
   call.capacity = call.longest = keys;
   call.window_left = value(attn.window_left);
+  if (few != nullptr) call.decode_time = cuda::decode_time(few->shape);
   return call;
 }
 

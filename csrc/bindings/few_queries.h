@@ -18,8 +18,8 @@ struct FewQueriesCall {
 std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args);
 
 // The call as one of the forward's kernels, which may cut the keys of a varlen one with few tiles.
-// decode_takes_few: few_queries_call() is not none.
-CallShape forward_shape(const FwdArgs& args, bool decode_takes_few);
+// few: few_queries_call(), or null.
+CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few);
 
 // The results of a call that decode serves.
 FwdResult fwd_of_few_queries(FewQueriesCall call, const FwdArgs& args);
@@ -34,9 +34,9 @@ class VarlenDecode {
 
   // The long sequences, on the device.
   const cuda::LongSequences& long_sequences() const { return long_sequences_; }
-  // Whether sequences are so many beside rows that the forward's kernels that visit a tile of each
-  // lose more by that than others by wider tiles.
-  bool has_many_sequences() const { return 16 * int64_t{whole_.batch} > whole_.total_q; }
+  // Whether sequences are so many beside rows that decode takes as long as the forward, which gains
+  // more by running beside it than it may lose by other tiles.
+  bool has_many_sequences() const { return 64 * int64_t{whole_.batch} > whole_.total_q; }
 
   // Launches decode, whose results scatter() takes.
   void launch();

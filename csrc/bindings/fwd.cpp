@@ -91,6 +91,8 @@ void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode
   first.num_sms /= 2;
   second.num_sms -= first.num_sms;
 
+  // The forward has to come first, as thread blocks of decode keep their places. While decode's
+  // queries are gathered it does.
   cuda::SideStream side(stream);
   sm90::run_fwd_in_pieces(pieces.params, first, side.stream());
   decode.launch();
@@ -144,7 +146,7 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
                                                     ? std::optional(DealtSequences(params, q))
                                                     : deal_out(params, params.score, attn);
     set_results(params, out, lse);
-    const bool fits_pieces = plan.splits.count > 1 || !plan.pieces_are_wider;
+    const bool fits_pieces = plan.splits.count > 1 || !plan.pieces_are_slower;
     if (decode && plan.in_pieces && (fits_pieces || decode->has_many_sequences())) {
       launch_beside(plan, params, *decode, out, lse);
     } else {
@@ -198,7 +200,7 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   const c10::DeviceGuard guard(args.attn.q.device());
   std::optional<FewQueriesCall> few = few_queries_call(args);
   if (few && few->serves_all) return fwd_of_few_queries(*std::move(few), args);
-  const Plan plan = make_plan(forward_shape(args, few.has_value()), args.backend);
+  const Plan plan = make_plan(forward_shape(args, few ? &*few : nullptr), args.backend);
   if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.

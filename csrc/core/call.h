@@ -41,6 +41,7 @@ struct CallShape {
   int64_t capacity = 0;  // keys of a sequence that the cache has room for
   int64_t longest = 0;   // keys of the longest one, as the caller says, or 0
   int64_t window_left = -1;
+  double decode_time = 0;  // of a forward: how long decode serves short sequences beside it, in µs
 
   // Decode only.
   int64_t num_splits = 0;

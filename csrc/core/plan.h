@@ -18,7 +18,7 @@ struct Plan {
   int64_t workspace_rows = 0;        // of PartialResults
   KvcacheGrid grid;                  // of kvcache
   bool in_pieces = false;            // a forward may run as one whose keys are cut, even into one
-  bool pieces_are_wider = false;     // and has the tiles of a wider head dim then
+  bool pieces_are_slower = false;    // and has tiles of another kind then
   bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
   bool max_logits_apart = false;     // by a second call, without the terms that change logits
   const DeviceInfo* device = nullptr;  // null: not on CUDA

@@ -115,38 +115,68 @@ double decode_key_time(const CallShape& call) {
   return kColumnTime * width * (call.dtype == DType::kFp32 ? 2 : 1);
 }
 
-double forward_time(const CallShape& call, const ForwardTile& tile, int splits) {
-  constexpr double kLaunch = 3.6;
-  constexpr int64_t kLeastKeys = 128;  // of a piece
-  constexpr double kTwoAnSm = 1.6;     // the time of two on one SM
-  // Two more kernels find and serve the sequences that lack a page.
-  constexpr double kMissingPages = 6;
-  // Page numbers are looked up, or the pages of each kv head copied in the time of six blocks of
-  // decode's.
-  constexpr double kPagesSlow = 1.2, kCopy = 6;
-  // The merge has a thread block for each row of results, and pieces are written and read.
-  constexpr double kMerge = 2.6, kMergeRow = 0.5e-3, kMergeColumn = 1.6e-6;
+namespace {
 
-  const int num_sms = call.device->num_sms;
-  const int64_t tiles = forward_tiles(call) * splits, keys = most_keys(call);
-  const bool two_an_sm = tile.two_an_sm && tiles > num_sms;
-  const auto waves = static_cast<double>(ceil_div(tiles, num_sms * (two_an_sm ? 2 : 1)));
-  const auto piece_keys =
-      static_cast<double>(splits == 1 ? keys : ceil_div(keys, splits * kLeastKeys) * kLeastKeys);
-  const double of_keys = piece_keys * tile.key_time * (two_an_sm ? kTwoAnSm : 1.0);
-  const bool in_place = call.paged && !tile.copies_pages;
-  double time = kLaunch + waves * (of_keys * (in_place ? kPagesSlow : 1.0) + tile.start_time);
-  if (call.paged) time += kMissingPages;
-  if (call.paged && tile.copies_pages) {
-    const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * keys);
-    time += kCopy * heads_keys * decode_key_time(call) / num_sms;
-  }
-  if (splits > 1) {
+// The tiles of a forward, the keys of each in so many pieces. shares_sms: with decode's blocks.
+struct Pieces {
+  int64_t count;
+  int64_t at_once;  // that the device holds
+  double time;      // that each takes
+  double merge_time;
+
+  Pieces(const CallShape& call, const ForwardTile& tile, int splits, bool shares_sms)
+      : count(forward_tiles(call) * splits), at_once(call.device->num_sms), merge_time(0) {
+    constexpr int64_t kLeastKeys = 128;   // of a piece
+    constexpr double kTwoAnSm = 1.6;      // the time of two on one SM
+    constexpr double kLookUpPages = 1.2;  // the time of keys in pages
+    // The merge has a thread block for each row of results, and pieces are written and read.
+    constexpr double kMerge = 2.6, kMergeRow = 0.5e-3, kMergeColumn = 1.6e-6;
+
+    const int64_t all_keys = most_keys(call);
+    const auto keys = static_cast<double>(
+        splits == 1 ? all_keys : ceil_div(all_keys, splits * kLeastKeys) * kLeastKeys);
+    const bool two_an_sm = tile.two_an_sm && (shares_sms || count > at_once);
+    if (two_an_sm) at_once *= 2;
+    const bool in_place = call.paged && !tile.copies_pages;
+    time = keys * tile.key_time * (two_an_sm ? kTwoAnSm : 1) * (in_place ? kLookUpPages : 1) +
+           tile.start_time;
+    if (splits == 1) return;
     const auto rows = static_cast<double>(call.batch * call.heads_q * call.tokens);
     const auto columns = static_cast<double>(splits * call.head_dim_v);
-    time += kMerge + rows * (kMergeRow + kMergeColumn * columns);
+    merge_time = kMerge + rows * (kMergeRow + kMergeColumn * columns);
+  }
+};
+
+}  // namespace
+
+double forward_time(const CallShape& call, const ForwardTile& tile, int splits) {
+  constexpr double kLaunch = 3.6;
+  // Two more kernels find and serve the sequences that lack a page.
+  constexpr double kMissingPages = 6;
+  // The pages of each kv head are copied in the time of six blocks of decode's.
+  constexpr double kCopy = 6;
+
+  const Pieces pieces(call, tile, splits, /*shares_sms=*/false);
+  const auto waves = static_cast<double>(ceil_div(pieces.count, pieces.at_once));
+  double time = kLaunch + waves * pieces.time + pieces.merge_time;
+  if (call.paged) time += kMissingPages;
+  if (call.paged && tile.copies_pages) {
+    const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * most_keys(call));
+    time += kCopy * heads_keys * decode_key_time(call) / call.device->num_sms;
   }
   return time;
+}
+
+double forward_time_beside_decode(const CallShape& call, const ForwardTile& tile, int splits) {
+  const Pieces pieces(call, tile, splits, /*shares_sms=*/true);
+  // When the pieces end that each half of the SMs works on.
+  double first_half = pieces.time, second_half = call.decode_time + pieces.time, end = 0;
+  for (int64_t done = 0; done < pieces.count; done += pieces.at_once / 2) {
+    double& half = first_half <= second_half ? first_half : second_half;
+    end = half;
+    half += pieces.time;
+  }
+  return std::max(end, call.decode_time) + pieces.merge_time;
 }
 
 }  // namespace flash_attn::cuda

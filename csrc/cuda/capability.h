@@ -51,5 +51,8 @@ inline constexpr int kForwardTileQueries = 128;
 int64_t forward_tiles(const CallShape& call);
 // With the keys of each tile in `splits` pieces, which decode's kernel merges.
 double forward_time(const CallShape& call, const ForwardTile& tile, int splits);
+// The same beside decode of other sequences, which takes call.decode_time: half of the SMs begin with
+// the pieces, and the others take part when decode has ended.
+double forward_time_beside_decode(const CallShape& call, const ForwardTile& tile, int splits);
 
 }  // namespace flash_attn::cuda

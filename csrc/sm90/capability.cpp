@@ -91,12 +91,30 @@ double time_of_keys(const CallShape& call, int splits) {
   return cuda::forward_time(call, key_tile(call, splits), splits);
 }
 
+// Into how many pieces the keys of few tiles are cut beside decode, which leaves half of the device
+// to them at first. Of counts that are nearly as good, the least.
+int best_num_splits_beside_decode(const CallShape& call) {
+  constexpr int kMaxSplits = 8;
+  constexpr double kNearly = 1.03;
+  const cuda::ForwardTile tile = key_tile(call, 2);  // of these kernels, in one piece as well
+  const int64_t resident = call.device->num_sms * (tile.two_an_sm ? 2 : 1);
+  if (cuda::forward_tiles(call) > resident) return 1;
+  double times[kMaxSplits];
+  for (int i = 0; i < kMaxSplits; ++i) {
+    times[i] = cuda::forward_time_beside_decode(call, tile, i + 1);
+  }
+  const double enough = kNearly * *std::ranges::min_element(times);
+  const auto* const least = std::ranges::find_if(times, [=](double t) { return t <= enough; });
+  return static_cast<int>(least - times) + 1;
+}
+
 // Into how many pieces the keys of each tile are cut, all of which run at a time. With 1 they are
 // not cut.
 int best_num_splits(const CallShape& call) {
   constexpr int64_t kMaxSplits = 16;
   const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
+  if (call.decode_time > 0) return best_num_splits_beside_decode(call);
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
   const int64_t resident = call.device->num_sms * (key_tile(call, 2).two_an_sm ? 2 : 1);
   const int64_t most = std::min(kMaxSplits, resident / tiles);
@@ -128,16 +146,18 @@ double cost(const CallShape& call) {
 // Whether the kernels whose keys are cut serve a forward. Another kernel merges the pieces.
 bool may_cut_keys(const CallShape& call) {
   return call.op == Op::kForward && call.tokens > 0 && call.head_dim == call.head_dim_v &&
-         !cuda::changes_logits(call) && !call.bias && !call.dropout && !call.sink &&
-         !call.max_logits && call.portable_code() != 0;
+         !cuda::changes_logits(call) && !call.bias && !call.dropout && !call.max_logits &&
+         call.portable_code() != 0;
 }
 
-// Kernels whose keys are cut have fewer classes of head dims, and d_v = d.
-bool pieces_are_wider(const CallShape& call) {
+// Kernels whose keys are cut have fewer classes of head dims, and d_v = d. In the narrowest one they
+// have tiles for few queries.
+bool pieces_are_slower(const CallShape& call) {
   const int head_dim = static_cast<int>(call.head_dim);
   const int own =
       with_head_dim_class(head_dim, head_dim, []<int kHeadDim, int kHeadDimV> { return kHeadDim; });
-  return own < with_pieces_class(head_dim, []<int kHeadDim> { return kHeadDim; });
+  return with_pieces_class(
+      head_dim, [own]<int kHeadDim> { return own < kHeadDim || kPiecesTile<kHeadDim>.blocks > 1; });
 }
 
 Plan plan(const CallShape& call) {
@@ -146,7 +166,7 @@ Plan plan(const CallShape& call) {
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
           .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),
           .in_pieces = in_pieces,
-          .pieces_are_wider = in_pieces && pieces_are_wider(call),
+          .pieces_are_slower = in_pieces && pieces_are_slower(call),
           .skips_tiles = skips_tiles(call),
           .max_logits_apart = call.max_logits && (cuda::changes_logits(call) || call.dropout)};
 }

@@ -69,8 +69,9 @@ __device__ __forceinline__ void store_row(Number* to, const Accumulator<1, kN>& 
 }
 
 // Instead of stage_output(): normalised O and LSE, from the registers. Of a piece they are partial
-// results in fp32; if it is the only one, they go where those of a tile go. Rows of the segment that
-// do not count get 0 and -inf.
+// results in fp32; if it is the only one, they go where those of a tile go. A sink joins the first
+// piece (of varlen calls, as no other call in pieces has one). Rows of the segment that do not count
+// get 0 and -inf.
 template <typename Traits>
 __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsumer<Traits>& self,
                                             typename Traits::Output& O,
@@ -81,11 +82,16 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
   const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
   const int cols = params.head_dim_v;
   float* const lse = work.lse + first_row;
-  float* const partial = params.partial.o + (lse - params.partial.lse) * cols;
+  const bool is_partial = params.num_splits > 1;
+  const int64_t partial_row = is_partial ? lse - params.partial.lse : 0;
   Element* const out = static_cast<Element*>(params.out) +
                        SeqlenInfo::offset(params.out_strides, work.q.batch, work.q.head,
                                           int64_t{work.q.box.last} - work.segment_q + first_row);
   softmax.finish();
+  const float* const sinks = params.score.learnable_sink;
+  if (sinks != nullptr && partial_row < params.heads_q * params.total_q) {
+    softmax.add_sink(O, bounded_sink(sinks[work.q.head]));
+  }
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -97,8 +103,8 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
 #pragma unroll
       for (int i = 0; i < O.kRowElements; ++i) O.at(half, i) = 0.f;
     }
-    if (params.num_splits > 1) {
-      store_row(partial + int64_t{row} * cols, O, half, cols, self.lane);
+    if (is_partial) {
+      store_row(params.partial.o + (partial_row + row) * cols, O, half, cols, self.lane);
     } else {
       store_row(out + row * params.out_strides.row, O, half, cols, self.lane);
     }

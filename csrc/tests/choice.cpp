@@ -139,6 +139,25 @@ FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_c
   return answer.c_str();
 }
 
+// Into how many pieces a varlen forward's keys are cut beside decode of short sequences, on a GPU of
+// 132 multiprocessors.
+FLASH_ATTN_EXPORT int flash_attn_pieces_beside_decode(const char* archs, int heads_q, int heads_kv,
+                                                      int head_dim, int tokens, int keys,
+                                                      double decode_time) {
+  using namespace flash_attn;
+  const Architectures compiled(archs);
+  const DeviceInfo device = tests::device_of(90, 132);
+  CallShape call =
+      tests::call_of(compiled, device, static_cast<int>(Op::kForward), head_dim, tokens);
+  call.ragged = true;
+  call.batch = 1;
+  call.heads_q = heads_q;
+  call.heads_kv = heads_kv;
+  call.capacity = call.longest = keys;
+  call.decode_time = decode_time;
+  return plan_call(families(), call, std::nullopt).splits.count;
+}
+
 FLASH_ATTN_EXPORT int flash_attn_divide(int n, int divisor) {
   return flash_attn::cuda::Divisor(divisor).divide(n);
 }
