@@ -346,7 +346,7 @@ def mixed(quick: bool = False) -> list[MixedCase]:
     cases = [
         MixedCase(heads, heads_kv, sequences, keys, chunks, chunk, head_dim, tokens, page_size)
         for page_size in (16, 0)
-        for heads, heads_kv, head_dim in ((32, 8, 128), (64, 8, 128), (16, 16, 64))
+        for heads, heads_kv, head_dim in ((32, 8, 128), (64, 8, 128), (16, 16, 64), (8, 1, 128))
         for sequences, tokens, keys, chunks, chunk in (
             (63, 1, 4096, 1, 512),
             (15, 1, 8192, 1, 2048),
@@ -354,6 +354,7 @@ def mixed(quick: bool = False) -> list[MixedCase]:
             (7, 1, 32768, 1, 1024),
             (60, 1, 2048, 4, 256),
             (31, 4, 4096, 1, 512),
+            (3, 1, 8192, 1, 512),
         )
     ]
     return cases[::9] if quick else cases
