@@ -164,6 +164,27 @@ def test_strides_of_dimensions_of_one(target: Target, seed: int) -> None:
     assert_same(attend(target, tuple(odd), single.dout), expected)
 
 
+def odd_where_one(x: torch.Tensor) -> torch.Tensor:
+    """x with another stride in each dimension of size 1."""
+    odd = zip(x.shape, x.stride(), (7, 13, 999_999_999, 17), strict=True)
+    return x.as_strided(x.shape, [other if size == 1 else stride for size, stride, other in odd])
+
+
+@each_target(ATEN_CPU)
+@pytest.mark.parametrize("rows", [dict(), dict(seqlen_q=1), dict(seqlen_k=1)])
+@pytest.mark.parametrize("columns", [dict(d=1), dict(d_v=1), dict(d=1, d_v=1), dict()])
+@pytest.mark.parametrize("matrices", [dict(), dict(batch=1, heads_q=1, heads_kv=1)])
+def test_strides_of_dimensions_of_one_in_fp32(
+    matrices: dict, columns: dict, rows: dict, target: Target, seed: int
+) -> None:
+    """No rounding to 16 bits hides there that a sum was taken in another order."""
+    problem = problem_of(target, seed, dtype="fp32", **matrices, **columns, **rows)
+    tensors = problem.q, problem.k, problem.v
+    expected = attend(target, tensors, problem.dout)
+    odd = tuple(odd_where_one(x) for x in tensors)
+    assert_same(attend(target, odd, odd_where_one(problem.dout)), expected)
+
+
 @each_target(*OP_TARGETS)
 @pytest.mark.parametrize("layout", ["heads first", "wider rows, odd", "every second row"])
 def test_result_layout_does_not_follow_the_inputs(layout: str, target: Target, seed: int) -> None:
