@@ -105,13 +105,13 @@ void backward_slice(const Slice& slice, const GradMask& need, const SavedRows& s
       while (left.size() > 0) {
         const Block keys = slice.first_keys(r.rows, left);
         const auto part = [&](const Tensor& x) {
-          return x.narrow(-2, keys.first - block.first, keys.size());
+          return narrowed(x, -2, {keys.first - block.first, keys.last - block.first});
         };
         backward_tile(slice, need, r, keys, part(k), part(v), part(dk), part(dv), grads.dbias);
         left.first = keys.last;
       }
     }
-    const auto place = [&](const Tensor& x) { return x.narrow(2, block.first, block.size()); };
+    const auto place = [&](const Tensor& x) { return narrowed(x, 2, block); };
     // The scaled q of the tiles has brought query_scale into dK already.
     const double rest = terms.softmax_scale / terms.query_scale();
     if (need.k) place(grads.dk).copy_(slice.unpack_keys(dk) * rest);
@@ -119,8 +119,7 @@ void backward_slice(const Slice& slice, const GradMask& need, const SavedRows& s
   }
   for (const RowBlock& r : row_blocks) {
     if (need.q) {
-      grads.dq.narrow(2, r.rows.first, r.rows.size())
-          .copy_(slice.unpack_queries(r.dq) * terms.softmax_scale);
+      narrowed(grads.dq, 2, r.rows).copy_(slice.unpack_queries(r.dq) * terms.softmax_scale);
     }
     if (need.sink) {
       const Tensor logits = slice.sink_column(r.rows) * kLog2E;
@@ -169,7 +168,7 @@ Grads bwd(const Args& args, const Tensor& dout, const std::optional<Tensor>& dls
   if (need.v) dv.emplace(call.keys, grads.dv);
   call.for_slices(!need.bias || call.owns_bias(), [&](const Slice& slice) {
     const auto queries = [&](const Tensor& x) {
-      return call.queries.load(x, slice.batches).narrow(1, slice.heads.first, slice.heads.size());
+      return narrowed(call.queries.load(x, slice.batches), 1, slice.heads);
     };
     const SavedRows saved = {queries(dout), queries(out), queries(lse_tokens(lse)),
                              dlse ? queries(lse_tokens(*dlse)) : Tensor()};

@@ -36,17 +36,21 @@ using at::Tensor;
 OnlineSoftmax attend(const Slice& slice, const KeyTiles& tiles, Block rows, Block keys,
                      const Tensor& sink) {
   const Tensor q = slice.scaled_queries(rows);
-  OnlineSoftmax state = OnlineSoftmax::start(q, tiles.head_dim_v, sink, slice.terms.bounded());
+  const bool bounded = slice.terms.bounded();
+  Block left = slice.terms.visible_keys(rows, keys);
+  OnlineSoftmax state;
+  if (sink.defined() || left.size() == 0) {
+    state = OnlineSoftmax::start(q, tiles.head_dim_v, sink, bounded);
+  }
   state.max_logits = slice.terms.no_max_logits(q.options());
 
-  Block left = slice.terms.visible_keys(rows, keys);
   while (left.size() > 0) {
     const Block block = slice.first_keys(rows, left);
     const auto [k, v] = tiles.load(block);
 
     const ScoreTile tile = slice.terms.scores(q, k, rows, block, {q, k, v});  // S = scale · Q Kᵀ …
     state.raise_max_logits(tile.max_logits);
-    Tensor p = state.step(tile.s);  // P = exp(S − m'); m, l, o
+    Tensor p = state.step(tile.s, bounded);  // P = exp(S − m'); m, l, o
     if (slice.terms.dropout) p.mul_(slice.dropout_factors(rows, block));  // P = dropout(P)
     tile.add_product(state.o, p, v);                                      // o += P V
 
@@ -82,7 +86,7 @@ void write_max_logits(const Tensor& max_logits, const Slice& slice, const Online
 void write_rows(const Result& out, const Result& lse, const Slice& slice, Block rows,
                 const OnlineSoftmax& state) {
   const auto place = [&](const Result& result) {
-    return result.part(slice.batches, slice.heads).narrow(2, rows.first, rows.size());
+    return narrowed(result.part(slice.batches, slice.heads), 2, rows);
   };
   place(out).copy_(slice.unpack_queries(state.normalized()));
   place(lse).copy_(slice.unpack_queries(state.lse()));
@@ -131,7 +135,7 @@ void fwd_in_operations(const Call& call, const Result& out, const Result& lse,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(const Args& args, bool return_probs) {
   const Call call(args);
-  const bool all_written = call.on_gpu && !call.queries.padded() && call.count_slices() > 0;
+  const bool all_written = !args.cu_seqlens_q && !args.seqused_q && call.count_slices() > 0;
   const auto [out, lse] = make_outputs(args, all_written);
   const Result out_rows(call.queries, out), lse_rows(call.queries, lse_tokens(lse));
   Tensor probabilities = at::empty({0}, args.q.options());

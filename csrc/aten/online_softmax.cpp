@@ -14,11 +14,20 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
+namespace {
+
+// row_max of no keys.
+double lowest_max(const Tensor& like, bool bounded) {
+  if (bounded) return -kMaxScore * kLog2E;
+  return like.scalar_type() == at::kDouble ? std::numeric_limits<double>::lowest()
+                                           : std::numeric_limits<float>::lowest();
+}
+
+}  // namespace
+
 OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Tensor& sink,
                                    bool bounded) {
-  const double lowest = bounded                          ? -kMaxScore * kLog2E
-                        : q.scalar_type() == at::kDouble ? std::numeric_limits<double>::lowest()
-                                                         : std::numeric_limits<float>::lowest();
+  const double lowest = lowest_max(q, bounded);
   std::vector<int64_t> column = q.sizes().vec(), values = column;
   column.back() = 1;
   values.back() = head_dim_v;
@@ -39,8 +48,14 @@ OnlineSoftmax OnlineSoftmax::start(const Tensor& q, int64_t head_dim_v, const Te
   return state;
 }
 
-Tensor OnlineSoftmax::step(Tensor s) {
+Tensor OnlineSoftmax::step(Tensor s, bool bounded) {
   const Tensor largest = s.amax(-1, /*keepdim=*/true);
+  if (!row_max.defined()) {  // nothing came before
+    row_max = largest.clamp_min(lowest_max(s, bounded));
+    s.sub_(row_max).exp2_();
+    row_sum = s.sum(-1, /*keepdim=*/true);
+    return s;
+  }
   const Tensor new_max = at::maximum(row_max, largest);     // m' = max(m, max S)
   const Tensor rescale = row_max.sub_(new_max).exp2_();     // α  = 2^(m − m')
   s.sub_(new_max).exp2_();                                  // P  = 2^(S − m')
@@ -66,6 +81,6 @@ void OnlineSoftmax::raise_max_logits(const Tensor& others) {
 
 Tensor OnlineSoftmax::normalized() const { return o / row_sum.masked_fill(row_sum.eq(0), 1); }
 
-Tensor OnlineSoftmax::lse() const { return (row_max + row_sum.log2()) * kLn2; }
+Tensor OnlineSoftmax::lse() const { return row_sum.log().add_(row_max, kLn2); }
 
 }  // namespace flash_attn::aten

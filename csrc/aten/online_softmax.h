@@ -10,6 +10,7 @@
 namespace flash_attn::aten {
 
 struct OnlineSoftmax {
+  // These three are undefined before the first step(), unless there was start().
   at::Tensor o;        // (rows, d_v) or (matrices, rows, d_v), not normalised
   at::Tensor row_sum;  // l, (…, rows, 1)
   // m, (…, rows, 1). Without keys a finite number, so that S − m is never −inf + inf: the lowest,
@@ -24,8 +25,8 @@ struct OnlineSoftmax {
                              bool bounded);
 
   // Takes the next scores in: brings what came before to the new m, adds P = 2^(s − m) to l and
-  // returns it (in place of s). The caller then adds P V to o.
-  at::Tensor step(at::Tensor s);
+  // returns it (in place of s). The caller then adds P V to o. bounded: as in start().
+  at::Tensor step(at::Tensor s, bool bounded);
   void raise_max_logits(const at::Tensor& others);  // (heads), or undefined
   void merge(const OnlineSoftmax& other);
 

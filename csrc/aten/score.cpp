@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include "aten/tile.h"
 #include "core/score_range.h"
@@ -133,7 +134,16 @@ void ScoreTile::remask(Tensor x, double value) const {
   if (careful) x.masked_fill_(masked, value);
 }
 
-void ScoreTile::add_product(Tensor acc, const Tensor& x, const Tensor& b) const {
+void ScoreTile::add_product(Tensor& acc, const Tensor& x, const Tensor& b) const {
+  if (!acc.defined() && !careful) {
+    acc = product(x, b);
+    return;
+  }
+  if (!acc.defined()) {
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = b.size(-1);
+    acc = at::zeros(sizes, x.options());
+  }
   careful ? add_masked_product(acc, x, b, masked) : aten::add_product(acc, x, b);
 }
 

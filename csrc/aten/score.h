@@ -35,8 +35,9 @@ struct ScoreTile {
   at::Tensor probabilities(const at::Tensor& lse) const;
   // NaN · 0 = NaN: what was computed from a NaN behind the mask becomes `value` again.
   void remask(at::Tensor x, double value) const;
-  // acc += x b and acc += xᵀ b for an x shaped like s and zero at `masked`.
-  void add_product(at::Tensor acc, const at::Tensor& x, const at::Tensor& b) const;
+  // acc += x b and acc += xᵀ b for an x shaped like s and zero at `masked`. An undefined acc of the
+  // first becomes the product.
+  void add_product(at::Tensor& acc, const at::Tensor& x, const at::Tensor& b) const;
   void add_transposed_product(at::Tensor acc, const at::Tensor& x, const at::Tensor& b) const;
 };
 

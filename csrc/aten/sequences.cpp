@@ -100,8 +100,8 @@ Tensor Sequences::load(const Tensor& x, Block batches) const {
 Tensor Sequences::view(const Tensor& x, Block batches) const {
   if (batches.size() != 1) return x.transpose(1, 2);
   const auto [start, length] = host_[batches.first];
-  const Tensor sequence = varlen_ ? x : x.select(0, batches.first);
-  return sequence.narrow(0, start, length).transpose(0, 1).unsqueeze(0);
+  const Tensor sequence = varlen_ ? x.unsqueeze(0) : narrowed(x, 0, batches);
+  return narrowed(sequence, 1, {start, start + length}).transpose(1, 2);
 }
 
 Tensor Sequences::padded_like(const Tensor& x) const {

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "aten/block_range.h"
+#include "aten/tile.h"
 
 namespace flash_attn::aten {
 
@@ -74,7 +74,7 @@ class Result {
   // Some batches and heads as (batches, heads, length, d), to write to.
   at::Tensor part(Block batches, Block heads) const {
     const at::Tensor rows = padded_.defined() ? padded_ : sequences_.view(tokens_, batches);
-    return rows.narrow(1, heads.first, heads.size());
+    return narrowed(rows, 1, heads);
   }
   // To be called once, when all parts are written.
   void finish() const {

@@ -232,9 +232,7 @@ Slice Call::slice(int64_t index) const {
   const Block kv_heads = Block{h, h + kv_heads_each_} & Block{0, args.k.size(-2)};
   Slice slice =
       start_slice(args, one_slice_ ? Block{0, queries.batch()} : Block{b, b + 1}, kv_heads);
-  const auto heads_of = [&](const Tensor& x, Block heads) {
-    return x.narrow(1, heads.first, heads.size());
-  };
+  const auto heads_of = [&](const Tensor& x, Block heads) { return narrowed(x, 1, heads); };
   slice.q = heads_of(queries.load(args.q, slice.batches), slice.heads);
   slice.k = heads_of(keys.load(args.k, slice.batches), slice.kv_heads);
   slice.v = heads_of(keys.load(args.v, slice.batches), slice.kv_heads);

@@ -19,6 +19,10 @@ namespace flash_attn::aten {
 
 using at::Tensor;
 
+Tensor narrowed(const Tensor& x, int64_t dim, Block positions) {
+  return positions.size() == x.size(dim) ? x : x.narrow(dim, positions.first, positions.size());
+}
+
 at::ScalarType compute_dtype(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -37,7 +41,7 @@ Tensor unpack(const Tensor& tile, int64_t batch, int64_t heads) {
 }
 
 Tensor load_tile(const Tensor& x, Block rows, int64_t matrices) {
-  return pack(x.narrow(2, rows.first, rows.size()).to(compute_dtype(x)), matrices);
+  return pack(narrowed(x, 2, rows).to(compute_dtype(x)), matrices);
 }
 
 Tensor product(const Tensor& a, const Tensor& b) {
