@@ -169,9 +169,10 @@ double forward_time(const CallShape& call, const ForwardTile& tile, int splits) 
 
 double forward_time_beside_decode(const CallShape& call, const ForwardTile& tile, int splits) {
   const Pieces pieces(call, tile, splits, /*shares_sms=*/true);
+  const int64_t at_once = std::max<int64_t>(pieces.at_once / 2, 1);
   // When the pieces end that each half of the SMs works on.
   double first_half = pieces.time, second_half = call.decode_time + pieces.time, end = 0;
-  for (int64_t done = 0; done < pieces.count; done += pieces.at_once / 2) {
+  for (int64_t done = 0; done < pieces.count; done += at_once) {
     double& half = first_half <= second_half ? first_half : second_half;
     end = half;
     half += pieces.time;
