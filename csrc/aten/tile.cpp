@@ -28,8 +28,9 @@ at::ScalarType compute_dtype(const Tensor& x) {
 }
 
 Tensor pack(const Tensor& x, int64_t matrices) {
-  // The stride of a single column may be any number, and torch chooses by strides how it multiplies:
-  // each way adds in an order of its own. reshape itself sets those of a single row or matrix.
+  // The stride of a single column may be any number, and torch chooses by strides how it
+  // multiplies: each way adds in an order of its own. reshape itself sets those of a single row or
+  // matrix.
   if (x.size(3) == 1 && x.stride(3) != 1) return pack(x.select(3, 0).unsqueeze(3), matrices);
   const int64_t height = x.size(0) * x.size(1) / matrices * x.size(2);
   return matrices == 1 ? x.reshape({height, x.size(3)}) : x.reshape({matrices, height, x.size(3)});

@@ -13,8 +13,8 @@ namespace flash_attn::aten {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Those positions of dimension `dim`: a view, or x itself if they are all. Of a short sequence views
-// take a good part of the time.
+// Those positions of dimension `dim`: a view, or x itself if they are all. Of a short sequence
+// views take a good part of the time.
 at::Tensor narrowed(const at::Tensor& x, int64_t dim, Block positions);
 
 // fp64 stays; fp16, bf16 and fp32 are computed in fp32.
