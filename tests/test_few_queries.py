@@ -140,6 +140,17 @@ def test_wrong_lengths(target: Target) -> None:
 
 
 @each_target(DECODE_CUDA)
+def test_a_longest_sequence_of_no_queries(target: Target) -> None:
+    """max_seqlen_q may say 0 beside queries. The forward's kernels do not trust it."""
+    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, 2, 3))
+    starts = torch.arange(3, dtype=torch.int32, device=target.device)
+    call = q, k, v, starts * 3, starts * KEYS
+    expected = flash_attn.flash_attn_varlen_func(*call, 3, KEYS, causal=True)
+    out = flash_attn.flash_attn_varlen_func(*call, 0, KEYS, causal=True)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@each_target(DECODE_CUDA)
 def test_what_decode_does_not_know(target: Target) -> None:
     """Dropout, a diagonal from the top left and a backend that was named go elsewhere."""
     q, k, v = tensors(target.device, 2, 1)

@@ -59,7 +59,7 @@ int64_t queries_of_short_ones(const AttnArgs& attn) {
 }
 
 // Whether sequences differ so much in their queries that room for the longest of each would be
-// wasted.
+// wasted, or that short ones would waste much of the forward.
 bool is_mixed(const AttnArgs& attn) {
   constexpr int64_t kMostRoom = 4;
   // A tile of the forward holds queries of one sequence and head, so a short sequence takes tiles as
@@ -81,8 +81,9 @@ int64_t room_of(const AttnArgs& attn) {
 bool has_few_queries(const AttnArgs& attn) {
   constexpr int64_t kMostSequences = 65'000, kMostMixed = 4096;  // one warp deals out the latter
   const bool varlen = attn.is_varlen();
-  const int64_t batch = batch_of(attn), most = is_mixed(attn) ? kMostMixed : kMostSequences;
-  if (batch < 1 || batch > most || tokens_of(attn) < 1) return false;
+  const int64_t batch = batch_of(attn);
+  if (batch < 1 || tokens_of(attn) < 1) return false;  // max_seqlen_q may be 0 beside queries
+  if (batch > (is_mixed(attn) ? kMostMixed : kMostSequences)) return false;
   const int64_t tokens = room_of(attn);
   const int64_t keys = varlen ? value(attn.max_seqlen_k) : attn.k.size(1);
   if (keys < std::max(kLeastKeys, kKeysOfAQuery * tokens)) return false;
