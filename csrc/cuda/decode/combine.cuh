@@ -10,6 +10,9 @@
 // without keys has lse -inf and anything as o, which is loaded (lse and o come together, one
 // latency) and dropped.
 //
+// A forward whose keys are cut leaves thousands of rows in few pieces. Blocks of one row would end
+// faster than they can be started: combine_rows_kernel (decode.cu) has several in a block.
+//
 // The blocks come while the kernel that reads the keys runs, find their sequence and its pieces
 // from the lengths, and wait.
 #pragma once
@@ -171,6 +174,18 @@ __device__ __forceinline__ MergeState merge_pieces(const DecodeParams& params,
   return state;
 }
 
+// Stores four columns of a row. reference: that of total.sum.
+template <bool kWide>
+__device__ __forceinline__ void store_merged(const DecodeParams& params,
+                                             const OutputRow<kWide>& output, int head, int col,
+                                             const MergeState& total, float reference) {
+  const float lse = merge_finish(reference, total.sum);
+  const float factor = (total.sum == 0.f ? 0.f : ptx::reciprocal(total.sum)) *
+                       output.finish_lse(params, head, lse, col == 0);
+  output.store(params, col, total.o.x * factor, total.o.y * factor);
+  output.store(params, col + 2, total.o.z * factor, total.o.w * factor);
+}
+
 // Pieces is PiecesOfDecode or PiecesOfKvcache. With kWide the result is fp32.
 template <typename Pieces, bool kWide>
 __global__ void __launch_bounds__(kMaxCombineThreads)
@@ -218,11 +233,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
     const MergeState& other = states[group * columns];
     total.add(merge_weight(other.max_lse, reference), other.sum, other.o);
   }
-  const float lse = merge_finish(reference, total.sum);
-  const float factor = (total.sum == 0.f ? 0.f : ptx::reciprocal(total.sum)) *
-                       output.finish_lse(params, head, lse, col == 0);
-  output.store(params, col, total.o.x * factor, total.o.y * factor);
-  output.store(params, col + 2, total.o.z * factor, total.o.w * factor);
+  store_merged(params, output, head, col, total, reference);
 }
 
 // rows counts those of all sequences that may have something to merge. most_pieces is how many a
