@@ -43,6 +43,13 @@ MIXED: dict[str, Ragged] = {
             "dtype": torch.bfloat16,
             "options": {"causal": True},
         },
+        # More sequences than a thread block deals out at once.
+        "many sequences": {
+            "lengths_q": (1,) * 140 + (90,) + (1,) * 150 + (70, 1, 1),
+            "lengths_k": (520, 33) * 147,
+            "used_q": (1,) * 140 + (80,) + (1,) * 150 + (70, 0, 1),
+            "options": {"causal": True},
+        },
         # Of a class of head dims that kernels with cut keys lack, and few sequences beside rows.
         "d = 80": {
             "lengths_q": (1, 300, 1, 2, 1, 0, 1, 1),
@@ -94,6 +101,15 @@ CUT = {
         "d = 128": {"d": 128, "d_v": 128, "dtype": torch.bfloat16, "options": {"causal": True}},
         "wide": {"d": 256, "d_v": 256, "heads": (4, 1), "options": {"causal": True}},
         "odd d": {"d": 36, "d_v": 36},
+        # Blocks that merge several rows each, the last of them fewer.
+        "many rows": {
+            "lengths_q": (40, 0, 130, 21),
+            "heads": (16, 4),
+            "d": 96,
+            "d_v": 96,
+            "dtype": torch.bfloat16,
+            "options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 16)},
+        },
         "beside short ones": {
             "lengths_q": (1, 1, 1, 1, 130, 1, 2, 0),
             "lengths_k": (LONG, 40, 1, 0, LONG, 900, 33, 5),
@@ -143,6 +159,35 @@ def test_says_who_takes_the_short_ones(target: Target) -> None:
     short = Ragged(lengths_q=(1, 0, 3), lengths_k=(KEYS, 33, 5), options={"causal": True})
     tensors, options = short.arguments(target.device)
     assert "up to" not in flash_attn.can_use(*tensors, **options).plan
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.real_gpu
+def test_few_short_ones_may_fill_the_tiles_of_many(target: Target) -> None:
+    """There is room for the longest of each sequence, but each short one would take a tile of every
+    head."""
+
+    def plan(keys: int) -> str:
+        few = Ragged(lengths_q=(1, 1, 1, 100), lengths_k=(keys,) * 4, heads=(64, 8))
+        tensors, options = few.arguments(target.device)
+        return flash_attn.can_use(*tensors, **options).plan
+
+    assert "(queries: up to 4) by cuda: decode" in plan(2048)
+    assert "by cuda: decode" not in plan(1024)
+
+
+@each_target(DECODE_CUDA)
+@pytest.mark.sanitize
+def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
+    """cu_seqlens_q is on the device and may hold anything: memory stays safe, as sequences that
+    overlap have more tiles than there is room for."""
+    tensors, options = MIXED["causal"].arguments(target.device)
+    starts = options["cu_seqlens_q"]
+    total = int(starts[-1])
+    starts.copy_(torch.tensor([0, total, 0, total, -5, 2**31 - 1, 0, total, total]))
+    out = flash_attn.flash_attn_varlen_func(*tensors, **options)
+    assert out.shape == tensors[0].shape
+    assert_close(MIXED["causal"].call(target.device), MIXED["causal"].expected(), torch.float16)
 
 
 @each_target(DECODE_CUDA)

@@ -79,7 +79,7 @@ int64_t room_of(const AttnArgs& attn) {
 
 // Whether there are so few queries beside the keys that decode may be the faster one.
 bool has_few_queries(const AttnArgs& attn) {
-  constexpr int64_t kMostSequences = 65'000, kMostMixed = 4096;  // one warp deals out the latter
+  constexpr int64_t kMostSequences = 65'000, kMostMixed = 4096;  // one block deals out the latter
   const bool varlen = attn.is_varlen();
   const int64_t batch = batch_of(attn);
   if (batch < 1 || tokens_of(attn) < 1) return false;  // max_seqlen_q may be 0 beside queries
@@ -125,10 +125,15 @@ DecodeArgs decode_args(const AttnArgs& attn) {
   return args;
 }
 
-// params become those of a forward of the sequences with more than `tokens` queries. numbers: room
-// for them.
+// The most tiles that a head has, of sequences that do not overlap.
+int64_t most_tiles(const FwdParams& params) {
+  return params.total_q / cuda::kForwardTileQueries + params.batch;
+}
+
+// params become those of a forward of the sequences with more than `tokens` queries. numbers, tiles:
+// room for them.
 cuda::LongSequences leave_long(FwdParams& params, int tokens, const at::Tensor& numbers,
-                               Stream stream) {
+                               const at::Tensor& tiles, Stream stream) {
   const auto row = [&](int i) { return numbers[i].data_ptr<int32_t>(); };
   const cuda::LongSequences left = {.cu_seqlens_q = row(0),
                                     .cu_seqlens_k = row(1),
@@ -136,8 +141,11 @@ cuda::LongSequences leave_long(FwdParams& params, int tokens, const at::Tensor& 
                                     .seqused_k = row(3),
                                     .leftpad_k = row(4),
                                     .row = row(5),
-                                    .count = row(4) + params.batch,
-                                    .tile_counter = row(5) + params.batch};
+                                    .tile_counter = row(4) + params.batch,
+                                    .num_tiles = row(5) + params.batch,
+                                    .tiles = static_cast<cuda::LongTile*>(tiles.data_ptr()),
+                                    .most_tiles = static_cast<int>(most_tiles(params)),
+                                    .queries_of_tile = cuda::kForwardTileQueries};
   cuda::run_deal_long(params, tokens, left, stream);
   params.cu_seqlens_q = left.cu_seqlens_q;
   params.seqused_q = left.seqused_q;
@@ -219,7 +227,9 @@ VarlenDecode::VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Ten
   const auto ints = like.options().dtype(at::kInt);
   if (!call_.serves_all) {
     long_ones_ = at::empty({6, params.batch + 1}, ints);
-    long_sequences_ = leave_long(params, tokens_, long_ones_, stream_of(like));
+    constexpr int64_t kTileInts = sizeof(cuda::LongTile) / sizeof(int32_t);
+    long_tiles_ = at::empty({most_tiles(params), kTileInts}, ints);
+    long_sequences_ = leave_long(params, tokens_, long_ones_, long_tiles_, stream_of(like));
   }
   call_.args.q = at::empty(call_.args.q.sizes(), like.options());
   ends_ = at::empty({2, params.batch}, ints);

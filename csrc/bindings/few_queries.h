@@ -48,8 +48,8 @@ class VarlenDecode {
  private:
   FewQueriesCall call_;
   int tokens_;
-  FwdParams whole_;              // of the whole call
-  at::Tensor ends_, long_ones_;  // of each sequence
+  FwdParams whole_;  // of the whole call
+  at::Tensor ends_, long_ones_, long_tiles_;
   cuda::LongSequences long_sequences_ = {};
   DecodeResult results_;
 };

@@ -2,6 +2,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 
 #include "../cuda/decode/decode.h"
@@ -80,25 +81,37 @@ void launch_in_pieces(const Plan& plan, const FwdParams& call, const at::Tensor&
 // The forward of the long sequences beside decode of the short ones. Decode waits for memory, which
 // half of the multiprocessors keep as busy as all of them, and the forward for its tensor cores. So
 // the other half begins with the forward's tiles, and decode's half takes part when decode has ended.
+// left: null, or of each long sequence 1 if it is left to other kernels. launch_rest launches those,
+// and what writes all other rows.
 void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode,
-                   const at::Tensor& out, const at::Tensor& lse) {
+                   const int32_t* left, const at::Tensor& out, const at::Tensor& lse,
+                   const std::function<void()>& launch_rest) {
   const Stream stream = stream_of(out);
   InPieces pieces(plan, call, lse);
-  pieces.params.sequences = decode.long_sequences().count;
-  pieces.params.tile_counter = decode.long_sequences().tile_counter;
-  pieces.params.shares_tiles = true;
   cuda::DeviceInfo first = *plan.device, second = first;
   first.num_sms /= 2;
   second.num_sms -= first.num_sms;
+  const cuda::LongSequences& sequences = decode.long_sequences();
+  pieces.params.tile_counter = sequences.tile_counter;
+  pieces.params.cache_batch_idx = nullptr;  // the list has a sequence's own number
+  pieces.params.list = {.tiles = sequences.tiles,
+                        .num_tiles = sequences.num_tiles,
+                        .left = left,
+                        .first_sms = first.num_sms};
 
   // The forward has to come first, as thread blocks of decode keep their places. While decode's
   // queries are gathered it does.
   cuda::SideStream side(stream);
   sm90::run_fwd_in_pieces(pieces.params, first, side.stream());
   decode.launch();
+  pieces.params.list.is_second = true;
   sm90::run_fwd_in_pieces(pieces.params, second, stream);
+  // A merge writes all rows, whereas one piece leaves others alone.
+  const bool merges = pieces.params.num_splits > 1;
+  if (!merges) launch_rest();
   side.join();
   pieces.merge(plan, stream);
+  if (merges) launch_rest();
 }
 
 // return_max_logits beside terms that change the scores whose maxima the kernels keep: one call with
@@ -146,9 +159,14 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
                                                     ? std::optional(DealtSequences(params, q))
                                                     : deal_out(params, params.score, attn);
     set_results(params, out, lse);
+    const auto launch_rest = [&] {
+      if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
+      if (decode) decode->scatter(params, stream_of(out));
+    };
     const bool fits_pieces = plan.splits.count > 1 || !plan.pieces_are_slower;
     if (decode && plan.in_pieces && (fits_pieces || decode->has_many_sequences())) {
-      launch_beside(plan, params, *decode, out, lse);
+      launch_beside(plan, params, *decode, dealt ? dealt->hidden() : nullptr, out, lse,
+                    launch_rest);
     } else {
       if (decode) decode->launch();
       if (plan.skips_tiles) {
@@ -158,9 +176,8 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
       } else {
         launch_fwd(plan, params, out);
       }
+      launch_rest();
     }
-    if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
-    if (decode) decode->scatter(params, stream_of(out));
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
   return {out, lse, at::Tensor(), max_logits};

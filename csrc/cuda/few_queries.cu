@@ -10,7 +10,7 @@
 namespace flash_attn::cuda {
 namespace {
 
-constexpr int kThreads = 128, kChunkBytes = sizeof(uint4);
+constexpr int kThreads = 128, kDealThreads = 256, kChunkBytes = sizeof(uint4);
 
 __host__ __device__ int element_bytes(const AttnParams& params) {
   return params.dtype == DType::kFp16 || params.dtype == DType::kBf16 ? 2 : 4;
@@ -35,37 +35,79 @@ struct HeadChunks {
   }
 };
 
-// One warp, a lane for each of 32 sequences.
-__global__ void __launch_bounds__(32)
+// Numbers of long sequences and of their tiles. Lengths are on the device and may hold anything, so
+// tiles are counted up to more than there is ever room for.
+struct Dealt {
+  static constexpr int kMostTiles = 1 << 29;
+  int sequences, tiles;
+
+  __device__ __forceinline__ Dealt operator+(const Dealt& more) const {
+    return {sequences + more.sequences, min(tiles + more.tiles, kMostTiles)};
+  }
+  // Of this lane and those before it.
+  __device__ __forceinline__ Dealt sum_of_lanes() const {
+    const int lane = threadIdx.x % 32;
+    Dealt sum = *this;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const Dealt before = {__shfl_up_sync(~0u, sum.sequences, distance),
+                            __shfl_up_sync(~0u, sum.tiles, distance)};
+      if (lane >= distance) sum = sum + before;
+    }
+    return sum;
+  }
+};
+
+// One thread block, a thread for each of kDealThreads sequences at a time.
+__global__ void __launch_bounds__(kDealThreads)
     deal_long_kernel(const __grid_constant__ FwdParams params, int tokens, LongSequences to) {
+  constexpr int kWarps = kDealThreads / 32;
+  __shared__ Dealt of_warps[2][kWarps];
   ptx::launch_dependents();
-  const int lane = threadIdx.x;
-  int count = 0;
-  for (int base = 0; base < params.batch; base += 32) {
-    const int batch_idx = base + lane;
+  const int thread = threadIdx.x, warp = thread / 32;
+  Dealt total = {};
+  int turn = 0;
+  for (int base = 0; base < params.batch; base += kDealThreads, turn ^= 1) {
+    const int batch_idx = base + thread;
     const SeqlenInfo seqlen(params, min(batch_idx, params.batch - 1));
     const bool is_long = batch_idx < params.batch && seqlen.len_q > tokens;
-    const unsigned ones = __ballot_sync(~0u, is_long);
-    const int place = count + __popc(ones & ((1u << lane) - 1));
-    if (is_long) {
-      const auto leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
-      to.cu_seqlens_q[place] = static_cast<int>(seqlen.q_begin);
-      to.cu_seqlens_k[place] = static_cast<int>(seqlen.segment_k_begin);
-      to.seqused_q[place] = seqlen.len_q;
-      to.seqused_k[place] = leftpad + seqlen.len_k;
-      to.leftpad_k[place] = leftpad;
-      to.row[place] = batch_idx;
+    const int tiles = is_long ? (seqlen.len_q - 1) / to.queries_of_tile + 1 : 0;
+    const Dealt of_lanes = Dealt{is_long, tiles}.sum_of_lanes();
+    if (thread % 32 == 31) of_warps[turn][warp] = of_lanes;
+    __syncthreads();
+    Dealt up_to_this = total + of_lanes;
+    for (int i = 0; i < kWarps; ++i) {
+      if (i < warp) up_to_this = up_to_this + of_warps[turn][i];
+      total = total + of_warps[turn][i];
     }
-    count += __popc(ones);
+    if (!is_long) continue;
+    const int place = up_to_this.sequences - 1, first_tile = up_to_this.tiles - tiles;
+    const auto q_begin = static_cast<int>(seqlen.q_begin);
+    const auto k_begin = static_cast<int>(seqlen.k_begin);
+    const auto leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
+    to.cu_seqlens_q[place] = q_begin;
+    to.cu_seqlens_k[place] = static_cast<int>(seqlen.segment_k_begin);
+    to.seqused_q[place] = seqlen.len_q;
+    to.seqused_k[place] = leftpad + seqlen.len_k;
+    to.leftpad_k[place] = leftpad;
+    to.row[place] = batch_idx;
+    for (int i = 0; i < tiles && first_tile + i < to.most_tiles; ++i) {
+      to.tiles[first_tile + i] = {.q_begin = q_begin,
+                                  .len_q = seqlen.len_q,
+                                  .k_begin = k_begin,
+                                  .len_k = seqlen.len_k,
+                                  .block = tiles - 1 - i,
+                                  .place = place,
+                                  .row = batch_idx};
+    }
   }
-  for (int place = count + lane; place <= params.batch; place += 32) {
+  for (int place = total.sequences + thread; place <= params.batch; place += kDealThreads) {
     to.cu_seqlens_q[place] = static_cast<int>(params.total_q);
     to.cu_seqlens_k[place] = static_cast<int>(params.total_k);
     if (place == params.batch) break;
     to.seqused_q[place] = to.seqused_k[place] = to.leftpad_k[place] = to.row[place] = 0;
   }
-  if (lane == 0) {
-    *to.count = count;
+  if (thread == 0) {
+    *to.num_tiles = min(total.tiles, to.most_tiles);
     *to.tile_counter = 0;
   }
 }
@@ -99,16 +141,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A row of thread blocks writes a sequence's rows. The first and the last of them write what lies
-// outside all sequences.
+// A row of thread blocks writes a sequence's rows, or of one that is left to another kernel those
+// that do not count. The first and the last of them write what lies outside all sequences.
 __global__ void __launch_bounds__(kThreads)
     scatter_results_kernel(const __grid_constant__ FwdParams params, EvenResults even) {
   ptx::wait_for_prerequisites();
   const int batch_idx = static_cast<int>(blockIdx.y) - 1;
   const SeqlenInfo seqlen(params, batch_idx);
-  if (even.leaves_long && seqlen.len_q > even.tokens) return;
+  const bool is_left = even.leaves_long && seqlen.len_q > even.tokens;
+  const int first_row = is_left ? seqlen.len_q : 0;
   const HeadChunks chunks(params, params.head_dim_v);
-  for (int row = blockIdx.x; row < seqlen.segment_q; row += static_cast<int>(gridDim.x)) {
+  for (int row = first_row + blockIdx.x; row < seqlen.segment_q; row += gridDim.x) {
     const bool counts = row < seqlen.len_q;
     const int place = row - seqlen.len_q + even.tokens;
     const bool has_result = counts && place >= 0;
@@ -134,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream) {
-  launch<deal_long_kernel>(1, 32, 0, stream, params, tokens, to);
+  launch<deal_long_kernel>(1, kDealThreads, 0, stream, params, tokens, to);
 }
 
 void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream) {

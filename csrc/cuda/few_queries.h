@@ -22,6 +22,16 @@ struct EvenResults {
   bool leaves_long;  // as above
 };
 
+// A tile of queries of a long sequence, and what a kernel has to know of that sequence. It is one
+// read: a chain of them, each of which waits for the one before, takes microseconds.
+struct alignas(16) LongTile {
+  int q_begin, len_q, k_begin, len_k;
+  int block;     // of queries
+  int place;     // of the sequence among the long ones
+  int row;       // the number that it had
+  int not_used;  // two reads of 16 bytes
+};
+
 // The sequences of a varlen call with more than some number of queries, side by side as those of a
 // call of their own. Their segments reach to the next one, so rows of the others are among those
 // that do not count. Behind the last one come as many without rows as others were.
@@ -29,16 +39,18 @@ struct LongSequences {
   int32_t *cu_seqlens_q, *cu_seqlens_k;        // (batch + 1)
   int32_t *seqused_q, *seqused_k, *leftpad_k;  // (batch)
   int32_t* row;                                // (batch) the number that a sequence had
-  int32_t* count;                              // how many there are
   int32_t* tile_counter;                       // of the kernel that they are left to: 0
+  int32_t* num_tiles;                          // of each head
+  LongTile* tiles;  // those with most keys of each sequence first; room for most_tiles
+  int most_tiles, queries_of_tile;
 };
 
 void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream);
 
 // Head dims are multiples of 8, and rows begin at multiples of 16 bytes.
 void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream);
-// Writes all of params.out and params.lse, but for sequences that are left to another kernel. Else
-// queries that `even` had no room for, a sequence's first ones, become NaN.
+// Writes all of params.out and params.lse, but for the queries of sequences that are left to another
+// kernel. Else queries that `even` had no room for, a sequence's first ones, become NaN.
 void run_scatter_results(const FwdParams& params, const EvenResults& even, Stream stream);
 
 }  // namespace flash_attn::cuda

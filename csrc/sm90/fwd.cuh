@@ -99,21 +99,6 @@ __device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUt
   ptx::bulk_wait_read();
 }
 
-// The scheduler itself, or where the device knows how many sequences count, one of their tiles.
-template <typename Traits>
-__device__ __forceinline__ decltype(auto) tiles_of_sequences(
-    const typename Traits::Params& params, const typename Traits::Scheduler& scheduler) {
-  if constexpr (Traits::kPieces) {
-    typename Traits::Scheduler tiles = scheduler;
-    if (params.sequences != nullptr) {
-      tiles.blocks_per_head = scheduler.first_tile(*params.sequences);
-    }
-    return tiles;
-  } else {
-    return (scheduler);
-  }
-}
-
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     fwd_kernel(const __grid_constant__ typename Traits::Params params,
@@ -135,13 +120,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
       if constexpr (Traits::kMasked) {
         schedule_and_find_keys_loop<Traits>(params, scheduler, num_tiles, smem);
       } else {
-        const auto& tiles = tiles_of_sequences<Traits>(params, scheduler);
-        if constexpr (Traits::kPieces) num_tiles = tiles.num_tiles() * num_pieces<Traits>(params);
         if (Traits::kReadsPages && in_pages) {
-          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, tiles, num_tiles, maps.k,
-                                                                maps.pages.rows, smem);
+          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, scheduler, num_tiles,
+                                                                maps.k, maps.pages.rows, smem);
         } else {
-          schedule_and_load_k_loop<Traits, false>(params, tiles, num_tiles, maps.k,
+          schedule_and_load_k_loop<Traits, false>(params, scheduler, num_tiles, maps.k,
                                                   Traits::kKeyAlignment, smem);
         }
       }
@@ -200,9 +183,12 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
   if (num_tiles == 0) return;
 
-  const int blocks = std::min(num_tiles, device.num_sms * Traits::kTile.blocks);
-  const bool is_zeroed = shares_tiles<Traits>(params) || order.tiles != nullptr;
-  if (alike || (num_tiles <= blocks && !shares_tiles<Traits>(params))) {
+  bool has_list = false;  // of tiles, whose number the device knows
+  if constexpr (Traits::kPieces) has_list = params.list.exists();
+  const int resident = device.num_sms * Traits::kTile.blocks;
+  const int blocks = has_list ? resident : std::min(num_tiles, resident);
+  const bool is_zeroed = has_list || order.tiles != nullptr;
+  if (alike || (num_tiles <= blocks && !has_list)) {
     params.tile_counter = nullptr;
   } else if (!is_zeroed) {
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));

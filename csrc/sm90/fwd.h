@@ -4,9 +4,11 @@
 // fwd_max_logits_d*.cu, with a mask whose hidden tiles are passed over in fwd_masked_d*.cu.
 #pragma once
 
+#include "../core/host_device.h"
 #include "../core/params.h"
 #include "../core/tile_mask.h"
 #include "../cuda/device.h"
+#include "../cuda/few_queries.h"
 #include "mask_order.h"
 
 namespace flash_attn::sm90 {
@@ -14,13 +16,22 @@ namespace flash_attn::sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// Of a varlen call: the tiles of each head, on the device, and no other row. Two launches share them.
+// The first has thread blocks on first_sms multiprocessors, each of which begins with the tile of its
+// number; all others come from the tile_counter, which is 0 before.
+struct FwdTileList {
+  const cuda::LongTile* tiles = nullptr;  // null: all tiles
+  const int32_t* num_tiles = nullptr;     // of a head
+  const int32_t* left = nullptr;          // null, or by LongTile::place: 1 if not to be worked on
+  int first_sms = 0;
+  bool is_second = false;  // of the launches
+
+  FLASH_ATTN_HOST_DEVICE bool exists() const { return tiles != nullptr; }
+};
 // The same in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
-// written. sequences: null, or on the device how many of varlen ones to work on. The first behind
-// those has no rows. shares_tiles: several launches take their tiles from one tile_counter, which is
-// 0 before the first of them.
+// written.
 struct FwdInPieces : FwdParams {
-  const int32_t* sequences = nullptr;
-  bool shares_tiles = false;
+  FwdTileList list = {};
 };
 void run_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device, Stream stream);
 // The same with a mask whose hidden tiles are passed over. Dense, no score terms. order: room for

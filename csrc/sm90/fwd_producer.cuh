@@ -23,11 +23,27 @@ __device__ __forceinline__ void load_block(const CUtensorMap& map, const FwdWork
   ring.advance();
 }
 
-// Whether several launches take their tiles from one counter.
+struct FoundTile {
+  TileCoordinates at;
+  SeqlenInfo seqlen;
+};
+
+// A tile by its number: the scheduler's, or one of a list, head after head.
 template <typename Traits>
-__host__ __device__ __forceinline__ bool shares_tiles(const typename Traits::Params& params) {
-  if constexpr (Traits::kPieces) return params.shares_tiles;
-  return false;
+__device__ __forceinline__ FoundTile find_tile(const typename Traits::Params& params,
+                                               const typename Traits::Scheduler& scheduler,
+                                               int tiles_of_head, int tile_idx) {
+  if constexpr (Traits::kPieces) {
+    if (params.list.exists()) {
+      const int head = tile_idx / tiles_of_head;
+      const cuda::LongTile tile = params.list.tiles[tile_idx - head * tiles_of_head];
+      const bool is_left = params.list.left != nullptr && params.list.left[tile.place] != 0;
+      return {.at = {.batch_idx = tile.row, .head = head, .block = tile.block},
+              .seqlen = {tile.q_begin, is_left ? 0 : tile.len_q, tile.k_begin, tile.len_k}};
+    }
+  }
+  const TileCoordinates tile = scheduler.tile(tile_idx);
+  return {.at = tile, .seqlen = SeqlenInfo(params, tile.batch_idx)};
 }
 
 // Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
@@ -42,17 +58,24 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   Ring<Traits::kStages> k_ring(smem.k_ring);
   [[maybe_unused]] uint32_t parity = 0;  // of smem.pages.last_k
   const int lane = threadIdx.x % 32;
-  // Each block begins with the tile of its number, unless blocks of other launches do.
-  const int first_round = shares_tiles<Traits>(params) ? 0 : gridDim.x;
-  int tile_idx = blockIdx.x;
-  if (shares_tiles<Traits>(params)) {
-    if (lane == 0) tile_idx = atomicAdd(params.tile_counter, 1);
-    tile_idx = __shfl_sync(~0u, tile_idx, 0);
+  // Each block begins with the tile of its number, unless blocks of another launch do.
+  int first_round = gridDim.x, tile_idx = blockIdx.x;
+  [[maybe_unused]] int tiles_of_head = 0;  // of a list
+  if constexpr (Traits::kPieces) {
+    if (params.list.exists()) {
+      first_round = params.list.first_sms * Traits::kTile.blocks;
+      if (params.list.is_second) {
+        if (lane == 0) tile_idx = first_round + atomicAdd(params.tile_counter, 1);
+        tile_idx = __shfl_sync(~0u, tile_idx, 0);
+      }
+      tiles_of_head = *params.list.num_tiles;
+      num_tiles = tiles_of_head * params.heads_q * num_pieces<Traits>(params);
+    }
   }
 #pragma unroll 1
   while (tile_idx < num_tiles) {
-    const TileCoordinates tile = scheduler.tile(tile_idx / num_pieces<Traits>(params));
-    const SeqlenInfo seqlen(params, tile.batch_idx);
+    const auto [tile, seqlen] =
+        find_tile<Traits>(params, scheduler, tiles_of_head, tile_idx / num_pieces<Traits>(params));
     const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
     FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     int n = 0, begin = 0, turned = 0;  // blocks of K to load

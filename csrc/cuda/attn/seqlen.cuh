@@ -31,6 +31,16 @@ struct SeqlenInfo {
     if (kv_row(params, batch_idx) < 0) len_k = 0;
   }
 
+  // Of a sequence all of whose rows count.
+  __device__ __forceinline__ SeqlenInfo(int q_begin, int len_q, int k_begin, int len_k)
+      : q_begin(q_begin),
+        k_begin(k_begin),
+        segment_k_begin(k_begin),
+        segment_q(len_q),
+        len_q(len_q),
+        segment_k(len_k),
+        len_k(len_k) {}
+
   // The key that query 0 meets on its diagonal.
   __device__ __forceinline__ int64_t diagonal(const AttnParams& params) const {
     return params.top_left ? 0 : static_cast<int64_t>(len_k) - len_q;
