@@ -180,8 +180,8 @@ def test_few_short_ones_may_fill_the_tiles_of_many(target: Target) -> None:
 @pytest.mark.real_gpu
 @pytest.mark.sanitize
 def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
-    """cu_seqlens_q is on the device and may hold anything. Sequences that overlap have more tiles than
-    there is room for, and memory stays safe."""
+    """cu_seqlens_q is on the device and may hold anything. Sequences that overlap have more tiles
+    than there is room for, and memory stays safe."""
     tensors, options = MIXED["causal"].arguments(target.device)
     starts = options["cu_seqlens_q"]
     total = int(starts[-1])
