@@ -28,7 +28,7 @@ struct FwdTileList {
 
   FLASH_ATTN_HOST_DEVICE bool exists() const { return tiles != nullptr; }
 };
-// The same in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
+// run_fwd() in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
 // written.
 struct FwdInPieces : FwdParams {
   FwdTileList list = {};
