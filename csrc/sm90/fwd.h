@@ -16,9 +16,10 @@ namespace flash_attn::sm90 {
 // Compute capability 9.0 only. Any head_dim and head_dim_v up to 256 that are multiples of 8, fp16
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
-// Of a varlen call: the tiles of each head, on the device, and no other row. Two launches share them.
-// The first has thread blocks on first_sms multiprocessors, each of which begins with the tile of its
-// number; all others come from the tile_counter, which is 0 before.
+
+// The tiles of each head of a varlen call, on the device; no other row is written. Two launches
+// share them. The first has thread blocks on first_sms multiprocessors, each of which begins with
+// the tile of its number; all others come from the tile_counter, which is 0 before.
 struct FwdTileList {
   const cuda::LongTile* tiles = nullptr;  // null: all tiles
   const int32_t* num_tiles = nullptr;     // of a head
