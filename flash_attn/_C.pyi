@@ -213,5 +213,29 @@ def explain_bwd(*fwd_arguments: object) -> Explanation:
 def explain_decode(*decode_arguments: object) -> Explanation:
     """The backend that serves decode of these arguments, and every other's reasons why not."""
 
+# Queries of a part begin at a multiple of it.
+PART_ROW_MULTIPLE: int
+
+class BwdParts:
+    """The backward of queries whose keys come part by part, of kernels that add to sums of dq.
+
+    dout, out: (batch, seqlen_q, heads_q, head_dim_v) of all queries and all keys; softmax_lse, dlse:
+    (batch, heads_q, seqlen_q).
+    """
+
+    has_sums: bool  # whether add() has added anything
+
+    def __init__(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, softmax_lse: Tensor, /
+    ) -> None: ...
+    def add(self, first_row: int, /, *bwd_arguments: object) -> tuple[Tensor, Tensor] | None:
+        """Adds to dq what bwd of these arguments gives, whose queries lie from first_row on.
+
+        Returns dk and dv in fp32. None: its kernels have no sums that fit; nothing happened.
+        """
+
+    def store(self, dq: Tensor, /) -> None:
+        """Writes dq (batch, seqlen_q, heads_q, head_dim), of q's dtype or fp32."""
+
 def backend_names() -> list[str]:
     """Best first."""

@@ -325,7 +325,7 @@ def draw_rng_state(like):
     return ops().rng_state(like)
 
 
-def bwd(
+def bwd_arguments(
     dout,
     q,
     k,
@@ -352,7 +352,7 @@ def bwd(
     wide_key_gradients=False,
     wide_query_gradient=False,
 ):
-    """Runs the op `bwd` for q, k and v. Returns dq, dk, dv.
+    """The arguments of the op `bwd` for q, k and v.
 
     k and v may be some of the keys only, where out and softmax_lse belong to all of them: the
     results then are what these keys contribute to dq, and dk and dv of these keys.
@@ -360,7 +360,7 @@ def bwd(
     wide_query_gradient: so does dq.
     """
     window_left, window_right = window_sides(window_size)
-    dq, dk, dv, _, _ = ops().bwd(
+    return (
         dout,
         dlse,
         out,
@@ -397,4 +397,8 @@ def bwd(
         wide_key_gradients,
         wide_query_gradient,
     )
-    return dq, dk, dv
+
+
+def bwd(*tensors, **options):
+    """Runs the op `bwd` for q, k and v, arguments as bwd_arguments. Returns dq, dk, dv."""
+    return ops().bwd(*bwd_arguments(*tensors, **options))[:3]

@@ -229,6 +229,15 @@ class Parts:
         self.parts.append(part)
 
 
+class PartsOfQueries(Parts):
+    """Of dq, where other calls contribute to the same rows and no kernel adds them up."""
+
+    has_parts = True
+
+    def add_keys(self, first_row: int, arguments: tuple) -> None:
+        return None
+
+
 @pytest.mark.parametrize(
     "backend, change",
     [
@@ -256,10 +265,10 @@ def test_what_is_said_of_parts_is_true(device: str, backend: str | None, change:
     options = Options(0.2, call.softcap, None, call.deterministic, False, dropout)
     mask = Mask(dropout=dropout is not None)
     (planned,) = calls(mask, Documents((0, 64), (0, 64)), ((0, 64),), ((0, 64),))
-    sums = [Parts() for _ in range(3)]
+    sums = (PartsOfQueries(), Parts(), Parts())
     with forced(backend):
         said = interface._rounds_parts(call, q, v)
-        run_backward(planned, Queries(q, out, dout, lse, None), k, v, options, sums, sums_dq=True)
+        run_backward(planned, Queries(q, out, dout, lse, None), k, v, options, sums)
     of_query, *of_keys = (grad.parts for grad in sums)
     for (part,) in (of_query, *of_keys):
         assert part.dtype == torch.float32

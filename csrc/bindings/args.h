@@ -150,10 +150,11 @@ template <class R, class Args, class... Field>
 struct Unpacked<R, Args, std::tuple<Field&...>> {
   using Signature = R(typename ArgumentOf<Field>::type...);
 
-  // kFunction(Args) as the function with the long list that the dispatcher registers.
-  template <auto kFunction>
-  static R from_list(typename ArgumentOf<Field>::type... field) {
-    return kFunction(Args{std::move(field)...});
+  // kFunction(Args) as the function with the long list that the dispatcher registers; or, of other
+  // arguments before it, kFunction(before…, Args).
+  template <auto kFunction, class... Before>
+  static R from_list(Before... before, typename ArgumentOf<Field>::type... field) {
+    return kFunction(before..., Args{std::move(field)...});
   }
 };
 using Fwd = Unpacked<FwdResult, FwdArgs>;

@@ -9,6 +9,7 @@
 #include "../cuda/bwd.h"
 #include "../sm80/bwd.h"
 #include "../sm90/bwd.h"
+#include "bwd_parts.h"
 #include "checks.h"
 #include "key_mask.h"
 #include "mask.h"
@@ -107,15 +108,26 @@ void take_last(Gradients& gradients, const at::Tensor& all) {
   std::copy_backward(parts.begin(), parts.end(), gradients.end());
 }
 
-// What the kernels need room for, and then their launches.
+// Says how many rows the sums of dq have.
+void set_dq_accum_rows(BwdParams& params) {
+  params.dq_accum_sequence_rows = cuda::bwd_dq_accum_sequence_rows(params);
+  params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);
+}
+
+// Room for the sums of so many heads, whose rows and columns are said.
+at::Tensor place_dq_accum(BwdParams& params, int64_t heads, const at::Tensor& lse) {
+  at::Tensor sums = at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
+  params.dq_accum = sums.data_ptr<float>();
+  return sums;
+}
+
+// What the kernels need room for, and then their launches. A part has its sums already.
 void launch_sm80(BwdParams& params, const Plan& plan, const AttnArgs& attn, const at::Tensor& lse) {
   at::Tensor dq_accum;
-  if (!params.deterministic) {
-    params.dq_accum_rows = cuda::bwd_dq_accum_rows(params);
+  if (!params.deterministic && !params.is_part) {
+    set_dq_accum_rows(params);
     params.dq_accum_cols = sm80::bwd_dq_accum_cols(params, plan.skips_tiles);
-    dq_accum =
-        at::empty({params.heads_q, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
-    params.dq_accum = dq_accum.data_ptr<float>();
+    dq_accum = place_dq_accum(params, params.heads_q, lse);
   }
   if (plan.skips_tiles) {
     return sm80::run_bwd_masked({params, tile_mask_params(attn)}, stream_of(lse));
@@ -131,16 +143,15 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   const bool dq_apart = !plan.skips_tiles && sm90::computes_dq_apart(params, device);
   const bool has_turns = params.deterministic && !dq_apart;
   at::Tensor dq_accum, progress, turns;
-  if (!dq_apart) {
+  if (!dq_apart && !params.is_part) {
     DqPool& pool = params.dq_pool;
     pool = sm90::bwd_dq_pool(params, device, plan.skips_tiles);
-    params.dq_accum_rows =
-        pool.places > 0 ? sm90::bwd_dq_pool_rows(params, pool) : cuda::bwd_dq_accum_rows(params);
+    set_dq_accum_rows(params);
+    if (pool.places > 0) params.dq_accum_rows = sm90::bwd_dq_pool_rows(params, pool);
     const int group = params.heads_q / params.heads_kv;
     const int heads = pool.places > 0 ? pool.places * group : params.heads_q;
     params.dq_accum_cols = sm90::bwd_dq_accum_cols(params, plan.skips_tiles);
-    dq_accum = at::empty({heads, params.dq_accum_rows, params.dq_accum_cols}, lse.options());
-    params.dq_accum = dq_accum.data_ptr<float>();
+    dq_accum = place_dq_accum(params, heads, lse);
     pool.end = params.dq_accum + dq_accum.numel();
     if (pool.places > 0) {
       progress = at::empty({cuda::bwd_dq_pool_progress(params)}, numbers);
@@ -174,8 +185,11 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
 }
 
 void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at::Tensor& lse) {
-  const at::Tensor delta = at::empty_like(lse);
-  params.delta = delta.data_ptr<float>();
+  at::Tensor delta;
+  if (!params.is_part) {
+    delta = at::empty_like(lse);
+    params.delta = delta.data_ptr<float>();
+  }
   const std::optional<DealtSequences> dealt = deal_out(params, params.score, attn);
   std::optional<OfSequences<BwdParams>> rest;
   if (dealt) rest = dealt->rest(params);  // before there is a workspace: it needs none
@@ -184,14 +198,47 @@ void launch(const Plan& plan, BwdParams& params, const AttnArgs& attn, const at:
   if (rest) sm80::run_bwd_of_sequences(*rest, stream_of(lse));
 }
 
+// Where dout, out and the LSE lie. The tensors are readable() and contiguous.
+void point_to_results(BwdParams& params, const at::Tensor& dout, const OptTensor& dlse,
+                      const at::Tensor& out, const at::Tensor& lse) {
+  params.out = out.const_data_ptr();
+  params.dout = dout.const_data_ptr();
+  params.out_strides = strides_of(out);
+  params.dout_strides = strides_of(dout);
+  params.lse = lse.const_data_ptr<float>();
+  params.dlse = dlse ? dlse->const_data_ptr<float>() : nullptr;
+  params.lse_batch_stride = lse.dim() == 2 ? 0 : lse.stride(0);  // varlen: (heads_q, total_q)
+  params.lse_head_stride = lse.stride(-2);
+}
+
+// A call's tensors as the kernels read them, and what follows from them.
+struct ReadableCall {
+  AttnArgs attn;
+  at::Tensor dout, out, lse;
+  OptTensor dlse;
+  BwdParams params;
+
+  explicit ReadableCall(const BwdArgs& args)
+      : attn(args.attn),
+        dout(readable(args.dout)),
+        out(readable(args.out)),
+        lse(args.softmax_lse.contiguous()),
+        dlse(contiguous(args.dlse)) {
+    attn.softmax_scale = resolved_scale(attn.softmax_scale, attn.q.size(-1));
+    attn = readable(std::move(attn));
+  }
+  void fill(const OptPlace& dropout_place) {
+    fill_params(params, attn, dropout_place);
+    params.score = score_params(attn);
+    point_to_results(params, dout, dlse, out, lse);
+    params.deterministic = is_deterministic(attn);
+  }
+};
+
 BwdResult run(const Plan& plan, const BwdArgs& args, int packed) {
   const int64_t head_dim = args.attn.q.size(-1), head_dim_v = args.attn.v.size(-1);
-  AttnArgs attn = args.attn;
-  attn.softmax_scale = resolved_scale(attn.softmax_scale, head_dim);
-  attn = readable(std::move(attn));
-  const at::Tensor dout = readable(args.dout), out = readable(args.out);
-  const at::Tensor lse = args.softmax_lse.contiguous();
-  const OptTensor dlse = contiguous(args.dlse);
+  ReadableCall call(args);
+  const AttnArgs& attn = call.attn;
 
   const auto contiguous_like = [](const at::Tensor& tensor) {
     return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
@@ -218,18 +265,8 @@ BwdResult run(const Plan& plan, const BwdArgs& args, int packed) {
       dbias = at::zeros(args.attn.attn_bias->sizes(), args.attn.attn_bias->options());
     }
   } else {
-    BwdParams params;
-    fill_params(params, attn, args.dropout_place);
-    params.score = score_params(attn);
-    params.out = out.const_data_ptr();
-    params.dout = dout.const_data_ptr();
-    params.out_strides = strides_of(out);
-    params.dout_strides = strides_of(dout);
-    params.lse = lse.const_data_ptr<float>();
-    params.dlse = dlse ? dlse->const_data_ptr<float>() : nullptr;
-    params.lse_batch_stride = attn.is_varlen() ? 0 : lse.stride(0);
-    params.lse_head_stride = lse.stride(-2);
-    params.deterministic = is_deterministic(attn);
+    call.fill(args.dropout_place);
+    BwdParams& params = call.params;
     widen_gradients(params, plan, args, dq, dk, dv);
     params.dq = dq.data_ptr();
     params.dk = dk.data_ptr();
@@ -239,7 +276,7 @@ BwdResult run(const Plan& plan, const BwdArgs& args, int packed) {
     params.dv_strides = strides_of(dv);
     params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
     const at::Tensor sums = start_bias_gradient(plan, params, attn, args.grad_mask[3]);
-    launch(plan, params, attn, lse);
+    launch(plan, params, attn, call.lse);
     if (sums.defined()) {
       dbias = sums.sum_to_size(attn.attn_bias->sizes())
                   .to(args.attn.attn_bias->scalar_type())
@@ -292,6 +329,111 @@ BwdResult bwd_packed(const BwdArgs& given, int packed) {
     widen(std::get<2>(result));
   }
   return result;
+}
+
+BwdParts::BwdParts(at::Tensor dout, OptTensor dlse, at::Tensor out, at::Tensor softmax_lse)
+    : dout_(readable(dout)),
+      out_(readable(out)),
+      lse_(softmax_lse.contiguous()),
+      dlse_(contiguous(dlse)) {
+  TORCH_CHECK(dout.dim() == 4 && dout.sizes() == out.sizes(),
+              "flash_attn: dout: expected out's shape (batch, seqlen_q, heads_q, head_dim_v), ",
+              out.sizes(), ", got ", dout.sizes());
+  whole_.batch = static_cast<int>(out.size(0));
+  whole_.seqlen_q = static_cast<int>(out.size(1));
+  whole_.heads_q = static_cast<int>(out.size(2));
+  whole_.total_q = out.size(0) * out.size(1);
+  whole_.head_dim_v = static_cast<int>(out_.size(-1));
+  point_to_results(whole_, dout_, dlse_, out_, lse_);
+}
+
+bool BwdParts::fits(const BwdParams& part, bool by_sm90, int cols) const {
+  return !has_sums() || (by_sm90 == by_sm90_ && cols == whole_.dq_accum_cols &&
+                         part.head_dim == whole_.head_dim && part.dtype == whole_.dtype &&
+                         part.softmax_scale == whole_.softmax_scale &&
+                         part.dropout.scale == whole_.dropout.scale);
+}
+
+void BwdParts::start(const BwdParams& part, bool by_sm90, int cols) {
+  by_sm90_ = by_sm90;
+  whole_.dtype = part.dtype;
+  whole_.head_dim = part.head_dim;
+  whole_.softmax_scale = part.softmax_scale;
+  whole_.dropout = part.dropout;
+  delta_ = at::empty_like(lse_);
+  whole_.delta = delta_.data_ptr<float>();
+  set_dq_accum_rows(whole_);
+  whole_.dq_accum_cols = cols;
+  sums_ = place_dq_accum(whole_, whole_.heads_q, lse_);
+  cuda::run_bwd_delta(whole_, stream_of(lse_));
+}
+
+std::optional<BwdParts::KeyGradients> BwdParts::add(int64_t first_row, BwdArgs args) {
+  check(args);
+  const at::Tensor &q = args.attn.q, &k = args.attn.k;
+  TORCH_CHECK(q.dim() == 4 && q.size(0) == whole_.batch && q.size(2) == whole_.heads_q &&
+                  first_row >= 0 && first_row + q.size(1) <= whole_.seqlen_q,
+              "flash_attn: q: expected a dense part of ", whole_.batch, " sequences of ",
+              whole_.seqlen_q, " queries and ", whole_.heads_q, " heads, got ", q.sizes(),
+              " from row ", first_row, " on");
+  const c10::DeviceGuard guard(q.device());
+  const Plan plan = make_plan(call_shape(args), args.backend);
+  const bool by_sm90 = plan.backend == Backend::kSm90;
+  const bool has_sums = by_sm90 || (plan.backend == Backend::kSm80 && !is_deterministic(args.attn));
+  const bool starts_block = first_row % cuda::kDqAccumRowMultiple == 0;
+  if (!has_sums || plan.skips_tiles || !starts_block || q.numel() == 0 || k.numel() == 0) return {};
+
+  ReadableCall call(args);
+  call.fill(args.dropout_place);
+  BwdParams& params = call.params;
+  params.is_part = params.wide_query_gradient = true;
+  params.wide_key_gradients =
+      by_sm90 && sm90::writes_wide_key_gradients(params);  // fp32 is no dtype of sm90's
+  const int cols = by_sm90 ? sm90::bwd_dq_accum_cols(params, /*masked=*/false)
+                           : sm80::bwd_dq_accum_cols(params, /*masked=*/false);
+  if (!fits(params, by_sm90, cols)) return {};
+  if (!this->has_sums()) start(params, by_sm90, cols);
+
+  params.dq_accum = whole_.dq_accum + first_row * cols;
+  params.dq_accum_rows = whole_.dq_accum_rows;
+  params.dq_accum_sequence_rows = whole_.dq_accum_sequence_rows;
+  params.dq_accum_cols = cols;
+  const at::Tensor delta = delta_.narrow(-1, first_row, q.size(1)).contiguous();
+  params.delta = delta.data_ptr<float>();
+  const auto gradient_of = [&](const at::Tensor& x) {
+    return params.wide_key_gradients ? fp32_like(x) : at::empty_like(x);
+  };
+  const at::Tensor dk = gradient_of(call.attn.k), dv = gradient_of(call.attn.v);
+  params.dk = dk.data_ptr();
+  params.dv = dv.data_ptr();
+  params.dk_strides = strides_of(dk);
+  params.dv_strides = strides_of(dv);
+  launch(plan, params, call.attn, call.lse);
+  return KeyGradients(unpadded(dk, k.size(-1)).to(at::kFloat),
+                      unpadded(dv, args.attn.v.size(-1)).to(at::kFloat));
+}
+
+void BwdParts::store(const at::Tensor& dq) const {
+  if (!has_sums()) {
+    dq.zero_();
+    return;
+  }
+  const c10::DeviceGuard guard(dq.device());
+  std::vector<int64_t> sizes = dq.sizes().vec();
+  sizes.back() = whole_.head_dim;
+  const bool in_place = is_readable(dq);
+  const at::Tensor rows = in_place ? dq : at::empty(sizes, dq.options());
+  BwdParams params = whole_;
+  params.dq = rows.data_ptr();
+  params.dq_strides = strides_of(rows);
+  params.wide_query_gradient = dq.scalar_type() == at::kFloat;
+  by_sm90_ ? sm90::run_bwd_dq_of_parts(params, stream_of(dq))
+           : sm80::run_bwd_dq_of_parts(params, stream_of(dq));
+  if (!in_place) dq.copy_(rows.narrow(-1, 0, dq.size(-1)));
+}
+
+std::optional<BwdParts::KeyGradients> add_part(BwdParts& parts, int64_t first_row, BwdArgs args) {
+  return parts.add(first_row, std::move(args));
 }
 
 }  // namespace flash_attn

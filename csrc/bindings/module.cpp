@@ -3,7 +3,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "args.h"
+#include "../cuda/bwd.h"
+#include "bwd_parts.h"
 
 namespace flash_attn {
 namespace {
@@ -37,6 +38,7 @@ PYBIND11_MODULE(_C, module) {
   using torch::wrap_pybind_function_no_gil;
   using ExplainFwd = Unpacked<Explanation, FwdArgs>;
   using ExplainDecode = Unpacked<Explanation, DecodeArgs>;
+  using AddPart = Unpacked<std::optional<BwdParts::KeyGradients>, BwdArgs>;
 
   module.def("fwd", wrap_pybind_function_no_gil(&Fwd::from_list<&call_fwd>));
   module.def("bwd", wrap_pybind_function_no_gil(&Bwd::from_list<&call_bwd>));
@@ -53,6 +55,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));
   module.def("explain_decode", wrap_pybind_function(&ExplainDecode::from_list<&explain_decode>));
   module.def("backend_names", &backend_names);
+  module.attr("PART_ROW_MULTIPLE") = cuda::kDqAccumRowMultiple;
+  pybind11::class_<BwdParts>(module, "BwdParts")
+      .def(pybind11::init<at::Tensor, OptTensor, at::Tensor, at::Tensor>())
+      .def("add", wrap_pybind_function_no_gil(&AddPart::from_list<&add_part, BwdParts&, int64_t>))
+      .def_property_readonly("has_sums", &BwdParts::has_sums)
+      .def("store", wrap_pybind_function_no_gil(&BwdParts::store));
   pybind11::class_<ForcedBackends>(module, "ForcedBackends")
       .def(pybind11::init<>())
       .def_property("names", &ForcedBackends::get, &ForcedBackends::set);

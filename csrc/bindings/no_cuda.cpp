@@ -73,11 +73,15 @@ void sm80::run_bwd_of_sequences(const OfSequences<BwdParams>&, Stream) { not_bui
 void sm80::run_fwd_masked(const Masked<FwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_masked(const Masked<BwdParams>&, Stream) { not_built(); }
 void sm80::run_bwd_bias(const BwdParams&, Stream) { not_built(); }
-int64_t cuda::bwd_dq_accum_rows(const AttnParams&) { not_built(); }
+int64_t cuda::bwd_dq_accum_sequence_rows(const AttnParams&) { not_built(); }
+int64_t cuda::bwd_dq_accum_rows(const BwdParams&) { not_built(); }
+void cuda::run_bwd_delta(const BwdParams&, Stream) { not_built(); }
 int64_t cuda::bwd_dq_turns(const BwdParams&) { not_built(); }
 int64_t cuda::bwd_dq_pool_progress(const BwdParams&) { not_built(); }
+void sm80::run_bwd_dq_of_parts(const BwdParams&, Stream) { not_built(); }
 int sm80::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 void sm90::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm90::run_bwd_dq_of_parts(const BwdParams&, Stream) { not_built(); }
 void sm90::run_bwd_bias(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
 bool sm90::stores_bias_gradient(const BwdParams&) { not_built(); }
 bool sm90::computes_bias_gradient(const BwdParams&) { not_built(); }

@@ -249,11 +249,16 @@ struct BwdParams : AttnParams {
   float* dsink = nullptr;            // (heads_q), or null: not wanted
   BiasGradientParams dbias;
 
+  // The call is one of several with the same queries and other keys each. delta is given, dq_accum
+  // holds the sums of the calls before, and this one adds to them and leaves it at that: dq is null.
+  bool is_part = false;
+
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of
   // cuda/attn/dq_accum.cuh; null if dq is computed apart. As a pool: (places · group, …).
   float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
+  int64_t dq_accum_sequence_rows = 0;  // of a dense call, from one sequence to the next
   int dq_accum_cols = 0;  // the head-dim class that the kernels run in
   DqPool dq_pool;
   // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), with a pool (batch · heads_q,

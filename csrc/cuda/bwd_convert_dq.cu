@@ -97,7 +97,11 @@ void launch_convert(const BwdParams& params, DqAccumOrder order, Stream stream) 
 
 }  // namespace
 
-int64_t bwd_dq_accum_rows(const AttnParams& params) {
+int64_t bwd_dq_accum_sequence_rows(const AttnParams& params) {
+  return (int64_t{params.seqlen_q} + kDqAccumRows - 1) / kDqAccumRows * kDqAccumRows;
+}
+
+int64_t bwd_dq_accum_rows(const BwdParams& params) {
   return dq_accum_first_row(params, params.total_q, params.batch) + kDqAccumRows + kDqAccumPadding;
 }
 

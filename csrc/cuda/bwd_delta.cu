@@ -1,5 +1,6 @@
 // delta = rowsum(dO ∘ O) - dLSE, once a row before the backward's products: dS = P ∘ (dP - delta);
 // and zeros for the sums of dQ.
+#include <algorithm>
 #include <cmath>
 
 #include "bwd_steps.h"
@@ -15,6 +16,7 @@ constexpr int kLanesPerRow = 8;  // 8 chunks of 16 bytes: a whole line of O and 
 constexpr int kHeads = 4;        // whose loads are under way together
 static_assert(kHeads <= kLanesPerRow);
 constexpr int kRowsPerBlock = kThreads / kLanesPerRow;
+constexpr unsigned kZeroingBlocks = 64;  // of a part, which has nothing else to do
 
 __device__ __forceinline__ float2 to_float2(__half2 pair) { return __half22float2(pair); }
 __device__ __forceinline__ float2 to_float2(__nv_bfloat162 pair) {
@@ -62,7 +64,8 @@ __device__ __forceinline__ float dot_chunk<float>(const float* a, const float* b
   return sum;
 }
 
-// This thread block's share of the workspace becomes 0, while its loads are under way.
+// This thread block's share of the workspace becomes 0, while its loads are under way. The sums of a
+// part go on.
 __device__ __forceinline__ void zero_share(const BwdParams& params) {
   if (params.tile_counter != nullptr && blockIdx.x + blockIdx.y + threadIdx.x == 0) {
     *params.tile_counter = 0;
@@ -72,7 +75,8 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
   const int64_t threads = int64_t{gridDim.x} * gridDim.y * kThreads;
   const int64_t thread = (blockIdx.y * int64_t{gridDim.x} + blockIdx.x) * kThreads + threadIdx.x;
   float4* const sums = reinterpret_cast<float4*>(params.dq_accum);
-  for (int64_t i = thread; i < rows * (params.dq_accum_cols / 4); i += threads) sums[i] = {};
+  const int64_t fours = params.is_part ? 0 : rows * (params.dq_accum_cols / 4);
+  for (int64_t i = thread; i < fours; i += threads) sums[i] = {};
   if (params.dq_pool.places > 0) {
     const int64_t numbers = dq_pool_numbers(params);
     for (int64_t i = thread; i < numbers; i += threads) params.dq_pool.progress[i] = 0;
@@ -93,6 +97,7 @@ __global__ void __launch_bounds__(kThreads)
     bwd_delta_kernel(const __grid_constant__ BwdParams params, unsigned blocks_per_batch,
                      int64_t rows_per_batch) {
   zero_share(params);
+  if (params.is_part) return;
   const int batch_idx = blockIdx.x / blocks_per_batch;
   const int64_t row = int64_t{blockIdx.x % blocks_per_batch} * kRowsPerBlock +
                       static_cast<int>(threadIdx.x) / kLanesPerRow;
@@ -137,6 +142,7 @@ void run_bwd_delta(const BwdParams& params, Stream stream) {
   RowGrid grid(params, kRowsPerBlock);
   if (grid.blocks.x == 0) return;
   grid.blocks.y = (grid.blocks.y + kHeads - 1) / kHeads;
+  if (params.is_part) grid.blocks = {std::min(grid.blocks.x, kZeroingBlocks)};
   const auto launch_of = [&]<typename Element> {
     launch<bwd_delta_kernel<Element>>(grid.blocks, kThreads, 0, stream, params,
                                       grid.blocks_per_batch, grid.rows_per_batch);

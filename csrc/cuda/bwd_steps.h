@@ -10,9 +10,6 @@ namespace flash_attn::cuda {
 // BwdSplits: warps of a tile.
 inline constexpr int kBwdSplitWarps = 8;
 
-// delta = rowsum(dO ∘ O) - dLSE; 0 for rows without keys (LSE -inf). Zeroes dq_accum.
-void run_bwd_delta(const BwdParams& params, Stream stream);
-
 // dsink, from delta.
 void run_bwd_sink(const BwdParams& params, Stream stream);
 
@@ -26,8 +23,8 @@ void run_bwd_convert_dq(const BwdParams& params, DqAccumOrder order, Stream stre
 DqAccumOrder portable_dq_accum_order();
 
 // delta, dsink, sums of rows; launch_products(), which writes dk, dv, other forms of dbias and adds
-// to dq_accum in this order; dq. Without dq_accum, or with a pool, launch_products() writes dq,
-// too.
+// to dq_accum in this order; dq, unless the call is a part. Without dq_accum, or with a pool,
+// launch_products() writes dq, too.
 template <typename F>
 void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
                    F&& launch_products) {
@@ -36,7 +33,7 @@ void run_bwd_steps(const BwdParams& params, DqAccumOrder order, Stream stream,
   if (params.dbias.form == BiasGradientParams::Form::kRows) run_bwd_bias_rows(params, stream);
   launch_products();
   const bool has_dq = params.dq_accum == nullptr || params.dq_pool.places > 0;
-  if (!has_dq) run_bwd_convert_dq(params, order, stream);
+  if (!has_dq && !params.is_part) run_bwd_convert_dq(params, order, stream);
 }
 
 }  // namespace flash_attn::cuda

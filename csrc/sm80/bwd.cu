@@ -37,6 +37,10 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
   });
 }
 
+void run_bwd_dq_of_parts(const BwdParams& params, Stream stream) {
+  cuda::run_bwd_convert_dq(params, cuda::portable_dq_accum_order(), stream);
+}
+
 void run_bwd_masked(const Masked<BwdParams>& params, Stream stream) {
   cuda::run_bwd_steps(params, cuda::portable_dq_accum_order(), stream, [&] {
     with_dtype(params.dtype, [&]<DType kDType> {

@@ -21,6 +21,8 @@ void run_bwd_masked(const Masked<BwdParams>& params, Stream stream);
 void run_bwd_of_sequences(const OfSequences<BwdParams>& params, Stream stream);
 // dbias of the forms kWhole and kShared alone, from delta. fp16 and bf16.
 void run_bwd_bias(const BwdParams& params, Stream stream);
+// dq, from the sums that parts of the call have left in dq_accum (BwdParams::is_part).
+void run_bwd_dq_of_parts(const BwdParams& params, Stream stream);
 // BwdParams::dq_accum_cols, of run_bwd or run_bwd_masked.
 int bwd_dq_accum_cols(const BwdParams& params, bool masked);
 

@@ -233,6 +233,10 @@ void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream str
   });
 }
 
+void run_bwd_dq_of_parts(const BwdParams& params, Stream stream) {
+  cuda::run_bwd_convert_dq(params, DqAccumOrder::kByLane, stream);
+}
+
 void run_bwd_bias(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   cuda::with_dtype(params.dtype, [&]<DType kDType> {
     std::max(params.head_dim, params.head_dim_v) <= kBwdNarrowTermsClass

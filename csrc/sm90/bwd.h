@@ -18,6 +18,8 @@ namespace flash_attn::sm90 {
 // computes_dq_apart(), and then so is dq_turns. The gradient of a bias is computed in
 // the form kRows, and in others where stores_bias_gradient().
 void run_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream);
+// dq, from the sums that parts of the call have left in dq_accum (BwdParams::is_part).
+void run_bwd_dq_of_parts(const BwdParams& params, Stream stream);
 bool stores_bias_gradient(const BwdParams& params);
 // Computes the gradient of a bias of the forms kWhole and kShared, behind run_bwd(), where
 // computes_bias_gradient(). It writes each element of the gradient, also those that nobody sees.

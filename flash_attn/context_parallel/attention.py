@@ -21,7 +21,7 @@ As torch ops they are one node each for torch.compile, which does not look insid
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from flash_attn._functorch import check_no_tangents
 from flash_attn.context_parallel.calls import (
     Options,
     Queries,
+    SumOfQueries,
     forced_backend_again,
     run_backward,
     run_forward,
@@ -49,7 +50,7 @@ from flash_attn.context_parallel.exchange import (
 )
 from flash_attn.context_parallel.heads import Share, ToRows, heads_of_a_group
 from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
-from flash_attn.context_parallel.plan import Call, Documents, Mask, calls, share_rows
+from flash_attn.context_parallel.plan import Call, Documents, Mask, calls
 from flash_attn.context_parallel.shards import Ranges, Shards, size_of
 
 
@@ -82,10 +83,9 @@ class _Blocks:
         everything: Ranges = ((0, self.documents.k[-1]),)
         return calls(self.mask, self.documents, self.q[self.rank], everything)
 
-    @cached_property
-    def ring_sums_dq(self) -> bool:
-        """Whether some of this rank's rows see keys in several of the ring's calls."""
-        return share_rows(call for rank in range(self.size) for call in self.calls(self.rank, rank))
+    def ring_calls(self) -> list[Call]:
+        """Those of this rank's rows with the keys of all ranks."""
+        return [call for rank in range(self.size) for call in self.calls(self.rank, rank)]
 
     def source(self, step: int) -> int:
         """Whose keys this rank computes with in a step."""
@@ -218,12 +218,11 @@ def _ring_backward(
 ) -> Grads:
     own, coming, start_after = here
     keys, returning = own.views(), None
-    dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
-    sums_dq = blocks.ring_sums_dq
+    dq, dk, dv = SumOfQueries(queries, blocks.ring_calls()), *map(RunningSum, keys)
     for step in range(blocks.size):
         grads = (dk, dv) if step == 0 else [RunningSum(x) for x in keys]
         for call in blocks.calls(blocks.rank, blocks.source(step)):
-            run_backward(call, queries, *keys, options, (dq, *grads), sums_dq=sums_dq)
+            run_backward(call, queries, *keys, options, (dq, *grads))
         if step == 0:  # later on there are more buffers
             finish_before()
         keys = coming.wait() if coming else ()
@@ -260,13 +259,12 @@ def _gather_backward(
     options: Options,
     finish_before: Callable[[], None],
 ) -> Grads:
-    dq, dk, dv = RunningSum(queries.q), *map(RunningSum, keys)
     planned = blocks.calls_with_all_keys()
     # Where keys lie on both sides of some rows, as with ALiBi without a causal mask, these rows
     # have two calls.
-    sums_dq = share_rows(planned)
+    dq, dk, dv = SumOfQueries(queries, planned), *map(RunningSum, keys)
     for call in planned:
-        run_backward(call, queries, *keys, options, (dq, dk, dv), sums_dq=sums_dq)
+        run_backward(call, queries, *keys, options, (dq, dk, dv))
     finish_before()
     # Every rank has all of these heads, and gets what all found for its rows.
     share = Share(blocks.k, ((0, keys[0].size(2)),) * blocks.size)

@@ -4,7 +4,7 @@ Tensors are (batch, rows, heads, d) here, and LSE (batch, heads, rows); the toke
 are the rows of a batch of one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,11 +13,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flash_attn._call import bwd, fwd, fwd_arguments
+from flash_attn._call import bwd, bwd_arguments, fwd, fwd_arguments
+from flash_attn._library import C
 from flash_attn.backends import use_backend
 from flash_attn.context_parallel.dropout import Dropout, Padding, padding_of
 from flash_attn.context_parallel.merge import RunningMerge, RunningSum, compute_dtype
-from flash_attn.context_parallel.plan import Call, Rectangle
+from flash_attn.context_parallel.plan import Call, Rectangle, share_rows
 
 
 def forced_backend_again(backend: str | None) -> AbstractContextManager:
@@ -61,6 +62,44 @@ class Queries:
         return Queries(*rows, self.lse[:, heads], dlse)
 
 
+class SumOfQueries(RunningSum):
+    """dq of a rank's rows, to which the planned calls contribute.
+
+    Where the calls of the same rows are dense ones of a GPU's kernels, these add to sums of their
+    own from call to call, and compute δ = rowsum(dO ∘ O) - dLSE once. A call that cannot adds its
+    part here.
+    """
+
+    def __init__(self, queries: Queries, planned: Sequence[Call]) -> None:
+        super().__init__(queries.q)
+        self._rows = slice(0, queries.q.size(1))
+        # Whether other calls contribute to the same rows, so that parts have to come in fp32.
+        self.has_parts = share_rows(planned)
+        self._of_kernels = None
+        alike = all(len(call) == 1 and call[0].q[0] % C.PART_ROW_MULTIPLE == 0 for call in planned)
+        if self.has_parts and alike and queries.q.is_cuda:
+            self._of_kernels = C.BwdParts(queries.dout, queries.dlse, queries.out, queries.lse)
+
+    def add_keys(self, first_row: int, arguments: tuple) -> tuple[Tensor, Tensor] | None:
+        """dk and dv of the op `bwd` of these arguments, whose dq is added here; None: nothing is done.
+
+        first_row: of the call's queries, among the rank's.
+        """
+        return self._of_kernels and self._of_kernels.add(first_row, *arguments)
+
+    def store(self, target: Tensor) -> None:
+        if self._of_kernels is None or not self._of_kernels.has_sums:
+            return super().store(target)
+        if self.is_empty():
+            self._of_kernels.store(target)
+        else:
+            part = torch.empty_like(target, dtype=compute_dtype(target.dtype))
+            self._of_kernels.store(part)
+            self.add(self._rows, part)
+            super().store(target)
+        self._of_kernels = None
+
+
 def _widened(x: Tensor) -> Tensor:
     """In the dtype that partial results are added in, where that is what is computed in anyway.
 
@@ -96,12 +135,10 @@ def run_backward(
     k: Tensor,
     v: Tensor,
     options: Options,
-    grads: Iterable[RunningSum],
-    *,
-    sums_dq: bool,
+    grads: tuple[SumOfQueries, RunningSum, RunningSum],
 ) -> None:
-    """Adds what `call` contributes to grads: dq, dk and dv. sums_dq: other calls contribute to the
-    same rows of dq, so its parts come in fp32."""
+    """Adds what `call` contributes to grads: dq, dk and dv."""
+    dq, *of_keys = grads
     rows, keys = _extent(call)
     inputs = [_widened(x[:, rows]) for x in (queries.dout, queries.q, queries.out)]
     inputs += [_widened(x[:, keys]) for x in (k, v)]
@@ -119,8 +156,15 @@ def run_backward(
         inputs = [x.squeeze(0) for x in inputs]
         lse, dlse = lse.squeeze(0), None if dlse is None else dlse.squeeze(0)
     dout, q, out, k, v = inputs
-    arguments.update(wide_key_gradients=True, wide_query_gradient=sums_dq)
-    parts = bwd(dout, q, k, v, out, lse, dlse=dlse, **arguments)
+    arguments.update(wide_key_gradients=True, wide_query_gradient=dq.has_parts)
+    tensors = (dout, q, k, v, out, lse)
+    if padding is None and len(call) == 1:
+        added = dq.add_keys(rows.start, bwd_arguments(*tensors, dlse=dlse, **arguments))
+        if added is not None:
+            for grad, part in zip(of_keys, added, strict=True):
+                grad.add(keys, part)
+            return
+    parts = bwd(*tensors, dlse=dlse, **arguments)
     if padding is not None:
         own_rows = padding.own_rows(rows.stop - rows.start)
         own_keys = padding.own_keys(keys.stop - keys.start)

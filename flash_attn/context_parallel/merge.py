@@ -191,6 +191,10 @@ class RunningSum:
             self._first = []
         return self._sum
 
+    def is_empty(self) -> bool:
+        """Whether nothing has come."""
+        return self._sum is None and self._waiting is None and not self._first
+
     def value(self) -> Tensor:
         """The sum so far, contiguous."""
         self._sum = self._start().to(self._dtype).contiguous()

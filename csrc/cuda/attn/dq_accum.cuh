@@ -4,13 +4,14 @@
 #include <cstdint>
 
 #include "../../core/params.h"
+#include "../bwd.h"
 
 namespace flash_attn {
 
 // Blocks of 16 rows × 8 columns lie one after the other, those of the same 16 rows together: each
 // is what a warp holds of an accumulator (tile/fragment.cuh), so that a reduction of the warp
 // touches neighbouring bytes. Every sequence starts with a block of its own.
-inline constexpr int kDqAccumRows = 16;
+inline constexpr int kDqAccumRows = cuda::kDqAccumRowMultiple;
 inline constexpr int kDqAccumBlock = kDqAccumRows * 8;
 // BwdParams::dq_turns: numbers of 16 rows, as two thread blocks may share dQ's columns.
 inline constexpr int kDqShares = 2;
@@ -27,14 +28,10 @@ __device__ __forceinline__ constexpr int dq_accum_position(DqAccumOrder order, i
 
 // Row of a head where sequence `batch_idx` starts. The sequences do not overlap: one of n rows that
 // starts at row x of q has ⌊(x + n) / 16⌋ - ⌊x / 16⌋ + 1 >= ⌈n / 16⌉ blocks.
-__host__ __device__ __forceinline__ int64_t dq_accum_first_row(const AttnParams& params,
+__host__ __device__ __forceinline__ int64_t dq_accum_first_row(const BwdParams& params,
                                                                int64_t q_begin, int batch_idx) {
-  const int64_t blocks =
-      params.cu_seqlens_q == nullptr
-          ? int64_t{(static_cast<uint32_t>(params.seqlen_q) + kDqAccumRows - 1) / kDqAccumRows} *
-                batch_idx
-          : q_begin / kDqAccumRows + batch_idx;
-  return blocks * kDqAccumRows;
+  if (params.cu_seqlens_q == nullptr) return params.dq_accum_sequence_rows * batch_idx;
+  return (q_begin / kDqAccumRows + batch_idx) * kDqAccumRows;
 }
 
 // Row that stands for the first one of a sequence's query head in BwdParams::dq_turns. A pool has
