@@ -1,6 +1,7 @@
 """The backward over keys that come in parts, whose dq kernels add up from call to call."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -43,6 +44,10 @@ class Problem:
     dlse: Tensor | None
     exact: tuple[Tensor, Tensor, Tensor]  # dq, dk, dv in fp64
     parts: list[tuple[slice, slice, bool]]  # rows, keys, causal
+
+
+def forced(backend: str | None) -> AbstractContextManager:
+    return nullcontext() if backend is None else use_backend(backend)
 
 
 def problem_of(case: Case, device: str) -> Problem:
@@ -110,7 +115,7 @@ def in_parts(case: Case, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     del del_me
     whole = C.BwdParts(problem.dout, problem.dlse, problem.out, problem.lse)
     dk, dv = (torch.full(x.shape, math.nan, device=x.device) for x in (problem.k, problem.v))
-    with use_backend(case.backend) if case.backend else use_backend("auto"):
+    with forced(case.backend):
         for part in problem.parts:
             added = whole.add(part[0].start, *bwd_arguments(**arguments_of(case, problem, part)))
             assert added is not None
@@ -154,7 +159,7 @@ def test_parts_add_up(case: Case) -> None:
     problem = problem_of(case, "cuda")
     actual = in_parts(case, problem)
     apart = RunningSum(problem.q)
-    with use_backend(case.backend) if case.backend else use_backend("auto"):
+    with forced(case.backend):
         for part in problem.parts:
             arguments = arguments_of(case, problem, part)
             dq, _, _ = bwd(**arguments, wide_key_gradients=True, wide_query_gradient=True)
