@@ -219,8 +219,8 @@ PART_ROW_MULTIPLE: int
 class BwdParts:
     """The backward of queries whose keys come part by part, of kernels that add to sums of dq.
 
-    dout, out: (batch, seqlen_q, heads_q, head_dim_v) of all queries and all keys; softmax_lse, dlse:
-    (batch, heads_q, seqlen_q).
+    dout, out: (batch, seqlen_q, heads_q, head_dim_v) of all queries and all keys.
+    softmax_lse, dlse: (batch, heads_q, seqlen_q).
     """
 
     has_sums: bool  # whether add() has added anything

@@ -110,9 +110,9 @@ def arguments_of(case: Case, problem: Problem, part: tuple[slice, slice, bool]) 
 
 def in_parts(case: Case, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv where all parts are added by kernels."""
-    # What the results and the workspace are made of is not zero.
-    del_me = [torch.full((1 << 22,), math.nan, device=problem.q.device) for _ in range(4)]
-    del del_me
+    # The allocator has memory that is not zero for the results and the workspace.
+    poison = [torch.full((1 << 22,), math.nan, device=problem.q.device) for _ in range(4)]
+    del poison
     whole = C.BwdParts(problem.dout, problem.dlse, problem.out, problem.lse)
     dk, dv = (torch.full(x.shape, math.nan, device=x.device) for x in (problem.k, problem.v))
     with forced(case.backend):
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_left(device: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_rank_adds_up(device: str, layout: str, causal: bool) -> None:
-    """What the last of four ranks of a ring adds up for its rows, one block of keys after another."""
+    """What the last of four ranks of a ring adds up for its rows, rank after rank."""
     total, ranks = 1024, 4
     case = replace(Case(), rows=total)
     q, k, v, dout = (torch.randn(1, total, 4, case.d, device=device).bfloat16() for _ in range(4))

@@ -348,10 +348,10 @@ BwdParts::BwdParts(at::Tensor dout, OptTensor dlse, at::Tensor out, at::Tensor s
 }
 
 bool BwdParts::fits(const BwdParams& part, bool by_sm90, int cols) const {
-  return !has_sums() || (by_sm90 == by_sm90_ && cols == whole_.dq_accum_cols &&
-                         part.head_dim == whole_.head_dim && part.dtype == whole_.dtype &&
-                         part.softmax_scale == whole_.softmax_scale &&
-                         part.dropout.scale == whole_.dropout.scale);
+  return !has_sums() ||
+         (by_sm90 == by_sm90_ && cols == whole_.dq_accum_cols && part.head_dim == whole_.head_dim &&
+          part.dtype == whole_.dtype && part.softmax_scale == whole_.softmax_scale &&
+          part.dropout.scale == whole_.dropout.scale);
 }
 
 void BwdParts::start(const BwdParams& part, bool by_sm90, int cols) {

@@ -259,7 +259,7 @@ struct BwdParams : AttnParams {
   float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
   int64_t dq_accum_sequence_rows = 0;  // of a dense call, from one sequence to the next
-  int dq_accum_cols = 0;  // the head-dim class that the kernels run in
+  int dq_accum_cols = 0;               // the head-dim class that the kernels run in
   DqPool dq_pool;
   // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), with a pool (batch · heads_q,
   // …), zeroed by the launch. At the first row of each block of queries it says how many blocks of

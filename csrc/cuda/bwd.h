@@ -17,7 +17,6 @@ int64_t bwd_dq_turns(const BwdParams& params);
 // DqPool::progress: numbers of the call.
 int64_t bwd_dq_pool_progress(const BwdParams& params);
 
-
 // delta = rowsum(dO ∘ O) - dLSE; 0 for rows without keys (LSE -inf). Zeroes the workspace; of a part
 // (BwdParams::is_part) it does so alone, but for dq_accum.
 void run_bwd_delta(const BwdParams& params, Stream stream);

@@ -81,9 +81,9 @@ class SumOfQueries(RunningSum):
             self._of_kernels = C.BwdParts(queries.dout, queries.dlse, queries.out, queries.lse)
 
     def add_keys(self, first_row: int, arguments: tuple) -> tuple[Tensor, Tensor] | None:
-        """dk and dv of the op `bwd` of these arguments, whose dq is added here; None: nothing is done.
+        """dk and dv of the op `bwd`, whose dq is added here; None: nothing is done.
 
-        first_row: of the call's queries, among the rank's.
+        first_row: of the call's queries, among the rank's. arguments: bwd_arguments().
         """
         return self._of_kernels and self._of_kernels.add(first_row, *arguments)
 
