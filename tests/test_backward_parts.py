@@ -176,6 +176,18 @@ def test_parts_add_up(case: Case) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_fp64_is_left(device: str) -> None:
+    """No kernel serves it, and LSE is not fp32 then."""
+    case = Case(dtype=torch.float64)
+    problem = problem_of(case, device)
+    whole = C.BwdParts(problem.dout, None, problem.out, problem.lse.double())
+    arguments = arguments_of(case, problem, problem.parts[0])
+    arguments["softmax_lse"] = arguments["softmax_lse"].double()
+    assert whole.add(0, *bwd_arguments(**arguments)) is None
+    assert not whole.has_sums
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_fit_is_left(device: str) -> None:
     """A call whose rows begin within a block, or whose sums would be of another kind, adds nothing;
     nor does any on a CPU."""

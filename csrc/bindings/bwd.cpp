@@ -332,19 +332,17 @@ BwdResult bwd_packed(const BwdArgs& given, int packed) {
 }
 
 BwdParts::BwdParts(at::Tensor dout, OptTensor dlse, at::Tensor out, at::Tensor softmax_lse)
-    : dout_(readable(dout)),
-      out_(readable(out)),
-      lse_(softmax_lse.contiguous()),
-      dlse_(contiguous(dlse)) {
-  TORCH_CHECK(dout.dim() == 4 && dout.sizes() == out.sizes(),
+    : dout_(std::move(dout)),
+      out_(std::move(out)),
+      lse_(std::move(softmax_lse)),
+      dlse_(std::move(dlse)) {
+  TORCH_CHECK(dout_.dim() == 4 && dout_.sizes() == out_.sizes(),
               "flash_attn: dout: expected out's shape (batch, seqlen_q, heads_q, head_dim_v), ",
-              out.sizes(), ", got ", dout.sizes());
-  whole_.batch = static_cast<int>(out.size(0));
-  whole_.seqlen_q = static_cast<int>(out.size(1));
-  whole_.heads_q = static_cast<int>(out.size(2));
-  whole_.total_q = out.size(0) * out.size(1);
-  whole_.head_dim_v = static_cast<int>(out_.size(-1));
-  point_to_results(whole_, dout_, dlse_, out_, lse_);
+              out_.sizes(), ", got ", dout_.sizes());
+  whole_.batch = static_cast<int>(out_.size(0));
+  whole_.seqlen_q = static_cast<int>(out_.size(1));
+  whole_.heads_q = static_cast<int>(out_.size(2));
+  whole_.total_q = out_.size(0) * out_.size(1);
 }
 
 bool BwdParts::fits(const BwdParams& part, bool by_sm90, int cols) const {
@@ -360,12 +358,17 @@ void BwdParts::start(const BwdParams& part, bool by_sm90, int cols) {
   whole_.head_dim = part.head_dim;
   whole_.softmax_scale = part.softmax_scale;
   whole_.dropout = part.dropout;
-  delta_ = at::empty_like(lse_);
-  whole_.delta = delta_.data_ptr<float>();
   set_dq_accum_rows(whole_);
   whole_.dq_accum_cols = cols;
-  sums_ = place_dq_accum(whole_, whole_.heads_q, lse_);
-  cuda::run_bwd_delta(whole_, stream_of(lse_));
+  const at::Tensor dout = readable(dout_), out = readable(out_), lse = lse_.contiguous();
+  const OptTensor dlse = contiguous(dlse_);
+  sums_ = place_dq_accum(whole_, whole_.heads_q, lse);
+  delta_ = at::empty_like(lse);
+  BwdParams call = whole_;
+  call.head_dim_v = static_cast<int>(out.size(-1));
+  call.delta = delta_.data_ptr<float>();
+  point_to_results(call, dout, dlse, out, lse);
+  cuda::run_bwd_delta(call, stream_of(lse));
 }
 
 std::optional<BwdParts::KeyGradients> BwdParts::add(int64_t first_row, BwdArgs args) {
@@ -401,7 +404,8 @@ std::optional<BwdParts::KeyGradients> BwdParts::add(int64_t first_row, BwdArgs a
   const at::Tensor delta = delta_.narrow(-1, first_row, q.size(1)).contiguous();
   params.delta = delta.data_ptr<float>();
   const auto gradient_of = [&](const at::Tensor& x) {
-    return params.wide_key_gradients ? fp32_like(x) : at::empty_like(x);
+    const auto dtype = params.wide_key_gradients ? at::kFloat : x.scalar_type();
+    return at::empty(x.sizes(), x.options().dtype(dtype));
   };
   const at::Tensor dk = gradient_of(call.attn.k), dv = gradient_of(call.attn.v);
   params.dk = dk.data_ptr();

@@ -35,7 +35,7 @@ class FLASH_ATTN_API BwdParts {
   at::Tensor dout_, out_, lse_;
   OptTensor dlse_;
   at::Tensor delta_, sums_;  // undefined before the first part
-  BwdParams whole_;          // a call of all queries
+  BwdParams whole_;          // what a call of all queries has in common with its parts
   bool by_sm90_ = false;
 };
 
