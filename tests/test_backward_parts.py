@@ -183,7 +183,8 @@ def test_fp64_is_left(device: str) -> None:
     whole = C.BwdParts(problem.dout, None, problem.out, problem.lse.double())
     arguments = arguments_of(case, problem, problem.parts[0])
     arguments["softmax_lse"] = arguments["softmax_lse"].double()
-    assert whole.add(0, *bwd_arguments(**arguments)) is None
+    with use_backend("aten"):
+        assert whole.add(0, *bwd_arguments(**arguments)) is None
     assert not whole.has_sums
 
 
