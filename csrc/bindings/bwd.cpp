@@ -383,7 +383,7 @@ std::optional<BwdParts::KeyGradients> BwdParts::add(int64_t first_row, BwdArgs a
   const Plan plan = make_plan(call_shape(args), args.backend);
   const bool by_sm90 = plan.backend == Backend::kSm90;
   const bool has_sums = by_sm90 || (plan.backend == Backend::kSm80 && !is_deterministic(args.attn));
-  const bool starts_block = first_row % cuda::kDqAccumRowMultiple == 0;
+  const bool starts_block = first_row % BwdParams::kPartMultiple == 0;
   if (!has_sums || plan.skips_tiles || !starts_block || q.numel() == 0 || k.numel() == 0) return {};
 
   ReadableCall call(args);

@@ -3,7 +3,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../cuda/bwd.h"
 #include "bwd_parts.h"
 
 namespace flash_attn {
@@ -55,7 +54,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("explain_bwd", wrap_pybind_function(&ExplainFwd::from_list<&explain_bwd>));
   module.def("explain_decode", wrap_pybind_function(&ExplainDecode::from_list<&explain_decode>));
   module.def("backend_names", &backend_names);
-  module.attr("PART_ROW_MULTIPLE") = cuda::kDqAccumRowMultiple;
+  module.attr("PART_ROW_MULTIPLE") = BwdParams::kPartMultiple;
   pybind11::class_<BwdParts>(module, "BwdParts")
       .def(pybind11::init<at::Tensor, OptTensor, at::Tensor, at::Tensor>())
       .def("add", wrap_pybind_function_no_gil(&AddPart::from_list<&add_part, BwdParts&, int64_t>))

@@ -252,6 +252,7 @@ struct BwdParams : AttnParams {
   // The call is one of several with the same queries and other keys each. delta is given, dq_accum
   // holds the sums of the calls before, and this one adds to them and leaves it at that: dq is null.
   bool is_part = false;
+  static constexpr int kPartMultiple = 16;  // of the row at which the queries of a part begin
 
   float* delta = nullptr;  // workspace laid out like lse: rowsum(dO ∘ O) - dLSE
   // Workspace (heads_q, dq_accum_rows, dq_accum_cols), zeroed by the launch, in the order of

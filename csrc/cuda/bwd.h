@@ -5,9 +5,6 @@
 
 namespace flash_attn::cuda {
 
-// The queries of a part (BwdParams::is_part) begin at such a row of the whole call's.
-inline constexpr int kDqAccumRowMultiple = 16;
-
 // BwdParams::dq_accum: rows of one sequence, which a dense call has to say before it asks for the
 // next number; rows of one head.
 int64_t bwd_dq_accum_sequence_rows(const AttnParams& params);

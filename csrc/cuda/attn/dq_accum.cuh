@@ -4,14 +4,14 @@
 #include <cstdint>
 
 #include "../../core/params.h"
-#include "../bwd.h"
 
 namespace flash_attn {
 
 // Blocks of 16 rows × 8 columns lie one after the other, those of the same 16 rows together: each
 // is what a warp holds of an accumulator (tile/fragment.cuh), so that a reduction of the warp
 // touches neighbouring bytes. Every sequence starts with a block of its own.
-inline constexpr int kDqAccumRows = cuda::kDqAccumRowMultiple;
+inline constexpr int kDqAccumRows = 16;
+static_assert(BwdParams::kPartMultiple % kDqAccumRows == 0);
 inline constexpr int kDqAccumBlock = kDqAccumRows * 8;
 // BwdParams::dq_turns: numbers of 16 rows, as two thread blocks may share dQ's columns.
 inline constexpr int kDqShares = 2;
