@@ -217,6 +217,30 @@ def test_what_does_not_fit_is_left(device: str) -> None:
         add(late, first_row=176)
 
 
+class Kernels:
+    """Whose sums of dq are 2 everywhere."""
+
+    has_sums = True
+
+    def store(self, dq: Tensor) -> None:
+        assert dq.dtype == torch.float32
+        dq.fill_(2)
+
+
+def test_both_kinds_of_parts_are_stored() -> None:
+    """What kernels have summed and what came to add() are added in fp32, wherever the rows lie."""
+    rows = [torch.zeros(1, 32, 2, 8).bfloat16() for _ in range(3)]
+    planned = calls(Mask(), Documents((0, 32), (0, 32)), ((0, 32),), ((0, 16),))
+    dq = SumOfQueries(Queries(*rows, torch.zeros(1, 2, 32), None), planned)
+    dq._of_kernels = Kernels()
+    dq.add(slice(16, 32), torch.full((1, 16, 2, 8), 0.004))
+    dq.add(slice(16, 32), torch.full((1, 16, 2, 8), 0.005))
+    target = torch.empty_like(rows[0])
+    dq.store(target)
+    assert target[:, :16].eq(2).all()
+    assert torch.equal(target[:, 16:], torch.full_like(target[:, 16:], 2.009))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("device", DEVICES)
