@@ -167,8 +167,8 @@ void launch_sm90(BwdParams& params, const Plan& plan, const AttnArgs& attn, cons
   }
   at::Tensor split_sums, split_arrivals;
   if (params.splits.count > 1) {
-    split_sums = at::empty({sm90::bwd_split_sums(params)}, lse.options());
-    split_arrivals = at::empty({sm90::bwd_split_arrivals(params)}, numbers);
+    split_sums = at::empty({params.splits.num_sums}, lse.options());
+    split_arrivals = at::empty({params.splits.num_arrivals}, numbers);
     params.splits.sums = split_sums.data_ptr<float>();
     params.splits.arrived = split_arrivals.data_ptr<int32_t>();
   }

@@ -93,8 +93,6 @@ int sm90::bwd_dq_accum_cols(const BwdParams&, bool) { not_built(); }
 DqPool sm90::bwd_dq_pool(const BwdParams&, const cuda::DeviceInfo&, bool) { not_built(); }
 int64_t sm90::bwd_dq_pool_rows(const BwdParams&, const DqPool&) { not_built(); }
 BwdSplits sm90::bwd_splits(const BwdParams&, const cuda::DeviceInfo&) { not_built(); }
-int64_t sm90::bwd_split_sums(const BwdParams&) { not_built(); }
-int64_t sm90::bwd_split_arrivals(const BwdParams&) { not_built(); }
 bool sm90::writes_wide_key_gradients(const BwdParams&) { not_built(); }
 int64_t sm90::mask_order_size(const Masked<FwdParams>&) { not_built(); }
 int64_t sm90::mask_order_size(const Masked<BwdParams>&) { not_built(); }

@@ -224,10 +224,9 @@ struct DqPool {
 // see a block of keys are split among thread blocks, and their dK and dV meet in fp32.
 struct BwdSplits {
   int count = 1;  // of each tile
-  int tiles = 0;
-  // Workspace, if there are several: (tiles, warps, count, dK and dV of a warp's keys), in the
-  // order of accumulators; and, zeroed by the launch, (tiles, warps): from how many splits sums
-  // have come.
+  // Workspace, if there are several, in the order of bwd_split.cuh: gradients of keys, and counters
+  // that the launch zeroes.
+  int64_t num_sums = 0, num_arrivals = 0;
   float* sums = nullptr;
   int32_t* arrived = nullptr;
 };
@@ -260,7 +259,7 @@ struct BwdParams : AttnParams {
   float* dq_accum = nullptr;
   int64_t dq_accum_rows = 0;
   int64_t dq_accum_sequence_rows = 0;  // of a dense call, from one sequence to the next
-  int dq_accum_cols = 0;               // the head-dim class that the kernels run in
+  int dq_accum_cols = 0;               // those of dq, or of the head-dim class
   DqPool dq_pool;
   // Workspace (heads_q, dq_accum_rows / 16, 2 shares of the columns), with a pool (batch · heads_q,
   // …), zeroed by the launch. At the first row of each block of queries it says how many blocks of

@@ -81,9 +81,8 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
     const int64_t numbers = dq_pool_numbers(params);
     for (int64_t i = thread; i < numbers; i += threads) params.dq_pool.progress[i] = 0;
   }
-  if (params.splits.count > 1) {
-    const int64_t numbers = int64_t{params.splits.tiles} * kBwdSplitWarps;
-    for (int64_t i = thread; i < numbers; i += threads) params.splits.arrived[i] = 0;
+  for (int64_t i = thread; i < params.splits.num_arrivals; i += threads) {
+    params.splits.arrived[i] = 0;
   }
   if (params.dq_turns == nullptr) return;
   const int64_t turns = dq_turn_numbers(params);

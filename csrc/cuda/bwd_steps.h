@@ -7,9 +7,6 @@
 
 namespace flash_attn::cuda {
 
-// BwdSplits: warps of a tile.
-inline constexpr int kBwdSplitWarps = 8;
-
 // dsink, from delta.
 void run_bwd_sink(const BwdParams& params, Stream stream);
 

@@ -87,7 +87,7 @@ bool see_few_in_order(const BwdParams& params) {
 BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
   if (!may_split(params)) return {};
   const int tiles =
-      make_bwd_scheduler<TileScheduler<kBwdBlockN, TileOrder::kAsTold>>(params, 0, device.num_sms)
+      make_bwd_scheduler<TileScheduler<kBwdBlockN, TileOrder::kAsTold>>(params, device.num_sms)
           .num_tiles();
   const double walk =
       static_cast<double>(queries_of_tile(params)) * (params.heads_q / params.heads_kv);
@@ -99,14 +99,12 @@ BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
   for (int n = 2; int64_t{tiles} * n <= kBwdMaxSplits * device.num_sms; ++n) {
     if (time(n) < time(best)) best = n;
   }
-  return {.count = best, .tiles = tiles};
-}
-
-int64_t bwd_split_sums(const BwdParams& params) {
-  return int64_t{params.splits.tiles} * params.splits.count * kBwdBlockN * 2 * split_class(params);
-}
-int64_t bwd_split_arrivals(const BwdParams& params) {
-  return int64_t{params.splits.tiles} * cuda::kBwdSplitWarps;
+  if (best == 1) return {};
+  // Of every two splits one leaves its gradients (bwd_split.cuh).
+  const int64_t places = int64_t{tiles} * ((best + 1) / 2);
+  return {.count = best,
+          .num_sums = places * kBwdBlockN * 2 * split_class(params),
+          .num_arrivals = int64_t{tiles} * kBwdSplitWarps * 2 * best};
 }
 
 bool writes_wide_key_gradients(const BwdParams& params) { return may_split(params); }
@@ -128,17 +126,20 @@ bool computes_bias_gradient(const BwdParams& params) {
 }
 
 int bwd_dq_accum_cols(const BwdParams& params, bool masked) {
-  if (masked) {
-    return with_masked_class(params.head_dim, params.head_dim_v,
-                             [&]<int kHeadDim> { return bwd_tile_cols(kHeadDim); });
-  }
   const int widest = std::max(params.head_dim, params.head_dim_v);
   if (cuda::has_score_terms(params) && widest <= kBwdMaxSingleHeadDim) {
     return is_narrow_with_terms(params) ? kBwdNarrowTermsClass : kBwdScoresClass;
   }
-  if (runs_split(params)) return split_class(params);
-  return with_bwd_class(params.head_dim, params.head_dim_v,
-                        [&]<int kHeadDim, int kHeadDimV> { return bwd_tile_cols(kHeadDim); });
+  if (runs_split(params)) return params.head_dim;
+  const bool pools = params.dq_pool.places > 0;
+  if (masked) {
+    return with_masked_class(params.head_dim, params.head_dim_v,
+                             [&]<int kHeadDim> { return pools ? kHeadDim : params.head_dim; });
+  }
+  return with_bwd_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {
+    const bool of_class = pools || params.deterministic || kBwdTile<kHeadDim>.keeps_dq_cols;
+    return of_class ? kHeadDim : params.head_dim;
+  });
 }
 
 bool computes_dq_apart(const BwdParams& params, const cuda::DeviceInfo& device) {

@@ -68,6 +68,36 @@
 
 namespace flash_attn::sm90 {
 
+// Whether dK and dV are those of the whole tile.
+template <typename Traits>
+__device__ __forceinline__ bool has_all_gradients(const BwdConsumer<Traits>& self,
+                                                  const BwdWork& work,
+                                                  typename Traits::KeyGradient& dK,
+                                                  typename Traits::KeyGradient& dV) {
+  if constexpr (Traits::kSplits) {
+    return SplitSums<Traits>(self.params.splits, work).collect(dV, dK);
+  } else {
+    return true;
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void store_key_gradients(const BwdConsumer<Traits>& self,
+                                                    const BwdWork& work,
+                                                    typename Traits::KeyGradient& dK,
+                                                    typename Traits::KeyGradient& dV) {
+  const auto& params = self.params;
+  const float scale = Traits::ScorePolicy::output_scale(params.dropout);
+  const float dk_scale = params.softmax_scale * scale;
+  scale_rows(dK, {dk_scale, dk_scale});
+  if constexpr (Traits::kScaleOfP != 1 || Traits::kDrops) {
+    const float dv_scale = scale / Traits::kScaleOfP;
+    scale_rows(dV, {dv_scale, dv_scale});
+  }
+  store_key_gradient(self, work, dV, params.dv, params.dv_strides, params.head_dim_v);
+  store_key_gradient(self, work, dK, params.dk, params.dk_strides, params.head_dim);
+}
+
 template <typename Traits>
 __device__ __forceinline__ void bwd_consumer_loop(const typename Traits::Params& params,
                                                   BwdSharedStorage<Traits>& smem, int consumer) {
@@ -80,22 +110,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const typename Traits::Params&
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
     if constexpr (Traits::kCountsTiles) self.say_summed();
-    if constexpr (Traits::kSplits) {
-      if (params.splits.count > 1) {
-        join_splits(self, *work, dK, dV);
-        self.queue.release(true);
-        continue;
-      }
-    }
-    const float scale = Traits::ScorePolicy::output_scale(params.dropout);
-    const float dk_scale = params.softmax_scale * scale;
-    scale_rows(dK, {dk_scale, dk_scale});
-    if constexpr (Traits::kScaleOfP != 1 || Traits::kDrops) {
-      const float dv_scale = scale / Traits::kScaleOfP;
-      scale_rows(dV, {dv_scale, dv_scale});
-    }
-    store_key_gradient(self, *work, dV, params.dv, params.dv_strides, params.head_dim_v);
-    store_key_gradient(self, *work, dK, params.dk, params.dk_strides, params.head_dim);
+    if (has_all_gradients(self, *work, dK, dV)) store_key_gradients(self, *work, dK, dV);
     self.queue.release(true);
   }
 }

@@ -43,9 +43,6 @@ int64_t bwd_dq_pool_rows(const BwdParams& params, const DqPool& pool);
 // The splits of this call, without their workspace. If there are several, they belong into
 // params.splits.
 BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device);
-// How many numbers BwdSplits::sums and BwdSplits::arrived have.
-int64_t bwd_split_sums(const BwdParams& params);
-int64_t bwd_split_arrivals(const BwdParams& params);
 // Whether dk and dv may be fp32.
 bool writes_wide_key_gradients(const BwdParams& params);
 

@@ -27,6 +27,9 @@ struct BwdTile {
   // many query heads or more share a kv head, the first ones. 0: never.
   int group_first_first = 0;
   bool folds_rows = false;  // LSE and delta are columns of the products (bwd_row_terms.cuh)
+  // The sums of dQ have the columns of the class, where some could be left out: the branches between
+  // reductions would hold up the products.
+  bool keeps_dq_cols = false;
   // K, or V, of a consumer's keys is an operand in registers.
   bool holds_k = false, holds_v = false;
 };
@@ -49,8 +52,12 @@ template <>
 inline constexpr BwdTile kBwdTile<80> = {
     .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true, .holds_v = true};
 template <>
-inline constexpr BwdTile kBwdTile<96> = {
-    .block_m = 64, .stages = 2, .group_first_first = 4, .folds_rows = true, .holds_k = true};
+inline constexpr BwdTile kBwdTile<96> = {.block_m = 64,
+                                         .stages = 2,
+                                         .group_first_first = 4,
+                                         .folds_rows = true,
+                                         .keeps_dq_cols = true,
+                                         .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
                                           .stages = 2,
@@ -58,9 +65,10 @@ inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
                                           .pooled_queries = 4096,
                                           .queries_pooled_in_order = 1024,
                                           .group_first_first = 4,
-                                          .folds_rows = true};
+                                          .folds_rows = true,
+                                          .keeps_dq_cols = true};
 
-// A class's tiles in shared memory, and its sums of dQ, have so many columns.
+// A class's tiles in shared memory have so many columns.
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
 
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
@@ -88,8 +96,9 @@ inline constexpr int kBwdLeastQueriesFirstFirst = 1536;
 
 // Tiles may be split in two classes (bwd_split.cuh). kBwdSplitCost is what a split costs beside its
 // queries, in queries: K and V are loaded once more, and its sums go to memory and back.
-// kBwdMaxSplits is how many splits there may be for each multiprocessor, as each takes memory.
+// kBwdMaxSplits is how many splits there may be for each multiprocessor, as they take memory.
 inline constexpr int kBwdSplitClass = 128, kBwdNarrowSplitClass = 64;
+inline constexpr int kBwdSplitWarps = 4 * kBwdConsumers;  // of a tile
 inline constexpr int kBwdSplitCost = 256, kBwdMaxSplits = 4;
 
 // Wider heads have two thread blocks of 64 keys each, and 64 queries an iteration. Their tiles go

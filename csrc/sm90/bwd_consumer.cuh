@@ -174,6 +174,10 @@ struct BwdConsumer : BwdTermPlace<Traits> {
   __device__ __forceinline__ int dq_first_col() const {
     return Traits::kDqShare == DqShare::kCols ? warpgroup * Traits::kDqCols : 0;
   }
+  // That of this warp.
+  __device__ __forceinline__ DqPlace dq_place() const {
+    return {.row = dq_first_row() + warp_row % 64, .col = dq_first_col(), .lane = lane};
+  }
 
  private:
   // The columns of K that this consumer's columns of dQ come from.

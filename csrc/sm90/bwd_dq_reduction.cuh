@@ -8,20 +8,23 @@
 
 namespace flash_attn::sm90 {
 
-// Walks over the blocks of kBlockM queries on its own, and knows where a warp adds 16 rows of each
-// block's dQ. kAccumCols: the columns of dq_accum. kComputesAnew: this is computed in each block;
-// kept, it would take registers that score terms need. kStretches: the walk may come to the end of
-// a pool, and goes on at its beginning.
-template <int kBlockM, int kAccumCols, bool kComputesAnew = false, bool kStretches = false>
+// Walks over the blocks of kBlockM queries on its own, and knows where a warp adds to each block's
+// dQ. kClassCols: how many columns the sums have, if these are those of the class
+// (kDqHasClassCols); else 0, and there are as many as dQ has. kComputesAnew: where the sums lie is
+// computed in each block; kept, it would take registers that score terms need. kStretches: the walk
+// may come to the end of a pool, and goes on at its beginning.
+template <int kBlockM, int kClassCols = 0, bool kComputesAnew = false, bool kStretches = false>
 class DqReduction {
+  static constexpr bool kHasClassCols = kClassCols > 0;
+
  public:
-  // row, col: the first of the warp's rows in a block, and its first column.
   __device__ __forceinline__ DqReduction(const BwdParams& params, const BwdWork& work,
-                                         const QueryBlocks& first, int row, int col, int lane)
+                                         const QueryBlocks& first, const DqPlace& place)
       : params_(params),
         work_(work),
-        offset_(row * kAccumCols + col / 8 * kDqAccumBlock +
-                dq_accum_position(DqAccumOrder::kByLane, lane, 0)),
+        place_(place),
+        offset_(place.row * kClassCols + place.col / 8 * kDqAccumBlock +
+                dq_accum_position(DqAccumOrder::kByLane, place.lane, 0)),
         block_(first) {}
 
   // Goes to the first block, or to the next one. It should not stand right behind add(): an
@@ -30,7 +33,7 @@ class DqReduction {
     if (kComputesAnew || new_head_) {
       start_head(block_);
     } else {
-      accum_ += kBlockM * kAccumCols;
+      accum_ += kBlockM * accum_cols();
       rows_left_ -= kBlockM;
       if constexpr (kStretches) {
         if (accum_ >= params_.dq_pool.end) accum_ -= params_.dq_pool.end - params_.dq_accum;
@@ -50,17 +53,19 @@ class DqReduction {
       head_accum_ = accum_;
       head_rows_left_ = rows_left_;
     }
-    accum_ = head_accum_ + int64_t{block.m} * kBlockM * kAccumCols;
+    accum_ = head_accum_ + int64_t{block.m} * kBlockM * accum_cols();
     rows_left_ = head_rows_left_ - block.m * kBlockM;
   }
 
-  // The first column of dQ lies first_col behind the constructor's. A block of 16 rows that the
-  // sequence lacks belongs to somebody else.
+  // The first column of dQ lies first_col behind that of the place. A block of 16 rows that the
+  // sequence lacks belongs to somebody else; columns that the class alone has have no place.
   template <int kCols>
   __device__ __forceinline__ void add(const Accumulator<1, kCols>& dQ, int first_col = 0) const {
     if (rows_left_ <= 0) return;
+    const int cols = kHasClassCols ? kCols : accum_cols() - place_.col - first_col;
 #pragma unroll
     for (int n = 0; n < kCols / 8; ++n) {
+      if (n * 8 >= cols) break;
       const float (&c)[4] = dQ.data[0][n];
       flash_attn::ptx::red_add_v4(accum_ + (first_col / 8 + n) * kDqAccumBlock, c[0], c[1], c[2],
                                   c[3]);
@@ -68,17 +73,24 @@ class DqReduction {
   }
 
  private:
+  __device__ __forceinline__ int accum_cols() const {
+    return kHasClassCols ? kClassCols : params_.dq_accum_cols;
+  }
+
   __device__ __forceinline__ void start_head(const QueryBlock& block) {
-    const int first_row = block.m * kBlockM;
-    rows_left_ =
-        work_.seqlen.len_q - first_row - offset_ / (kDqAccumRows * kAccumCols) * kDqAccumRows;
+    const int first_row = block.m * kBlockM + (kHasClassCols ? 0 : place_.row);
+    const int row_of_offset =
+        kHasClassCols ? offset_ / (kDqAccumRows * kClassCols) * kDqAccumRows : 0;
+    rows_left_ = work_.seqlen.len_q - first_row - row_of_offset;
     const int64_t of_head = (block.head - work_.q.head) * params_.dq_accum_rows;
-    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * kAccumCols + offset_;
+    accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * accum_cols() + offset_;
   }
 
   const BwdParams& params_;
   const BwdWork& work_;
-  const int offset_;   // from a block's first value to the first of this lane
+  // With the columns of a class the offset says the row, and no register keeps the place.
+  const DqPlace place_;
+  const int offset_;
   QueryBlocks block_;  // behind the one that is added to
   bool new_head_ = true;
   float* accum_;

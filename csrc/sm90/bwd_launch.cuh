@@ -14,8 +14,8 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
                        Stream stream, const MaskOrder& order = {}) {
   using Storage = BwdSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
-  auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
-      params, Traits::kTileCols, device.num_sms, Traits::kTile.group_first_first);
+  auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, device.num_sms,
+                                                                  Traits::kTile.group_first_first);
   if constexpr (Traits::kMasked) scheduler.order = order;
   const int num_tiles = scheduler.num_tiles();
   const int blocks = std::min(num_tiles * params.splits.count, device.num_sms);

@@ -276,7 +276,8 @@ __device__ __forceinline__ void reduce_query_gradients_loop(BwdPairConsumer<Trai
   using Operand = WgmmaOperand<Layout::kKOuter, typename Traits::Slab>;
   constexpr int kOwnSlabs = Traits::kSlabs / 2;  // that are always this block's
   // With a mask there are no registers to keep what follows from a block's head.
-  using Reduction = DqReduction<Traits::kBlockM, Traits::kHeadDim, Traits::kMasked>;
+  using Reduction =
+      DqReduction<Traits::kBlockM, Traits::kDqHasClassCols ? Traits::kHeadDim : 0, Traits::kMasked>;
   auto& smem = self.smem;
   Ring<Traits::kStages> ds_ring(smem.ds_ring);
   Ring<Traits::kTurnStages> turn_ring(smem.turn_ring);
@@ -306,7 +307,7 @@ __device__ __forceinline__ void reduce_query_gradients_loop(BwdPairConsumer<Trai
     self.place_thread();
     const int num_blocks = work->num_query_blocks();
     [[maybe_unused]] bool more = num_blocks > 0;  // with a mask: blocks that were found
-    Reduction reduction(self.params, *work, QueryBlocks(*work), self.warp_row, 0, self.lane);
+    Reduction reduction(self.params, *work, QueryBlocks(*work), self.dq_place());
     // The two thread blocks add the slab in the middle by turns. Where sums come in order, the
     // queries decide whose turn it is, so that it is the same every time.
     int visit = Traits::kOrders ? work->range.begin : 0;
@@ -405,8 +406,8 @@ void launch_bwd_pair_kernel(const typename Traits::Params& params, const cuda::D
   using Storage = BwdPairSharedStorage<Traits>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   const int clusters = device.num_sms / Traits::kBlocks;
-  auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(
-      params, Traits::kHeadDim, clusters, Traits::kTile.group_first_first);
+  auto scheduler = make_bwd_scheduler<typename Traits::Scheduler>(params, clusters,
+                                                                  Traits::kTile.group_first_first);
   if constexpr (Traits::kMasked) scheduler.order = order;
   const int num_tiles = scheduler.num_tiles();
   if (num_tiles == 0) return;

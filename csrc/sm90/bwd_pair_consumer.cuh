@@ -36,6 +36,10 @@ struct BwdPairConsumer {
     warp_row = thread / 32 % 4 * 16;
   }
 
+  __device__ __forceinline__ DqPlace dq_place() const {
+    return {.row = warp_row, .col = 0, .lane = lane};
+  }
+
   // The lane, as a value that the compiler does not know. What follows from it alone is not
   // computed before the loop, where it would take registers.
   __device__ __forceinline__ int opaque_lane() const {

@@ -27,6 +27,7 @@ struct BwdPairTraits {
   static constexpr bool kOrders = kForm == BwdPairForm::kOrdered,
                         kHasDq = kForm != BwdPairForm::kWithoutDq,
                         kMasked = kForm == BwdPairForm::kMasked;
+  static constexpr bool kDqHasClassCols = kOrders;  // as BwdTraits's
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   static constexpr DType kDType = kElementType;
   using Element = flash_attn::Element<kDType>;

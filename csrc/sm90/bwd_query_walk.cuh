@@ -33,8 +33,7 @@ class QueryWalk {
         block(work),
         full_begin(work.range.full_begin),
         full_end(work.range.full_end),
-        reduction(self.params, work, all_blocks(), self.dq_first_row() + self.warp_row % 64,
-                  self.dq_first_col(), self.lane) {}
+        reduction(self.params, work, all_blocks(), self.dq_place()) {}
 
   __device__ __forceinline__ void run() {
     if (!block.more()) return;
@@ -335,7 +334,9 @@ class QueryWalk {
   Blocks block;
   QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
-  DqReduction<Traits::kBlockM, Traits::kTileCols, kGeneral, Traits::kStretches> reduction;
+  DqReduction<Traits::kBlockM, Traits::kDqHasClassCols ? Traits::kHeadDim : 0, kGeneral,
+              Traits::kStretches>
+      reduction;
 };
 
 }  // namespace flash_attn::sm90

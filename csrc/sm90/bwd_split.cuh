@@ -1,9 +1,9 @@
-// Several thread blocks share a tile: each walks over some of the queries, and whoever ends last
-// adds up their dK and dV. It does so in the order of the splits, so that the bits are the same
-// every time. Each warp does this for its own keys and waits for nobody.
+// Several thread blocks share a tile: each walks over some of the queries, and their dK and dV are
+// added up in pairs, and in pairs of pairs. Of two that are added the one that ends first leaves its
+// gradients, and the other one adds them to its own and goes on. So the order of the
+// additions, and with it each bit, is the same every time. Each warp does this for its own keys.
 #pragma once
 
-#include "../cuda/bwd_steps.h"
 #include "bwd_consumer.cuh"
 #include "ptx/counter.cuh"
 
@@ -26,59 +26,65 @@ __device__ __forceinline__ void take_split(BwdWork& work, const BwdParams& param
   work.end_head = min(work.q.head + each, work.end_head);
 }
 
-// The sums of this warp's keys of each split, as accumulators hold them: dV's blocks of eight
-// columns come first, and then dK's.
+// Where the gradients of this warp's keys wait for those of other splits, as accumulators hold them:
+// dV's blocks of eight columns come first, and then dK's. There is a place for every two splits: two
+// that have been added leave one to those that come next.
 template <typename Traits>
 class SplitSums {
-  static_assert(Traits::kConsumerThreads / 32 == cuda::kBwdSplitWarps);
+  static_assert(Traits::kConsumerThreads / 32 == kBwdSplitWarps);
   using KeyGradient = typename Traits::KeyGradient;
   static constexpr int kBlocks = Traits::kHeadDim / 8, kLanes = 32;
+  static constexpr int kProducerThreads = 128;
 
  public:
   __device__ __forceinline__ SplitSums(const BwdSplits& splits, const BwdWork& work)
-      : splits_(splits),
-        split_(work.split),
-        lane_(threadIdx.x % kLanes),
-        warp_(work.tile * cuda::kBwdSplitWarps + static_cast<int>(threadIdx.x) / kLanes -
-              4 /* of the producer */) {}
-
-  // Leaves the sums of this split. Returns whether those of all splits are there. A whole warp
-  // calls it.
-  __device__ __forceinline__ bool leave(const KeyGradient& dV, const KeyGradient& dK) const {
-    put(dV, place(split_));
-    put(dK, place(split_) + kBlocks * kLanes);
-    __syncwarp();
-    int before = 0;
-    if (lane_ == 0) before = ptx::add_acq_rel(&splits_.arrived[warp_], 1);
-    return __shfl_sync(~0u, before, 0) == splits_.count - 1;
+      : splits_(splits), split_(work.split) {
+    // What follows from the thread's number is not computed before all tiles.
+    const auto thread = static_cast<int>(flash_attn::ptx::opaque(threadIdx.x)) - kProducerThreads;
+    lane_ = thread % kLanes;
+    warp_ = work.tile * kBwdSplitWarps + thread / kLanes;
   }
 
-  // Adds up columns of dV, or of dK, over all splits, from the first one on. There are no registers
-  // for all columns at once.
-  template <int kCols>
-  __device__ __forceinline__ Accumulator<1, kCols> total(bool of_keys, int first_col) const {
-    Accumulator<1, kCols> total;
-    total.fill(0.f);
-    const int first = (of_keys ? kBlocks : 0) + first_col / 8;
+  // Whether the gradients have become those of all splits; else they are left to another one. A
+  // whole warp calls it.
+  __device__ __forceinline__ bool collect(KeyGradient& dV, KeyGradient& dK) const {
 #pragma unroll 1
-    for (int split = 0; split < splits_.count; ++split) {
-      const float4* const sums = place(split) + first * kLanes;
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
-        const float4 sum = __ldcg(sums + n * kLanes);
-        float (&c)[4] = total.data[0][n];
-        c[0] += sum.x;
-        c[1] += sum.y;
-        c[2] += sum.z;
-        c[3] += sum.w;
-      }
+    for (int level = 0; 1 << level < splits_.count; ++level) {
+      const int own = split_ >> level, other = own ^ 1;  // of 2^level splits each
+      if (other << level >= splits_.count) continue;
+      const int pair = (own >> 1 << (level + 1)) + (1 << level);
+      if (leave(pair, place_of(own, level), dV, dK)) return false;
+      const float4* const place = place_of(other, level);
+      add(dV, place);
+      add(dK, place + kBlocks * kLanes);
     }
-    return total;
+    return true;
   }
 
  private:
-  __device__ __forceinline__ float4* place(int split) const {
-    const int64_t row = int64_t{warp_} * splits_.count + split;
+  // If the other side of the pair has not come, leaves it the gradients of this one. Else those of
+  // the other side are there, as it waits for them to be written.
+  __device__ __forceinline__ bool leave(int pair, float4* place, const KeyGradient& dV,
+                                        const KeyGradient& dK) const {
+    int32_t* const arrived = &splits_.arrived[int64_t{warp_} * 2 * splits_.count + pair];
+    int before = 0;
+    if (lane_ == 0) before = atomicAdd(arrived, 1);
+    before = __shfl_sync(~0u, before, 0);
+    if (before == 0) {
+      put(dV, place);
+      put(dK, place + kBlocks * kLanes);
+      __syncwarp();
+      if (lane_ == 0) ptx::add_release(arrived, 1);
+      return true;
+    }
+    // All lanes wait alike: behind a loop of one lane ptxas spills registers.
+    constexpr int kBothCameAndOneLeft = 3;
+    while (!__all_sync(~0u, ptx::ld_acquire(arrived) == kBothCameAndOneLeft)) __nanosleep(20);
+    return false;
+  }
+
+  __device__ __forceinline__ float4* place_of(int splits, int level) const {
+    const int64_t row = int64_t{warp_} * ((splits_.count + 1) / 2) + (splits << level >> 1);
     return reinterpret_cast<float4*>(splits_.sums) + row * (2 * kBlocks * kLanes) + lane_;
   }
   __device__ __forceinline__ static void put(const KeyGradient& gradient, float4* place) {
@@ -88,30 +94,21 @@ class SplitSums {
       place[n * kLanes] = {c[0], c[1], c[2], c[3]};
     }
   }
+  __device__ __forceinline__ static void add(KeyGradient& gradient, const float4* place) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float4 sum = __ldcg(place + n * kLanes);
+      float (&c)[4] = gradient.data[0][n];
+      c[0] += sum.x;
+      c[1] += sum.y;
+      c[2] += sum.z;
+      c[3] += sum.w;
+    }
+  }
 
   const BwdSplits& splits_;
-  const int split_, lane_, warp_;  // warp_: its number among those of all tiles
+  const int split_;
+  int lane_, warp_;  // warp_: its number among those of all tiles
 };
-
-// Ends a split of a tile: the last one to end stores what all have summed.
-template <typename Traits>
-__device__ __forceinline__ void join_splits(const BwdConsumer<Traits>& self, const BwdWork& work,
-                                            const typename Traits::KeyGradient& dK,
-                                            const typename Traits::KeyGradient& dV) {
-  constexpr int kCols = Traits::GradientTile::kCols;
-  static_assert(Traits::kHeadDim % kCols == 0);
-  const BwdParams& params = self.params;
-  const SplitSums<Traits> sums(params.splits, work);
-  if (!sums.leave(dV, dK)) return;
-#pragma unroll 1
-  for (int col = 0; col < Traits::kHeadDim; col += kCols) {
-    store_key_gradient_cols(self, work, sums.template total<kCols>(false, col), 0, col, params.dv,
-                            params.dv_strides, params.head_dim_v);
-    auto keys = sums.template total<kCols>(true, col);
-    scale_rows(keys, {params.softmax_scale, params.softmax_scale});
-    store_key_gradient_cols(self, work, keys, 0, col, params.dk, params.dk_strides,
-                            params.head_dim);
-  }
-}
 
 }  // namespace flash_attn::sm90

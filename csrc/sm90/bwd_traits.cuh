@@ -65,6 +65,11 @@ struct BwdTraits {
   static constexpr bool kCountsTiles = kPools && !kOrders;
   static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders || kSplits;
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
+  // Sums that are a pool, come in order, or are those of score terms have the columns of the class:
+  // these forms lack the registers to leave columns out.
+  static constexpr bool kDqHasClassCols =
+      kPools || kOrders || !kPlainScores ||
+      (kForm == BwdForm::kPlain && kBwdTile<kHeadDimClass>.keeps_dq_cols);
   using ScorePolicy = std::conditional_t<kPlainScores, PlainScores, TermScores<terms_of(kForm)>>;
   static constexpr bool kAdditive = kForm == BwdForm::kAdditive;
   // Here dS is not P ∘ (dP - delta), and what it consists of beside dP and delta waits for them in

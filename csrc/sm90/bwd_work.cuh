@@ -139,16 +139,20 @@ inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows)
                          slab_cols, rows);
 }
 
+// Where a warp adds to the dQ of each block of queries: to 16 rows and some columns, from these on.
+struct DqPlace {
+  int row, col, lane;
+};
+
 // Deals out the blocks of kBlockN keys of a call, of which `running` run at a time.
 // group_first_first: as BwdTile's.
 template <typename Scheduler>
-Scheduler make_bwd_scheduler(const BwdParams& params, int dq_accum_cols, int running,
-                             int group_first_first = 0) {
+Scheduler make_bwd_scheduler(const BwdParams& params, int running, int group_first_first = 0) {
   const int group = params.heads_q / params.heads_kv, pairs = params.batch * params.heads_kv;
   // This is what the blocks of one kv head read and add to over and over: Q, dO and dq_accum.
   const int64_t bytes = params.seqlen_q *
-                        (int64_t{params.head_dim} + params.head_dim_v + 2 * dq_accum_cols) * 2 *
-                        group;
+                        (int64_t{params.head_dim} + params.head_dim_v + 2 * params.dq_accum_cols) *
+                        2 * group;
   Scheduler scheduler = Scheduler::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
                                         params.batch, params.heads_kv, bytes);
   const auto heads_of = [&](int tiles) {

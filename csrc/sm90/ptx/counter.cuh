@@ -37,14 +37,4 @@ __device__ __forceinline__ int add_release(int32_t* number, int addend) {
   return before;
 }
 
-// atom.add.acq_rel: both.
-__device__ __forceinline__ int add_acq_rel(int32_t* number, int addend) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(number), "r"(addend)
-               : "memory");
-  return before;
-}
-
 }  // namespace flash_attn::sm90::ptx

@@ -16,6 +16,5 @@ inline int add_release(int32_t* number, int addend) {
   *number += addend;
   return before;
 }
-inline int add_acq_rel(int32_t* number, int addend) { return add_release(number, addend); }
 
 }  // namespace flash_attn::sm90::ptx
