@@ -130,6 +130,33 @@ def other_shapes(quick: bool = False) -> list[Case]:
     return cases[::4] if quick else cases
 
 
+def narrow_heads(quick: bool = False) -> list[Case]:
+    """Head dims that have fewer columns than the class of kernels they run in."""
+    cases = [
+        Case(TOKENS // s, s, HIDDEN // d, d, causal)
+        for d in (16, 32, 40, 56, 72, 112, 160, 224)
+        for s, causal in ((1024, True), (4096, False), (4096, True))
+    ]
+    return cases[::8] if quick else cases
+
+
+def few_tiles(quick: bool = False) -> list[Case]:
+    """One sequence and few kv heads: fewer blocks of keys than a GPU has multiprocessors."""
+    cases = [
+        Case(1, s, 32, d, True, heads_kv=heads_kv)
+        for s, heads_kv, d in (
+            (4096, 2, 128),
+            (4096, 1, 128),
+            (2048, 4, 128),
+            (2048, 8, 128),
+            (1024, 8, 128),
+            (8192, 2, 128),
+            (4096, 2, 64),
+        )
+    ]
+    return cases[::4] if quick else cases
+
+
 def deterministic(quick: bool = False) -> list[Case]:
     """Five head-dim classes at 2k and 8k, full and causal; GQA; documents."""
     cases = [
