@@ -2,7 +2,7 @@
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
     pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,terms,
-    fp32,wide,wide_decode,packed,few,mixed,generate,aten,cpu]
+    fp32,wide,wide_decode,packed,few,mixed,ring,generate,aten,cpu]
     [--backends sm80,fa2,cudnn] [--only PATTERN] [--phases PRODUCT,SETTLE,TIMED]
     [--out FILE.json]
 
@@ -23,8 +23,9 @@ the cost of a term is its time ÷ the plain call's. fp32: both directions with t
 TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256,
 where FlexAttention has two sets of tiles. packed: both passes of q, k and v in one tensor. few:
 forwards of few queries, dense and varlen. mixed: sequences of one new token beside chunks of
-prompts, in one varlen call. generate: a prompt and one new token of whole small models, beside
-SDPA's default. aten: calls that no kernel serves, against naive attention.
+prompts, in one varlen call. ring: the calls of one rank's backward. generate: a prompt and one new
+token of whole small models, beside SDPA's default. aten: calls that no kernel serves, against naive
+attention.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from benchmarks import (
     race_masks,
     race_mixed,
     race_packed,
+    race_ring,
     results,
     shapes,
 )
@@ -58,7 +60,7 @@ KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
     *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "few"),
-    *("mixed", "generate", "aten", "cpu"),
+    *("mixed", "ring", "generate", "aten", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -86,6 +88,7 @@ PEERS = {
     "packed": (),
     "few": (),  # peers are among its contestants
     "mixed": ("fa4",),
+    "ring": (),
     "generate": ("sdpa",),
     "aten": ("naive",),
     "cpu": ("flash",),
@@ -110,6 +113,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
         "packed": race_packed.FORMS,
         "few": race_few.NAMES,
         "mixed": race_mixed.OURS,
+        "ring": race_ring.FORMS,
         "generate": ("ours",),
         "aten": ("ours",),
         "cpu": ("aten",),
@@ -288,6 +292,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return race_few.run(race, of(shapes.few_queries), names)
     if kind == "mixed":
         return race_mixed.run(race, of(shapes.mixed), names)
+    if kind == "ring":
+        return race_ring.run(race, of(race_ring.cases), names)
     if kind == "generate":
         return race_generate.run(race, quick, names)
     if kind == "terms":

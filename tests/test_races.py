@@ -232,6 +232,16 @@ def test_packed_forms_are_the_same_call(short_race):
     assert served == [set(race_packed.FORMS), {"separate", "kv"}, set(race_packed.FORMS)]
 
 
+def test_a_ring_adds_the_same_parts(short_race):
+    from benchmarks import race_ring
+
+    case = race_ring.RingCase(4, 2, 16, ranks=4, rows=32)
+    assert len(case.planned()) == case.ranks
+    records = race_ring.run(short_race, [case], race_ring.FORMS)
+    assert not short_race.wrong and not short_race.reasons
+    assert [set(r["values"]) for r in records] == [set(race_ring.FORMS)]
+
+
 def test_few_queries_are_the_same_call():
     from benchmarks import backends, race_few, shapes
 
