@@ -68,12 +68,12 @@
 
 namespace flash_attn::sm90 {
 
-// Whether dK and dV are those of the whole tile.
+// Where the tile is split, adds what the splits before have left. Returns whether dK and dV are those
+// of the whole tile now.
 template <typename Traits>
-__device__ __forceinline__ bool has_all_gradients(const BwdConsumer<Traits>& self,
-                                                  const BwdWork& work,
-                                                  typename Traits::KeyGradient& dK,
-                                                  typename Traits::KeyGradient& dV) {
+__device__ __forceinline__ bool collect_splits(const BwdConsumer<Traits>& self, const BwdWork& work,
+                                               typename Traits::KeyGradient& dK,
+                                               typename Traits::KeyGradient& dV) {
   if constexpr (Traits::kSplits) {
     return SplitSums<Traits>(self.params.splits, work).collect(dV, dK);
   } else {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void bwd_consumer_loop(const typename Traits::Params&
     dV.fill(0.f);
     QueryWalk<Traits>(*work, self, dK, dV).run();
     if constexpr (Traits::kCountsTiles) self.say_summed();
-    if (has_all_gradients(self, *work, dK, dV)) store_key_gradients(self, *work, dK, dV);
+    if (collect_splits(self, *work, dK, dV)) store_key_gradients(self, *work, dK, dV);
     self.queue.release(true);
   }
 }

@@ -66,7 +66,7 @@ struct BwdTraits {
   static constexpr bool kPlainScores = kForm == BwdForm::kPlain || kPools || kOrders || kSplits;
   using Params = std::conditional_t<kMasked, Masked<BwdParams>, BwdParams>;
   // Sums that are a pool, come in order, or are those of score terms have the columns of the class:
-  // these forms lack the registers to leave columns out.
+  // these forms lack the registers to leave columns out. Plain ones may keep them, too (BwdTile).
   static constexpr bool kDqHasClassCols =
       kPools || kOrders || !kPlainScores ||
       (kForm == BwdForm::kPlain && kBwdTile<kHeadDimClass>.keeps_dq_cols);
