@@ -88,6 +88,38 @@ def test_prove_soaks_for_as_long_as_it_is_told(tmp_path, monkeypatch):
     assert seconds == prove["SECONDS"]["soak"] + 1234
 
 
+def test_prove_builds_both_sides_of_a_duel(tmp_path, monkeypatch):
+    """The revision's files lie in a folder of their own, and both are built before they race."""
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("not a clone of git")
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    ran, run = [], prove["Stage"].side_by_side
+
+    def note(self, commands, *rest):
+        if commands[0][0] in ("git", "tar"):
+            return run(self, commands, *rest)
+        ran.extend(commands)
+        trees = [Path(command[2]) for command in commands if command[0] == "env"]
+        assert all((tree / "setup.py").is_file() for tree in trees)
+        return True
+
+    monkeypatch.setattr(prove["Stage"], "side_by_side", note)
+    words = ["prove", "--out", str(tmp_path), "--stages", "duel", "--kinds", "peaked"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert prove["main"]() == 0 and not ran
+    assert "without --before" in (tmp_path / "summary.md").read_text()
+    monkeypatch.setattr(sys, "argv", [*words, "--before", "HEAD"])
+    assert prove["main"]() == 0
+    (*_, build_before), (*_, build_after), race = (ran[0][:3], ran[1][:3], ran[2])
+    assert build_after == str(ROOT) != build_before
+    assert race[race.index("benchmarks.duel") + 1 :][:4] == [
+        *(build_before, build_after),
+        *("--kinds", "peaked"),
+    ]
+    monkeypatch.setattr(sys, "argv", [*words, "--before", "no-such-revision"])
+    assert prove["main"]() == 1
+
+
 @pytest.mark.parametrize("code, is_failure", [(0, False), (5, False), (1, True)])
 def test_a_part_without_tests_is_no_failure(code, is_failure, tmp_path, monkeypatch):
     """pytest ends with 5 where fewer tests are selected than there are processes."""
