@@ -74,6 +74,13 @@ at::Tensor fp32_like(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options().dtype(at::kFloat));
 }
 
+void write_key_gradients_to(const at::Tensor& dk, const at::Tensor& dv, BwdParams& params) {
+  params.dk = dk.data_ptr();
+  params.dv = dv.data_ptr();
+  params.dk_strides = strides_of(dk);
+  params.dv_strides = strides_of(dv);
+}
+
 // Makes those gradients fp32 that are wanted so and that the kernels of this call can write so.
 void widen_gradients(BwdParams& params, const Plan& plan, const BwdArgs& args, at::Tensor& dq,
                      at::Tensor& dk, at::Tensor& dv) {
@@ -269,11 +276,8 @@ BwdResult run(const Plan& plan, const BwdArgs& args, int packed) {
     BwdParams& params = call.params;
     widen_gradients(params, plan, args, dq, dk, dv);
     params.dq = dq.data_ptr();
-    params.dk = dk.data_ptr();
-    params.dv = dv.data_ptr();
     params.dq_strides = strides_of(dq);
-    params.dk_strides = strides_of(dk);
-    params.dv_strides = strides_of(dv);
+    write_key_gradients_to(dk, dv, params);
     params.dsink = dsink.numel() > 0 ? dsink.data_ptr<float>() : nullptr;
     const at::Tensor sums = start_bias_gradient(plan, params, attn, args.grad_mask[3]);
     launch(plan, params, attn, call.lse);
@@ -408,10 +412,7 @@ std::optional<BwdParts::KeyGradients> BwdParts::add(int64_t first_row, BwdArgs a
     return at::empty(x.sizes(), x.options().dtype(dtype));
   };
   const at::Tensor dk = gradient_of(call.attn.k), dv = gradient_of(call.attn.v);
-  params.dk = dk.data_ptr();
-  params.dv = dv.data_ptr();
-  params.dk_strides = strides_of(dk);
-  params.dv_strides = strides_of(dv);
+  write_key_gradients_to(dk, dv, params);
   launch(plan, params, call.attn, call.lse);
   return KeyGradients(unpadded(dk, k.size(-1)).to(at::kFloat),
                       unpadded(dv, args.attn.v.size(-1)).to(at::kFloat));
