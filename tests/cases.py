@@ -36,6 +36,7 @@ from targets import (  # noqa: F401  (what tests take from here)
     each_target,
     leaves_of,
     pads,
+    skip_copies_of_missing_pages,
     use,
 )
 

@@ -9,7 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import DECODE_CUDA, SIMULATED, SM90, Target, each_target
+from cases import (
+    DECODE_CUDA,
+    SIMULATED,
+    SM90,
+    Target,
+    each_target,
+    skip_copies_of_missing_pages,
+)
 from ragged import DEVICES, KEYS, SLOPES, Ragged, assert_close, tensors
 
 import flash_attn
@@ -194,8 +201,7 @@ def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
 @each_target(DECODE_CUDA)
 def test_missing_pages_of_mixed_sequences(target: Target) -> None:
     """Short and long ones lack pages, or keys at the end."""
-    if SIMULATED == "80":
-        pytest.skip("8.0 reads copies, in which missing pages of a GPU's tensors are zeros")
+    skip_copies_of_missing_pages(SIMULATED == "80")
     problem = dataclasses.replace(MIXED["causal"], page_size=16)
     tensors, options = problem.arguments(target.device)
     table = options["block_table"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import OP_TARGETS, SIMULATED, SM90, Target, each_target, use
+from cases import OP_TARGETS, SM90, Target, each_target, skip_copies_of_missing_pages, use
 
 import flash_attn
 from flash_attn import _call
@@ -115,12 +115,6 @@ def attend(tensors, given):
     return out, lse
 
 
-def skip_copies_of_missing_pages(target: Target) -> None:
-    """A simulated GPU's tensors are the CPU's, whose copies may hold what nobody sees."""
-    if SIMULATED and target.backend == "sm80":
-        pytest.skip("the copy is for a real GPU's kernels")
-
-
 def stays_in_pages(tensors, given) -> bool:
     """Whether the op itself gets the table."""
     return _call.fwd_arguments(*tensors, **given)[8] is not None
@@ -213,7 +207,7 @@ def test_windows(d: int, page_size: int, window: tuple[int, int], target: Target
 @pytest.mark.parametrize("name", ["", "softcap", "alibi", "softcap and alibi"])
 def test_what_windows_leave_behind(name: str, d: int, page_size: int, target: Target) -> None:
     """Pages whose keys no query sees any more may be gone, and hidden keys may be NaN."""
-    skip_copies_of_missing_pages(target)
+    skip_copies_of_missing_pages(target.backend == "sm80")
     problem = Paged.make(page_size, d, d, torch.float16, (33, 7), (300, 130))
     terms = {"softcap": 5.0, "alibi": SLOPES}
     options = {"alibi_slopes" if n == "alibi" else n: x for n, x in terms.items() if n in name}
@@ -283,7 +277,7 @@ def test_lengths_beside_cu_seqlens(target: Target) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (120, 0)])
 def test_missing_pages(window: tuple[int, int], d: int, target: Target) -> None:
     """Sequences that lack one are right, and the others have the bits that they have without."""
-    skip_copies_of_missing_pages(target)
+    skip_copies_of_missing_pages(target.backend == "sm80")
     problem = Paged.make(16, d, d, torch.float16, *LENGTHS)
     missing = [(0, 0), (2, 7), (4, 8)]
     table = problem.table.clone()
@@ -316,7 +310,7 @@ def test_pages_change_no_bit(d: int, page_size: int, target: Target) -> None:
 
 @each_target(*OP_TARGETS)
 def test_largest_logits(target: Target) -> None:
-    skip_copies_of_missing_pages(target)
+    skip_copies_of_missing_pages(target.backend == "sm80")
     problem = Paged.make(16, 64, 64, torch.float16, *LENGTHS)
     table = problem.table.clone()
     table[2, 3] = -1

@@ -93,31 +93,33 @@ def test_prove_builds_both_sides_of_a_duel(tmp_path, monkeypatch):
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("not a clone of git")
     prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
-    ran, run = [], prove["Stage"].side_by_side
+    ran, really_run = [], prove["Stage"].side_by_side
 
     def note(self, commands, *rest):
         if commands[0][0] in ("git", "tar"):
-            return run(self, commands, *rest)
-        ran.extend(commands)
-        trees = [Path(command[2]) for command in commands if command[0] == "env"]
-        assert all((tree / "setup.py").is_file() for tree in trees)
+            return really_run(self, commands, *rest)
+        if commands[0][0] == "env":
+            assert all((Path(tree) / "setup.py").is_file() for _, _, tree, *_ in commands)
+        ran.append(commands)
         return True
 
     monkeypatch.setattr(prove["Stage"], "side_by_side", note)
-    words = ["prove", "--out", str(tmp_path), "--stages", "duel", "--kinds", "peaked"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert prove["main"]() == 0 and not ran
-    assert "without --before" in (tmp_path / "summary.md").read_text()
-    monkeypatch.setattr(sys, "argv", [*words, "--before", "HEAD"])
+    words = ["prove", "--out", str(tmp_path), "--stages", "duel", "--kinds", "peaked", "--before"]
+    monkeypatch.setattr(sys, "argv", [*words, "HEAD"])
     assert prove["main"]() == 0
-    (*_, build_before), (*_, build_after), race = (ran[0][:3], ran[1][:3], ran[2])
-    assert build_after == str(ROOT) != build_before
-    assert race[race.index("benchmarks.duel") + 1 :][:4] == [
-        *(build_before, build_after),
-        *("--kinds", "peaked"),
-    ]
-    monkeypatch.setattr(sys, "argv", [*words, "--before", "no-such-revision"])
-    assert prove["main"]() == 1
+    ((_, _, before, *build), (_, _, after, *same)), (race,) = ran
+    assert before != after == str(ROOT) and build == same == prove["SETUP"]
+    place = race.index("benchmarks.duel") + 1
+    assert race[place : place + 4] == [before, after, "--kinds", "peaked"]
+
+    monkeypatch.setattr(sys, "argv", [*words, "no-such-revision"])
+    assert prove["main"]() == 1 and len(ran) == 2
+
+
+@pytest.mark.parametrize("words", [["--stages", "duel"], ["--before", "HEAD"]])
+def test_prove_wants_both_words_of_a_duel(words, tmp_path):
+    done = run("benchmarks/prove", "--out", str(tmp_path), *words)
+    assert done.returncode == 2 and "--before" in done.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("code, is_failure", [(0, False), (5, False), (1, True)])
