@@ -8,6 +8,7 @@
 
 #include "../../core/score_range.h"
 #include "../ptx/math.cuh"
+#include "../ptx/permute.cuh"
 #include "../tile/fragment.cuh"
 #include "constants.cuh"
 #include "logit_record.cuh"
@@ -76,10 +77,12 @@ struct NoStep {
 // in any sum.
 //
 // kSlackLog2 > 0: row_max is left behind, and nothing rescaled, while no P exceeds 2^kSlackLog2,
-// nor both 1 and `share` of what its thread has summed of the row. In exact arithmetic the result
-// is the same; the second is for the rounding. With the true maximum the largest P is 1 and rounds
-// without error; with an older one the rounding (2⁻⁹ of P in bf16) of a key that dominates its row
-// would be that row's error.
+// nor both `share` of what its thread has summed of the row and twice the largest P of the row that
+// is known to be exact. In exact arithmetic the result is the same; the second is for the rounding.
+// With the true maximum the largest P is 1 and rounds without error; with an older one the rounding
+// (2⁻⁹ of P in bf16) of a key that dominates its row would be that row's error. But where a row has
+// two heavy keys, whichever of both is rounded moves the output as far. So a P that is not much
+// larger than an exact one need not be exact itself.
 //
 // Record: LogitRecord, beside kSlackLog2 > 0, or nothing.
 template <int kRows, int kSlackLog2 = 0, typename Record = NoRecord>
@@ -92,6 +95,7 @@ class OnlineSoftmax : Record {
     for (int row = 0; row < kRows; ++row) {
       row_max_[row] = least_max;
       row_sum_[row] = 0.f;
+      set_tolerated(row, kOfExact);
     }
   }
 
@@ -133,7 +137,8 @@ class OnlineSoftmax : Record {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float2 largest = ptx::unpack<Element>(row_max_of(P, row));
-      exceeds |= fmaxf(largest.x, largest.y) > Record::limit(row, limit(sum_before[row], share));
+      exceeds |=
+          fmaxf(largest.x, largest.y) > Record::limit(row, limit(row, sum_before[row], share));
       overflows |= fmaxf(largest.x, largest.y) > kLargest;
     }
     if (!__any_sync(~0u, exceeds)) return false;
@@ -165,6 +170,7 @@ class OnlineSoftmax : Record {
       correction[row] = largest > 1.f ? __fdividef(rounded, largest) : 1.f;
       row_max_[row] -= ptx::log2(correction[row]);
       row_sum_[row] *= correction[row];
+      set_tolerated(row, fmaxf(tolerated(row), kOfExact * rounded));
     }
     Record::follow(row_max_);
   }
@@ -207,7 +213,7 @@ class OnlineSoftmax : Record {
       bool exceeds = false;
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        exceeds |= 1.f > correction[row] * limit(row_sum_[row], share);
+        exceeds |= 1.f > correction[row] * limit(row, row_sum_[row], share);
       }
       if (!__any_sync(~0u, exceeds)) return false;
     }
@@ -215,6 +221,7 @@ class OnlineSoftmax : Record {
     for (int row = 0; row < kRows; ++row) {
       row_max_[row] = raised[row];
       row_sum_[row] *= correction[row];
+      set_tolerated(row, kOfExact);
     }
     Record::follow(row_max_);
     return __any_sync(~0u, moved);
@@ -361,13 +368,27 @@ class OnlineSoftmax : Record {
   }
 
   static constexpr float kLargest = 1 << kSlackLog2;
+  static constexpr float kOfExact = 2.f;
 
   // The largest P that passes with an older maximum, by what the thread had summed of its row.
-  __device__ __forceinline__ static float limit(float row_sum, float share) {
-    return fminf(fmaxf(share * row_sum, 1.f), kLargest);
+  __device__ __forceinline__ float limit(int row, float row_sum, float share) const {
+    return fminf(fmaxf(share * row_sum, tolerated(row)), kLargest);
+  }
+
+  // kOfExact times the largest P of the row that is known to be exact. At first that is 1, the P of
+  // the row's maximum.
+  __device__ __forceinline__ float tolerated(int row) const {
+    const float2 of_two = ptx::unpack<__nv_bfloat16>(tolerated_[row / 2]);
+    return row % 2 == 0 ? of_two.x : of_two.y;
+  }
+  __device__ __forceinline__ void set_tolerated(int row, float p) {
+    constexpr uint32_t kIntoLow = 0x3276, kIntoHigh = 0x7610;  // the upper half of p
+    tolerated_[row / 2] = ptx::permute_bytes(tolerated_[row / 2], __float_as_uint(p),
+                                             row % 2 == 0 ? kIntoLow : kIntoHigh);
   }
 
   float row_max_[kRows], row_sum_[kRows];
+  uint32_t tolerated_[kRows / 2] = {};  // of two rows each, in bf16: registers are short
   float scale_log2_;
   bool negate_;
 };
