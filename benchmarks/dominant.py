@@ -4,13 +4,15 @@
 
 The forward exponentiates a block of keys by the row maxima of the blocks before. A P above 1 may be
 that of a key which outweighs its row, and its rounding would be the error of that row. So where a
-thread has a P above 1 and above a share of what it has summed of the row, its warp moves the maxima
-of its 16 rows to where the largest P of each needs no rounding. Where a P is above 2⁸, the warp
-computes the block again with true maxima (OnlineSoftmax::step_ahead).
+thread has a P above a share of what it has summed of the row, and above of_exact times the largest
+P of the row that is exact, its warp moves the maxima of its 16 rows to where the largest P of each
+needs no rounding. Where a P is above 2¹⁵ in fp16 or 2²⁰ in bf16, the warp computes the block again
+with true maxima (OnlineSoftmax::step_ahead).
 
 The share is min(max(whole · blocks, first) / done, most) with `done` of the tile's `blocks` summed
 (share_of_sum() in csrc/sm90/fwd_traits.cuh). Evened: from the first block on each of the four lanes
-that share a row has a fourth of its sum. For each rule, over all blocks but the first:
+that share a row has a fourth of its sum. With an of_exact of 0 a P counts from 1 on, whichever P is
+exact. For each rule, over all blocks but the first:
 
     rows           the part in which a lane's P passes its limit
     warps          the part with such a row, which scans S and rescales O
@@ -22,18 +24,34 @@ N(0, 1). Tiles of two thread blocks an SM have a rule of their own, which is non
 """
 
 import argparse
+from typing import NamedTuple
 
 import numpy as np
 
-WARP_ROWS, LANES, SLACK = 16, 4, 256.0
+WARP_ROWS, LANES = 16, 4
+SLACK = {"fp16": 2.0**15, "bf16": 2.0**20}
 BLOCK_N = {64: 96, 96: 80, 128: 128, 192: 96, 256: 64}  # kFwdTile in csrc/sm90/config.h
-RULES = {  # whole, first, most, evened
-    "none but that of 2⁸": (np.inf, 0, np.inf, True),
-    "1/8 of the whole, at most 1/2, not evened": (1 / 8, 0, 1 / 2, False),
-    "1/4 of the whole, at most 1": (1 / 4, 0, 1, True),
-    "1/8 of the whole, at most 1": (1 / 8, 0, 1, True),
-    "1/8 of the whole, at least 1.5 firsts (taken)": (1 / 8, 1.5, 1.5, True),
-    "1/4 of the whole, at least 3 firsts": (1 / 4, 3, 3, True),
+
+
+class Rule(NamedTuple):
+    whole: float
+    first: float
+    most: float
+    evened: bool = True
+    of_exact: float = 0.0
+
+
+TAKEN = "the same, beside twice an exact P (taken)"
+RULES = {
+    "none but the last limit": Rule(np.inf, 0, np.inf),
+    "1/8 of the whole, at most 1/2, not evened": Rule(1 / 8, 0, 1 / 2, evened=False),
+    "1/4 of the whole, at most 1": Rule(1 / 4, 0, 1),
+    "1/8 of the whole, at most 1": Rule(1 / 8, 0, 1),
+    "1/4 of the whole, at least 3 firsts": Rule(1 / 4, 3, 3),
+    "1/8 of the whole, at least 1.5 firsts": Rule(1 / 8, 1.5, 1.5),
+    "the same, beside an exact P": Rule(1 / 8, 1.5, 1.5, of_exact=1.0),
+    TAKEN: Rule(1 / 8, 1.5, 1.5, of_exact=2.0),
+    "the same, beside four times an exact P": Rule(1 / 8, 1.5, 1.5, of_exact=4.0),
 }
 
 
@@ -54,10 +72,10 @@ def by_warp(of_rows: np.ndarray) -> np.ndarray:
     return of_rows.reshape(-1, WARP_ROWS).any(1).repeat(WARP_ROWS)
 
 
-def attend(scores, v, block_n: int, rule: tuple | None, dtype: str) -> tuple[np.ndarray, ...]:
+def attend(scores, v, block_n: int, rule: Rule | None, dtype: str) -> tuple[np.ndarray, ...]:
     """O, of scores in units of log 2, and the parts. No rule: true maxima in each block."""
     rows, blocks = len(scores), scores.shape[1] // block_n
-    whole, first, most, evened = rule or RULES["none but that of 2⁸"]
+    exact = np.ones(rows, np.float32)  # the largest P that is
     maximum, sums = np.full(rows, -np.inf, np.float32), np.zeros((rows, LANES), np.float32)
     out, counts = np.zeros((rows, v.shape[1]), np.float32), np.zeros(3)
     for done in range(blocks):
@@ -66,18 +84,22 @@ def attend(scores, v, block_n: int, rule: tuple | None, dtype: str) -> tuple[np.
         fired = again = np.ones(rows, bool)
         if rule and done:
             p = of_lanes(rounded(np.exp2(s - maximum[:, None]), dtype)).max(2)
-            share = min(max(whole * blocks, first) / done, most)
-            exceeds = (p > np.clip(share * sums, 1, SLACK)).any(1)
-            fired, again = by_warp(exceeds), by_warp((p > SLACK).any(1))
+            share = min(max(rule.whole * blocks, rule.first) / done, rule.most)
+            least = np.maximum(rule.of_exact * exact, 1)[:, None]
+            limit = np.minimum(np.maximum(share * sums, least), SLACK[dtype])
+            exceeds = (p > limit).any(1)
+            fired, again = by_warp(exceeds), by_warp((p > SLACK[dtype]).any(1))
             counts += np.array([exceeds.mean(), fired.mean(), again.mean()]) / (blocks - 1)
         maximum = np.where(again, np.maximum(maximum, s.max(1)), maximum)
         p = np.exp2(s - maximum[:, None])
-        top = p.max(1)  # the maximum moves behind the rounding of P, which stays as it is
+        top = p.max(1)
+        exact = np.where(again, 1, np.where(fired, np.maximum(exact, top), exact))
+        # The maximum moves behind the rounding of P, which stays as it is.
         factor = np.where(fired & (top > 1), rounded(top, dtype) / top, np.float32(1))
         maximum = maximum - np.log2(factor)
         correction = np.exp2(before - maximum)[:, None]
         sums = sums * correction + of_lanes(p).sum(2) * factor[:, None]
-        if done == 0 and evened:
+        if done == 0 and rule and rule.evened:
             sums = sums.mean(1, keepdims=True).repeat(LANES, 1)
         out = out * correction + rounded(p, dtype) @ v[keys]
     return out / sums.sum(1, keepdims=True), counts

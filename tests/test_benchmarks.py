@@ -171,8 +171,8 @@ def test_the_rule_for_dominant_keys_fires_where_a_p_outweighs_its_sum():
     1.5 times that may pass. Its P then has a rounding, and else none, as with true maxima."""
     from benchmarks import dominant
 
-    *_, taken, _ = dominant.RULES.values()
-    for p, parts in (11.9, (0, 0, 0)), (12.3, (1 / 32, 0.5, 0)), (300, (1 / 32, 0.5, 0.5)):
+    taken = dominant.RULES[dominant.TAKEN]
+    for p, parts in (11.9, (0, 0, 0)), (12.3, (1 / 32, 0.5, 0)), (2.0**21, (1 / 32, 0.5, 0.5)):
         scores, v = np.zeros((32, 64), np.float32), np.eye(64, dtype=np.float32)  # O is P
         scores[31, 40] = np.log2(p)
         for rule, expected in (taken, parts), (None, (0, 0, 0)):
@@ -181,9 +181,27 @@ def test_the_rule_for_dominant_keys_fires_where_a_p_outweighs_its_sum():
             assert tuple(found) == expected and error.max() < 2**-8
             assert (error[40] < 1e-6) == (p != 11.9 or rule is None)
     source = (ROOT / "csrc/sm90/fwd_traits.cuh").read_text()
-    assert f"kOfWhole = {taken[0]}f, kOfFirst = {taken[1]}f;" in source and taken[2] == taken[1]
+    assert f"kOfWhole = {taken.whole}f, kOfFirst = {taken.first}f;" in source
+    assert taken.most == taken.first
     for rows, warps, again, *ratios in dominant.compare(64, 2, 3.0, 2, "fp16", rows=32).values():
         assert 0 <= again <= warps <= 1 and rows <= warps and min(ratios) > 0.5
+
+
+def test_a_p_of_less_than_twice_an_exact_one_need_not_be_exact():
+    """16 is exact since the second of three blocks. The third one's key lies in a lane that has
+    summed 16, of which three quarters may pass in any case."""
+    from benchmarks import dominant
+
+    for name, of_exact in (dominant.TAKEN, 2), ("1/8 of the whole, at least 1.5 firsts", 0):
+        rule = dominant.RULES[name]
+        assert rule.of_exact == of_exact
+        for last, fires in (11.9, False), (31.5, of_exact == 0), (32.5, True):
+            scores, v = np.zeros((16, 96), np.float32), np.eye(96, dtype=np.float32)
+            scores[0, 32], scores[0, 66] = np.log2(16), np.log2(last)
+            _, (_, warps, _) = dominant.attend(scores, v, 32, rule, "bf16")
+            assert warps == (1 if fires else 0.5)
+    softmax = (ROOT / "csrc/cuda/attn/online_softmax.cuh").read_text()
+    assert f"kOfExact = {dominant.RULES[dominant.TAKEN].of_exact:.0f}.f;" in softmax
 
 
 def test_lengths_that_cannot_be_simulated_are_refused():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import (
     ATEN_CPU,
     ATEN_CUDA,
     ATTENTION_TARGETS,
+    OP_TARGETS,
     Case,
     Problem,
     Target,
@@ -16,7 +19,11 @@ from cases import (
     each_target,
     run,
     sample,
+    use,
 )
+
+import flash_attn
+from flash_attn.reference import attention_ref
 
 EDGES = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 111, 112, 113]
 EDGES += [127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257]
@@ -266,3 +273,28 @@ def test_same_bits_every_time(case: Case, target: Target, seed: int) -> None:
     for _ in range(5):
         again = run(problem, target.backend, backward=False)
         assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@each_target(*OP_TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d, queries", [(64, 64), (64, 1100), (96, 64), (128, 64), (256, 64)])
+@pytest.mark.parametrize("ratio", [2.2, 6.0, 1e4])
+def test_keys_that_outweigh_all_before_them(
+    ratio: float, d: int, queries: int, dtype: torch.dtype, target: Target
+) -> None:
+    """From the end on, one of every 192 keys has `ratio` times the weight of the one before it. The
+    others' values cancel the heaviest one's, so the rounding of its P would be all that is left."""
+    records, apart = 5, 192
+    q = torch.zeros(1, queries, 1, d, dtype=dtype, device=target.device)
+    q[..., 0], q[0, :, 0, 1] = 1, torch.linspace(0, 0.05, queries)
+    k, v = torch.zeros(2, 1, records * apart, 1, d, dtype=dtype, device=target.device)
+    number = torch.arange(records, device=target.device)
+    k[..., 0] = -30
+    k[0, apart - 1 :: apart, 0, 0] = ((records - 1 - number) * math.log(ratio)).to(dtype)
+    k[0, apart - 1 :: apart, 0, 1] = (records - 1 - number).to(dtype)
+    v[:], v[0, apart - 1] = 1 - ratio, 1
+    with use(target):
+        out = flash_attn.flash_attn_func(q, k, v, softmax_scale=1.0)
+    wanted, *_ = attention_ref(q.double(), k.double(), v.double(), softmax_scale=1.0)
+    error = (out.double() - wanted).abs().max().item()
+    assert error < torch.finfo(dtype).eps / 16

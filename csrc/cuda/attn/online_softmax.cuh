@@ -80,9 +80,9 @@ struct NoStep {
 // nor both `share` of what its thread has summed of the row and twice the largest P of the row that
 // is known to be exact. In exact arithmetic the result is the same; the second is for the rounding.
 // With the true maximum the largest P is 1 and rounds without error; with an older one the rounding
-// (2⁻⁹ of P in bf16) of a key that dominates its row would be that row's error. But where a row has
-// two heavy keys, whichever of both is rounded moves the output as far. So a P that is not much
-// larger than an exact one need not be exact itself.
+// (2⁻⁹ of P in bf16) of a key that dominates its row would be that row's error. True maxima round
+// all other keys, however heavy they are: so what has less than twice an exact P may be rounded in
+// the place of that one.
 //
 // Record: LogitRecord, beside kSlackLog2 > 0, or nothing.
 template <int kRows, int kSlackLog2 = 0, typename Record = NoRecord>
