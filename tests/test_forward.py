@@ -10,8 +10,7 @@ from cases import (
     ATEN_CPU,
     ATEN_CUDA,
     ATTENTION_TARGETS,
-    SM80,
-    SM90,
+    BITWISE_TARGETS,
     Case,
     Problem,
     Target,
@@ -276,7 +275,7 @@ def test_same_bits_every_time(case: Case, target: Target, seed: int) -> None:
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@each_target(ATEN_CPU, SM80, SM90)
+@each_target(*BITWISE_TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("d, queries", [(64, 64), (64, 1100), (96, 64), (128, 64), (256, 64)])
 @pytest.mark.parametrize("d_v", [8, None], ids=["one-piece", "pieces"])
@@ -287,8 +286,8 @@ def test_keys_that_outweigh_all_before_them(
     """From the end on, one of every 192 keys has `ratio` times the weight of the one before it. The
     others' values cancel the heaviest one's, so the rounding of its P would be all that is left.
     Every other eight rows, which share lanes with the rest, have one heavy key, and early. Where
-    d_v is d, sm90 may cut the keys of so few queries into pieces. (aten on a GPU rounds the others,
-    too: they lie in one tile with the heaviest.)"""
+    d_v is d, sm90 may cut the keys of so few queries into pieces. (aten on a GPU, a simulated one
+    too, is not among the targets: its tiles hold several of the keys, and round all but one.)"""
     records, apart = 5, 192
     q = torch.zeros(1, queries, 1, d, dtype=dtype, device=target.device)
     k = torch.zeros(1, records * apart, 1, d, dtype=dtype, device=target.device)
