@@ -11,7 +11,8 @@ namespace {
 // With more tiles a head, each is so small a share of a thread block's that their order does not
 // matter, and it would take long to find.
 constexpr int kMostTiles = 256;
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
 
 // The heads of a mask whose tiles are ordered each on its own, and how many blocks the tiles meet.
 struct OrderedHeads {
@@ -30,60 +31,96 @@ struct OrderedHeads {
   int64_t size() const { return tiles > kMostTiles ? 0 : int64_t{batch} * heads * tiles; }
 };
 
-// Returns how many blocks a tile meets that it sees something of. A whole warp calls it.
+// Counts the blocks that the tiles of one head meet and see something of. All threads call it.
+// Lanes lie side by side along the keys, as the states of tiles do in memory.
 template <bool kOfKeys>
-__device__ __forceinline__ int count_blocks(const Masked<AttnParams>& params,
-                                            const OrderedHeads& ordered, int head, int tile) {
+class BlockCount {
   // The backward has blocks of 64 or 128 queries, and the forward of 64 or 128 keys. One of these
   // serves to compare.
-  constexpr int kBlockM = kOfKeys ? 64 : kOrderedRows, kBlockN = kOrderedRows;
-  const AttentionWindow window(params, params.seqlen_q, params.seqlen_k);
-  const int first = tile * kOrderedRows;
-  const BlockRange range = kOfKeys ? BlockRange::of_queries<kBlockM, kBlockN>(window, first)
-                                   : BlockRange::of_keys<kBlockM, kBlockN>(window, first);
-  int seen = 0;
+  static constexpr int kBlockM = kOfKeys ? 64 : kOrderedRows, kBlockN = kOrderedRows;
+
+ public:
+  __device__ __forceinline__ BlockCount(const Masked<AttnParams>& params,
+                                        const OrderedHeads& ordered, int head)
+      : params_(params),
+        ordered_(ordered),
+        window_(params, params.seqlen_q, params.seqlen_k),
+        batch_(head / ordered.heads),
+        first_head_(head % ordered.heads * ordered.group) {}
+
+  // counts: of each tile; 0 before.
+  __device__ __forceinline__ void add_to(int* counts) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = 0; i < ordered.group; ++i) {
-    const BlockMask mask(params, head / ordered.heads, head % ordered.heads * ordered.group + i, 0);
-#pragma unroll 2
-    for (int n = range.begin + static_cast<int>(threadIdx.x % 32); n < range.end; n += 32) {
-      const uint32_t states = kOfKeys ? mask.states<kBlockM, kBlockN>(n * kBlockM, first)
-                                      : mask.states<kBlockM, kBlockN>(first, n * kBlockN);
-      seen += states != 0;
+    for (int i = 0; i < ordered_.group; ++i) {
+      const BlockMask mask(params_, batch_, first_head_ + i, 0);
+      if constexpr (kOfKeys) {
+        for (int tile = lane; tile < ordered_.tiles; tile += 32) {
+          const BlockRange range =
+              BlockRange::of_queries<kBlockM, kBlockN>(window_, tile * kBlockN);
+          int seen = 0;
+#pragma unroll 4
+          for (int m = range.begin + warp; m < range.end; m += kWarps) seen += sees(mask, m, tile);
+          atomicAdd(&counts[tile], seen);
+        }
+      } else {
+        for (int tile = warp; tile < ordered_.tiles; tile += kWarps) {
+          const BlockRange range = BlockRange::of_keys<kBlockM, kBlockN>(window_, tile * kBlockM);
+          int seen = 0;
+#pragma unroll 4
+          for (int n = range.begin + lane; n < range.end; n += 32) seen += sees(mask, tile, n);
+#pragma unroll
+          for (int distance = 16; distance > 0; distance /= 2) {
+            seen += __shfl_xor_sync(~0u, seen, distance);
+          }
+          if (lane == 0) counts[tile] += seen;
+        }
+      }
     }
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    seen += __shfl_xor_sync(~0u, seen, distance);
+
+ private:
+  __device__ __forceinline__ static bool sees(const BlockMask& mask, int m, int n) {
+    return mask.states<kBlockM, kBlockN>(m * kBlockM, n * kBlockN) != 0;
   }
-  return seen;
-}
+
+  const Masked<AttnParams>& params_;
+  const OrderedHeads& ordered_;
+  AttentionWindow window_;
+  int batch_, first_head_;
+};
 
 // Each thread block orders the tiles of one head. of_keys: tiles of keys, in the backward.
 template <bool kOfKeys>
 __global__ void __launch_bounds__(kThreads)
     order_mask_tiles_kernel(const __grid_constant__ Masked<AttnParams> params, OrderedHeads ordered,
                             int32_t* order, int32_t* tile_counter) {
-  __shared__ uint32_t ranks[kMostTiles];
+  constexpr int kOfTile = kThreads / kMostTiles;  // threads that place a tile
+  __shared__ int ranks[kMostTiles];
   flash_attn::ptx::launch_dependents();
   const int head = blockIdx.x, tiles = ordered.tiles;
   if (head == 0 && threadIdx.x == 0) *tile_counter = 0;
-  for (int tile = threadIdx.x / 32; tile < tiles; tile += kThreads / 32) {
-    const int blocks = count_blocks<kOfKeys>(params, ordered, head, tile);
+  if (threadIdx.x < kMostTiles) ranks[threadIdx.x] = 0;
+  __syncthreads();
+  BlockCount<kOfKeys>(params, ordered, head).add_to(ranks);
+  __syncthreads();
+  if (threadIdx.x < kMostTiles) {
     // Among tiles with as many blocks those come first that would without an order.
-    const int of_equals = kOfKeys ? kMostTiles - 1 - tile : tile;
-    if (threadIdx.x % 32 == 0) {
-      ranks[tile] = static_cast<uint32_t>(min(blocks, (1 << 24) - 1)) << 8 | of_equals;
-    }
+    const int of_equals = kOfKeys ? kMostTiles - 1 - threadIdx.x : threadIdx.x;
+    ranks[threadIdx.x] = min(ranks[threadIdx.x], (1 << 23) - 1) << 8 | of_equals;
   }
   __syncthreads();
-  for (int tile = threadIdx.x; tile < tiles; tile += kThreads) {
-    const uint32_t rank = ranks[tile];
-    int place = 0;
+  const int tile = threadIdx.x / kOfTile, rank = ranks[tile];
+  int place = 0;
 #pragma unroll 8
-    for (int other = 0; other < tiles; ++other) place += ranks[other] > rank;
-    order[head * tiles + place] = tile;
+  for (int other = threadIdx.x % kOfTile; other < tiles; other += kOfTile) {
+    place += ranks[other] > rank;
   }
+#pragma unroll
+  for (int distance = 1; distance < kOfTile; distance *= 2) {
+    place += __shfl_xor_sync(~0u, place, distance);
+  }
+  if (tile < tiles && threadIdx.x % kOfTile == 0) order[head * tiles + place] = tile;
 }
 
 template <bool kOfKeys, typename Params>
