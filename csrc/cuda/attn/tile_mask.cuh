@@ -107,6 +107,8 @@ class MaskedScores : public PlainScores {
   struct Intervals {
     int4 ends;
 
+    // Where there are labels, whether these are the positions, of which none need be read.
+    __device__ __forceinline__ bool are_of_positions() const { return ends.w < ends.z; }
     __device__ __forceinline__ bool contain(int label) const {
       return (label >= ends.x && label < ends.y) || (label >= ends.z && label < ends.w);
     }
@@ -134,7 +136,7 @@ class MaskedScores : public PlainScores {
              first_key % kMaskTile;
     }
     const Intervals row = {__ldg(static_cast<const int4*>(rows_) + query)};
-    if (labels_ == nullptr) return row.bits(first_key);
+    if (labels_ == nullptr || row.are_of_positions()) return row.bits(first_key);
     uint64_t seen = 0;
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
