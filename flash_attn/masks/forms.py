@@ -62,6 +62,9 @@ class Documents(Mask):
     def tensors(self):
         return (self.given_q, self.given_k)
 
+    def _are_the_same(self) -> bool:
+        return self.given_k is self.given_q
+
     def _check(self, at: Geometry) -> None:
         for name, ids, length in (
             ("ids", self.ids_q, at.seqlen_q),
@@ -78,7 +81,9 @@ class Documents(Mask):
         if 0 in (at.seqlen_q, at.seqlen_k):
             return None
         low_q, high_q = self._ranges(self.ids_q, at.seqlen_q)
-        low_k, high_k = self._ranges(self.ids_k, at.seqlen_k)
+        low_k, high_k = low_q, high_q
+        if not self._are_the_same():
+            low_k, high_k = self._ranges(self.ids_k, at.seqlen_k)
         low_q, high_q = low_q[:, :, None], high_q[:, :, None]
         low_k, high_k = low_k[:, None], high_k[:, None]
         some = (low_q <= high_k) & (low_k <= high_q)
@@ -89,8 +94,12 @@ class Documents(Mask):
         """What each query sees, as labels of keys: the ids, or, where these ascend, positions, of
         which a kernel reads none."""
         batch = max(self.ids_q.size(0), self.ids_k.size(0))
-        ids_q, ids_k = (x.to(torch.int32).expand(batch, -1) for x in (self.ids_q, self.ids_k))
-        ids_q, ids_k = ids_q.contiguous(), ids_k.contiguous()
+
+        def prepared(ids: Tensor) -> Tensor:
+            return ids.to(torch.int32).expand(batch, -1).contiguous()
+
+        ids_k = prepared(self.ids_k)
+        ids_q = ids_k if self._are_the_same() else prepared(self.ids_q)
         nothing = torch.zeros_like(ids_q)
         by_ids = torch.stack([ids_q, ids_q + 1, nothing, nothing], -1)
         ends = [
@@ -107,7 +116,7 @@ class Documents(Mask):
         ids, length = self.ids_q, at.seqlen_q
         if ids.numel() == 0 or length != at.seqlen_k:
             return None
-        if self.given_k is not self.given_q and not torch.equal(self.ids_k, ids):
+        if not self._are_the_same() and not torch.equal(self.ids_k, ids):
             return None
         begins = ids[:, 1:] != ids[:, :-1]
         come_again = begins.sum(1) != (ids.sort(1).values.diff() != 0).sum(1)
