@@ -6,13 +6,15 @@ The processes are started once, as importing torch takes longer than most tests.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 START_SECONDS = 200  # for all processes to import torch, which may take long beside others
+
+
+@contextlib.contextmanager
+def one_at_a_time(device: str) -> Iterator[None]:
+    """On GPUs, no process of this user does it beside another. NCCL's kernels wait for those of
+    other GPUs. Where many processes take turns on the GPUs, those of one group seldom run at the
+    same time, so that several groups hardly get on."""
+    if device == "cpu":
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"flash_attn-ranks-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back as the file is closed
+        yield
 
 
 def _serve(rank: int, size: int, device: str, time_out: float, store: str, pipe) -> None:
@@ -102,6 +118,10 @@ class Pool:
         ):  # a test before has ended one
             self.close()
             self._start()
+        with one_at_a_time(self.device):
+            return self._answers(function, *arguments)
+
+    def _answers(self, function: Callable, *arguments: object) -> list[tuple[bool, object]]:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results = []

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from context_cases import SEED, seed_ranks
-from ranks import TWO_DIMENSIONS, Pool, everyone, group_of, place
+from ranks import TWO_DIMENSIONS, Pool, everyone, group_of, one_at_a_time, place
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.utils.checkpoint import checkpoint
@@ -372,8 +372,9 @@ def test_lonely_rank_on_nccl(tmp_path: Path) -> None:
     backward, as NCCL's watchdog is set to do; and the slow one, too, whose neighbour has ended. All
     cases at a time."""
     cases = list(itertools.product(SCHEMES, ("slow", "dead", "backward")))
-    ranks = list(lonely_ranks("nccl", cases, tmp_path))
-    wait_for_all(ranks, 240)
+    with one_at_a_time("cuda"):
+        ranks = list(lonely_ranks("nccl", cases, tmp_path))
+        wait_for_all(ranks, 240)
     for rank in ranks:
         if not rank.name.endswith(("dead-1", "backward-1")):
             rank.check(slow=rank.name.endswith("1"))
