@@ -98,6 +98,7 @@ MASKS: dict[str, Callable[[Problem], Mask]] = {
 }
 MORE_MASKS: dict[str, Callable[[Problem], Mask]] = {
     "few-blocks": lambda p: some_blocks(p, 64, 0.02),
+    "few-causal-blocks": lambda p: some_blocks(p, 64, 0.02) & masks.causal(),
     "few-heads": lambda p: (
         some_blocks(p, 64)
         & masks.from_bool(
@@ -296,6 +297,20 @@ def test_kernels_of_masks(case: Case, name: str, target: Target) -> None:
 @pytest.mark.sanitize
 @each_mask(["causal-documents", "blocks", "few-heads"], MANY_TILES, (SM80, SM90))
 def test_order_of_many_tiles(case: Case, name: str, target: Target) -> None:
+    check_mask(case, name, target)
+
+
+@each_mask(
+    ["few-causal-blocks", "causal-documents"],
+    [
+        Case(batch=1, seqlen_q=150, seqlen_k=9000, heads_q=4, heads_kv=2, dtype="bf16", d=128),
+        Case(batch=1, seqlen_q=2200, heads_q=8, heads_kv=8, dtype="bf16", d=64),
+    ],
+    (SM90,),
+)
+def test_order_of_a_long_head(case: Case, name: str, target: Target) -> None:
+    """More tiles of keys, or blocks of queries, than a warp has lanes, or a thread block warps. The
+    backward has an order with causal masks alone."""
     check_mask(case, name, target)
 
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ void copy_mask_rows(MaskRows<kBlockM>& to, const Tile
     };
     to.parts[0][row] = interval(ends.x, ends.y);
     to.parts[1][row] = interval(ends.z, ends.w);
-    has_labels |= ends.w >= ends.z;
+    has_labels |= !BlockMask::Intervals{ends}.are_of_positions();
     has_second |= ends.w > ends.z;
   }
   queries.set_form(mask.labels != nullptr && __any_sync(~0u, has_labels),

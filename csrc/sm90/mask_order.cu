@@ -31,64 +31,45 @@ struct OrderedHeads {
   int64_t size() const { return tiles > kMostTiles ? 0 : int64_t{batch} * heads * tiles; }
 };
 
-// Counts the blocks that the tiles of one head meet and see something of. All threads call it.
-// Lanes lie side by side along the keys, as the states of tiles do in memory.
+// Adds to counts, for each tile of a head, how many blocks it meets that it sees something of. All
+// threads call it. Lanes lie side by side along the keys, as the states of tiles do in memory.
 template <bool kOfKeys>
-class BlockCount {
+__device__ __forceinline__ void count_blocks(const Masked<AttnParams>& params,
+                                             const OrderedHeads& ordered, int head, int* counts) {
   // The backward has blocks of 64 or 128 queries, and the forward of 64 or 128 keys. One of these
   // serves to compare.
-  static constexpr int kBlockM = kOfKeys ? 64 : kOrderedRows, kBlockN = kOrderedRows;
-
- public:
-  __device__ __forceinline__ BlockCount(const Masked<AttnParams>& params,
-                                        const OrderedHeads& ordered, int head)
-      : params_(params),
-        ordered_(ordered),
-        window_(params, params.seqlen_q, params.seqlen_k),
-        batch_(head / ordered.heads),
-        first_head_(head % ordered.heads * ordered.group) {}
-
-  // counts: of each tile; 0 before.
-  __device__ __forceinline__ void add_to(int* counts) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int kBlockM = kOfKeys ? 64 : kOrderedRows, kBlockN = kOrderedRows;
+  const AttentionWindow window(params, params.seqlen_q, params.seqlen_k);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int i = 0; i < ordered_.group; ++i) {
-      const BlockMask mask(params_, batch_, first_head_ + i, 0);
-      if constexpr (kOfKeys) {
-        for (int tile = lane; tile < ordered_.tiles; tile += 32) {
-          const BlockRange range =
-              BlockRange::of_queries<kBlockM, kBlockN>(window_, tile * kBlockN);
-          int seen = 0;
+  for (int i = 0; i < ordered.group; ++i) {
+    const BlockMask mask(params, head / ordered.heads, head % ordered.heads * ordered.group + i, 0);
+    const auto sees = [&](int m, int n) {
+      return mask.states<kBlockM, kBlockN>(m * kBlockM, n * kBlockN) != 0;
+    };
+    if constexpr (kOfKeys) {
+      for (int tile = lane; tile < ordered.tiles; tile += 32) {
+        const BlockRange range = BlockRange::of_queries<kBlockM, kBlockN>(window, tile * kBlockN);
+        int seen = 0;
 #pragma unroll 4
-          for (int m = range.begin + warp; m < range.end; m += kWarps) seen += sees(mask, m, tile);
-          atomicAdd(&counts[tile], seen);
-        }
-      } else {
-        for (int tile = warp; tile < ordered_.tiles; tile += kWarps) {
-          const BlockRange range = BlockRange::of_keys<kBlockM, kBlockN>(window_, tile * kBlockM);
-          int seen = 0;
+        for (int m = range.begin + warp; m < range.end; m += kWarps) seen += sees(m, tile);
+        atomicAdd(&counts[tile], seen);
+      }
+    } else {
+      for (int tile = warp; tile < ordered.tiles; tile += kWarps) {
+        const BlockRange range = BlockRange::of_keys<kBlockM, kBlockN>(window, tile * kBlockM);
+        int seen = 0;
 #pragma unroll 4
-          for (int n = range.begin + lane; n < range.end; n += 32) seen += sees(mask, tile, n);
+        for (int n = range.begin + lane; n < range.end; n += 32) seen += sees(tile, n);
 #pragma unroll
-          for (int distance = 16; distance > 0; distance /= 2) {
-            seen += __shfl_xor_sync(~0u, seen, distance);
-          }
-          if (lane == 0) counts[tile] += seen;
+        for (int distance = 16; distance > 0; distance /= 2) {
+          seen += __shfl_xor_sync(~0u, seen, distance);
         }
+        if (lane == 0) counts[tile] += seen;
       }
     }
   }
-
- private:
-  __device__ __forceinline__ static bool sees(const BlockMask& mask, int m, int n) {
-    return mask.states<kBlockM, kBlockN>(m * kBlockM, n * kBlockN) != 0;
-  }
-
-  const Masked<AttnParams>& params_;
-  const OrderedHeads& ordered_;
-  AttentionWindow window_;
-  int batch_, first_head_;
-};
+}
 
 // Each thread block orders the tiles of one head. of_keys: tiles of keys, in the backward.
 template <bool kOfKeys>
@@ -102,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   if (head == 0 && threadIdx.x == 0) *tile_counter = 0;
   if (threadIdx.x < kMostTiles) ranks[threadIdx.x] = 0;
   __syncthreads();
-  BlockCount<kOfKeys>(params, ordered, head).add_to(ranks);
+  count_blocks<kOfKeys>(params, ordered, head, ranks);
   __syncthreads();
   if (threadIdx.x < kMostTiles) {
     // Among tiles with as many blocks those come first that would without an order.

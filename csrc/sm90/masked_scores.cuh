@@ -99,7 +99,7 @@ class BlockMask : public MaskedScores {
       }
       return pair;
     }
-    const auto has_labels = [](const int4& ends) { return ends.w >= ends.z; };
+    const auto has_labels = [](const int4& ends) { return !Intervals{ends}.are_of_positions(); };
     pair.by_labels = rows.has_labels &&
                      __any_sync(~0u, has_labels(rows.of_query[0]) || has_labels(rows.of_query[1]));
 #pragma unroll

@@ -80,12 +80,10 @@ class Documents(Mask):
         self._check(at)
         if 0 in (at.seqlen_q, at.seqlen_k):
             return None
-        low_q, high_q = self._ranges(self.ids_q, at.seqlen_q)
-        low_k, high_k = low_q, high_q
-        if not self._are_the_same():
-            low_k, high_k = self._ranges(self.ids_k, at.seqlen_k)
-        low_q, high_q = low_q[:, :, None], high_q[:, :, None]
-        low_k, high_k = low_k[:, None], high_k[:, None]
+        of_q = self._ranges(self.ids_q, at.seqlen_q)
+        of_k = of_q if self._are_the_same() else self._ranges(self.ids_k, at.seqlen_k)
+        low_q, high_q = (x[:, :, None] for x in of_q)
+        low_k, high_k = (x[:, None] for x in of_k)
         some = (low_q <= high_k) & (low_k <= high_q)
         every = (low_q == high_q) & (low_k == high_k)
         return Tiled(states_of(some, every)[:, None], *self._rows(at))
@@ -95,11 +93,11 @@ class Documents(Mask):
         which a kernel reads none."""
         batch = max(self.ids_q.size(0), self.ids_k.size(0))
 
-        def prepared(ids: Tensor) -> Tensor:
+        def in_int32(ids: Tensor) -> Tensor:
             return ids.to(torch.int32).expand(batch, -1).contiguous()
 
-        ids_k = prepared(self.ids_k)
-        ids_q = ids_k if self._are_the_same() else prepared(self.ids_q)
+        ids_k = in_int32(self.ids_k)
+        ids_q = ids_k if self._are_the_same() else in_int32(self.ids_q)
         nothing = torch.zeros_like(ids_q)
         by_ids = torch.stack([ids_q, ids_q + 1, nothing, nothing], -1)
         ends = [
