@@ -11,13 +11,15 @@ namespace flash_attn::cuda {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
+// So many on a multiprocessor leave registers for all loads of a step at once.
+constexpr int kResidentBlocks = 12;
 constexpr int kRows = kDqAccumRows * kWarps;  // of a thread block: of one head of one sequence
 using Scheduler = TileScheduler<kRows>;
 
 // A warp converts the 16 rows that a block of dq_accum has. The rows of the segment that do not
 // count get 0; where none does, no sum is read: rows before the first sequence have none.
 template <typename Element>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     bwd_convert_dq_kernel(const __grid_constant__ BwdParams params,
                           const __grid_constant__ Scheduler scheduler, DqAccumOrder order,
                           float scale) {
@@ -36,11 +38,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int col = 0; col < params.head_dim; col += kDqConvertCols) {
     uint32_t pairs[2][kDqConvertBlocks] = {};
     if (first_row < seqlen.len_q) {
+      float4 values[kDqConvertBlocks];
 #pragma unroll
       for (int b = 0; b < kDqConvertBlocks; ++b) {
-        const float* const block = accum + (col / 8 + b) * kDqAccumBlock;
-        pairs[0][b] = dq_pair<Element>(block, order, scale, 0, lane);
-        pairs[1][b] = dq_pair<Element>(block, order, scale, 1, lane);
+        values[b] = dq_values(accum + (col / 8 + b) * kDqAccumBlock, order, lane);
+      }
+#pragma unroll
+      for (int b = 0; b < kDqConvertBlocks; ++b) {
+        pairs[0][b] = ptx::pack<Element>(values[b].x * scale, values[b].y * scale);
+        pairs[1][b] = ptx::pack<Element>(values[b].z * scale, values[b].w * scale);
       }
     }
 #pragma unroll
@@ -69,15 +75,18 @@ __global__ void __launch_bounds__(kThreads) bwd_convert_dq_kernel<float>(
       static_cast<float*>(params.dq) +
       SeqlenInfo::offset(params.dq_strides, tile.batch_idx, tile.head, seqlen.q_begin + first_row);
   for (int first_col = 0; first_col < params.head_dim; first_col += 8) {
-    const float* const block = accum + first_col / 8 * kDqAccumBlock;
+    float4 values = {};
+    if (first_row < seqlen.len_q) {
+      values = dq_values(accum + first_col / 8 * kDqAccumBlock, order, lane);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = fragment_row(half, lane);
       if (first_row + row >= seqlen.segment_q) continue;
       float2 pair = {};
       if (first_row + row < seqlen.len_q) {
-        pair = {block[dq_accum_position(order, lane, 2 * half)] * scale,
-                block[dq_accum_position(order, lane, 2 * half + 1)] * scale};
+        pair = half == 0 ? float2{values.x * scale, values.y * scale}
+                         : float2{values.z * scale, values.w * scale};
       }
       *reinterpret_cast<float2*>(dq + row * params.dq_strides.row + first_col +
                                  fragment_col(0, lane)) = pair;

@@ -13,8 +13,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanesPerRow = 8;  // 8 chunks of 16 bytes: a whole line of O and of dO at once
-constexpr int kHeads = 4;        // whose loads are under way together
-static_assert(kHeads <= kLanesPerRow);
+// Heads whose rows are under way together, in eight loads a lane; and how many thread blocks their
+// registers leave room for on a multiprocessor.
+template <typename Element>
+constexpr int kHeadsAtOnce = 8 / static_cast<int>(sizeof(Element));
+constexpr int kResidentBlocks = 3;
 constexpr int kRowsPerBlock = kThreads / kLanesPerRow;
 constexpr unsigned kZeroingBlocks = 64;  // of a part, which has nothing else to do
 
@@ -34,31 +37,39 @@ struct PairOf<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// Σ a ∘ b over the eight elements of a chunk.
+// Eight elements of a row, as they are loaded: one chunk of 16 bits, or two of fp32.
 template <typename Element>
-__device__ __forceinline__ float dot_chunk(const Element* a, const Element* b) {
+struct Eight {
+  uint4 chunks[sizeof(Element) / 2];
+
+  __device__ __forceinline__ static Eight load(const Element* from) {
+    return *reinterpret_cast<const Eight*>(from);
+  }
+};
+
+// Σ a ∘ b.
+template <typename Element>
+__device__ __forceinline__ float dot(const Eight<Element>& a, const Eight<Element>& b) {
   using Pair = typename PairOf<Element>::type;
-  const uint4 a_chunk = *reinterpret_cast<const uint4*>(a);
-  const uint4 b_chunk = *reinterpret_cast<const uint4*>(b);
-  const Pair* a_pairs = reinterpret_cast<const Pair*>(&a_chunk);
-  const Pair* b_pairs = reinterpret_cast<const Pair*>(&b_chunk);
+  const Pair* a_pairs = reinterpret_cast<const Pair*>(&a);
+  const Pair* b_pairs = reinterpret_cast<const Pair*>(&b);
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kChunk / 2; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const float2 x = to_float2(a_pairs[i]), y = to_float2(b_pairs[i]);
     sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
   }
   return sum;
 }
 
-// The same of fp32, whose eight elements are two chunks.
 template <>
-__device__ __forceinline__ float dot_chunk<float>(const float* a, const float* b) {
+__device__ __forceinline__ float dot<float>(const Eight<float>& a, const Eight<float>& b) {
+  const float4* a_fours = reinterpret_cast<const float4*>(&a);
+  const float4* b_fours = reinterpret_cast<const float4*>(&b);
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; i += kChunkOf<float>) {
-    const float4 x = *reinterpret_cast<const float4*>(a + i);
-    const float4 y = *reinterpret_cast<const float4*>(b + i);
+  for (int i = 0; i < 2; ++i) {
+    const float4 x = a_fours[i], y = b_fours[i];
     sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
   }
   return sum;
@@ -89,12 +100,14 @@ __device__ __forceinline__ void zero_share(const BwdParams& params) {
   for (int64_t i = thread; i < turns; i += threads) params.dq_turns[i] = 0;
 }
 
-// Eight lanes sum one row of kHeads heads at a time. blockIdx.x counts blocks of rows, over all
+// Eight lanes sum one row of some heads at a time. blockIdx.x counts blocks of rows, over all
 // batch entries; blockIdx.y starts the heads.
 template <typename Element>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     bwd_delta_kernel(const __grid_constant__ BwdParams params, unsigned blocks_per_batch,
                      int64_t rows_per_batch) {
+  constexpr int kHeads = kHeadsAtOnce<Element>;
+  static_assert(kHeads <= kLanesPerRow);
   zero_share(params);
   if (params.is_part) return;
   const int batch_idx = blockIdx.x / blocks_per_batch;
@@ -104,6 +117,11 @@ __global__ void __launch_bounds__(kThreads)
   const bool exists = row < rows_per_batch;
   for (int first_head = blockIdx.y * kHeads; first_head < params.heads_q;
        first_head += gridDim.y * kHeads) {
+    // The lane of a row that writes delta of the head of its number reads LSE before the rows come.
+    const int head = first_head + lane_of_row;
+    const bool writes = exists && lane_of_row < kHeads && head < params.heads_q;
+    const int64_t i = batch_idx * params.lse_batch_stride + head * params.lse_head_stride + row;
+    const float lse = writes ? params.lse[i] : 0.f;
     float sums[kHeads] = {};
     if (exists) {
       const auto matrix_row = [&](const void* tensor, const Strides& strides) {
@@ -112,26 +130,31 @@ __global__ void __launch_bounds__(kThreads)
       };
       const Element* out = matrix_row(params.out, params.out_strides);
       const Element* dout = matrix_row(params.dout, params.dout_strides);
+      // Heads that do not exist are the last one once more: a branch would part the loads.
+      const int last = params.heads_q - 1 - first_head;
+#pragma unroll 1
       for (int col = lane_of_row * kChunk; col < params.head_dim_v; col += kLanesPerRow * kChunk) {
+        Eight<Element> of_out[kHeads], of_dout[kHeads];
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
-          if (first_head + h >= params.heads_q) break;
-          sums[h] += dot_chunk(out + h * params.out_strides.head + col,
-                               dout + h * params.dout_strides.head + col);
+          of_out[h] = Eight<Element>::load(out + min(h, last) * params.out_strides.head + col);
+          of_dout[h] = Eight<Element>::load(dout + min(h, last) * params.dout_strides.head + col);
         }
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) sums[h] += dot(of_out[h], of_dout[h]);
       }
     }
+    float delta = 0.f;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       float sum = sums[h];
 #pragma unroll
       for (int lane = kLanesPerRow / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-      const int head = first_head + h;
-      if (!exists || lane_of_row != h || head >= params.heads_q) continue;
-      const int64_t i = batch_idx * params.lse_batch_stride + head * params.lse_head_stride + row;
-      if (params.dlse != nullptr) sum -= params.dlse[i];
-      params.delta[i] = params.lse[i] == -INFINITY ? 0.f : sum;
+      if (lane_of_row == h) delta = sum;
     }
+    if (!writes) continue;
+    if (params.dlse != nullptr) delta -= params.dlse[i];
+    params.delta[i] = lse == -INFINITY ? 0.f : delta;
   }
 }
 
@@ -140,9 +163,9 @@ __global__ void __launch_bounds__(kThreads)
 void run_bwd_delta(const BwdParams& params, Stream stream) {
   RowGrid grid(params, kRowsPerBlock);
   if (grid.blocks.x == 0) return;
-  grid.blocks.y = (grid.blocks.y + kHeads - 1) / kHeads;
-  if (params.is_part) grid.blocks = {std::min(grid.blocks.x, kZeroingBlocks)};
   const auto launch_of = [&]<typename Element> {
+    grid.blocks.y = (grid.blocks.y + kHeadsAtOnce<Element> - 1) / kHeadsAtOnce<Element>;
+    if (params.is_part) grid.blocks = {std::min(grid.blocks.x, kZeroingBlocks)};
     launch<bwd_delta_kernel<Element>>(grid.blocks, kThreads, 0, stream, params,
                                       grid.blocks_per_batch, grid.rows_per_batch);
   };

@@ -25,12 +25,14 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&pairs)[kDqConvertBlock
   }
 }
 
-// Two values of a lane's fragment of a block, in row fragment_row(half, lane).
-template <typename Element>
-__device__ __forceinline__ uint32_t dq_pair(const float* block, DqAccumOrder order, float scale,
-                                            int half, int lane) {
-  return ptx::pack<Element>(block[dq_accum_position(order, lane, 2 * half)] * scale,
-                            block[dq_accum_position(order, lane, 2 * half + 1)] * scale);
+// A lane's fragment of a block: x and y in row fragment_row(0, lane), z and w in row
+// fragment_row(1, lane). By lane they are one load.
+__device__ __forceinline__ float4 dq_values(const float* block, DqAccumOrder order, int lane) {
+  if (order == DqAccumOrder::kByLane) {
+    return *reinterpret_cast<const float4*>(block + dq_accum_position(order, lane, 0));
+  }
+  return {block[dq_accum_position(order, lane, 0)], block[dq_accum_position(order, lane, 1)],
+          block[dq_accum_position(order, lane, 2)], block[dq_accum_position(order, lane, 3)]};
 }
 
 // Stores such pairs of kDqConvertBlocks blocks to the 16 rows and kDqConvertCols columns that begin
