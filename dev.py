@@ -205,7 +205,13 @@ def test(extra: list[str]) -> None:
             return tests([x for x in extra if x != option])
     say("Building the unit tests of the kernels' tile layers and of the choice of a backend")
     run("cmake", "--build", ROOT / "build", "--target", "flash_attn_tests")
-    run(*PYTEST, *extra)
+    gpus = ask("import torch; print(torch.cuda.device_count())")
+    if extra or gpus in ("", "0", "1"):
+        run(*PYTEST, *extra)
+    else:
+        run(*PYTEST, "-m", "not gpu_ranks")
+        say("Tests of ranks on several GPUs, with nothing beside them")
+        run(PYTHON, "-m", "pytest", "-m", "gpu_ranks")
     say("C++: building and testing examples/cpp against the installed package")
     example = ROOT / "build" / "example"
     run(

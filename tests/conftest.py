@@ -16,6 +16,7 @@ from ranks import Pool
 
 HANG_SECONDS = 300
 KEPT_GPU_BYTES = 2 << 30
+GPU_RANKS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.gpu_ranks])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(workers)))
     for line in (
         "gpu: needs a CUDA device",
+        "gpu_ranks: processes on several CUDA devices wait for each other; beside others, which "
+        "take turns with them, they hardly get on",
         "simulated: runs a kernel of the simulated GPU, whose library is loaded",
         "real_gpu: takes a simulated GPU too long, or asks how tensors of a GPU are treated; a "
         "simulated one has those of the CPU",
@@ -143,7 +146,7 @@ def short_race(benchmarks: None):
     return contest.Race(timer, torch.float32)
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="session", params=["cpu", GPU_RANKS])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Processes that form a torch.distributed world: 4, or as many as there are GPUs."""
     size = 4 if request.param == "cpu" else min(4, torch.cuda.device_count())

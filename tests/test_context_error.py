@@ -235,6 +235,7 @@ def check_memory(scheme: str, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_ranks
 @pytest.mark.skipif(torch.cuda.device_count() != 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
 def test_peak_memory(scheme: str) -> None:

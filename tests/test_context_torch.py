@@ -366,6 +366,7 @@ def wait_for_all(ranks: list[Lonely], seconds: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_lonely_rank_on_nccl(tmp_path: Path) -> None:
     """The group's time-out, of 4 s, ends a rank whose neighbour is slow or dead, or dies before the
