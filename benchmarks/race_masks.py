@@ -45,7 +45,7 @@ class MaskCase:
     @property
     def kept(self) -> str:
         """The contestant that a duel runs: a mask that keeps its tiles."""
-        return "prefix" if self.prefix else "packed" if self.documents else "tiles"
+        return "prefix" if self.prefix else "ids" if self.documents else "tiles"
 
     @property
     def names(self) -> tuple[str, ...]:
