@@ -143,6 +143,41 @@ def test_parts_share_what_is_selected():
     assert [len(part) for part in named] == [1, 1, 1] and len({part[0] for part in named}) == 3
 
 
+@pytest.mark.parametrize(
+    "gpus, selected, apart", [(1, [], False), (2, [], True), (2, ["x"], False)]
+)
+def test_ranks_come_last_and_alone(gpus, selected, apart):
+    """Where there are several GPUs, and nothing is selected."""
+    prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))
+    runs = []
+
+    def pytest_of_prove(stage, scratch, arguments, runs_of_stage, env=None, processes=0):
+        runs.append((arguments, processes))
+
+    names = prove["tests"].__globals__
+    names["visible_gpus"], names["pytest"] = lambda: ["0"] * gpus, pytest_of_prove
+    names["SELECTED"][:] = selected
+    prove["tests"](None, None)
+    whole = [([], 0)]
+    assert runs == ([(["-m", "not gpu_ranks"], 0), (["-m", "gpu_ranks"], 1)] if apart else whole)
+
+
+@pytest.mark.parametrize(
+    "gpus, words, apart", [("1", [], False), ("2", [], True), ("2", ["-x"], False)]
+)
+def test_ranks_come_last_in_the_test_command(gpus, words, apart):
+    """Of dev.py, where it has no arguments for pytest."""
+    dev = runpy.run_path(str(ROOT / "dev.py"))
+    commands = []
+    names = dev["test"].__globals__
+    names["ask"], names["run"] = lambda code: gpus, lambda *words: commands.append(words)
+    dev["test"](words)
+    runs = [command[3:] for command in commands if "pytest" in command]
+    beside = ("-n", "auto", "--dist", "worksteal")
+    alone = [(*beside, "-m", "not gpu_ranks"), ("-m", "gpu_ranks")]
+    assert runs == (alone if apart else [(*beside, *words)])
+
+
 def test_prove_has_a_deadline_for_each_stage(tmp_path):
     """That of the stages with several sizes of shared memory is theirs together."""
     prove = runpy.run_path(str(ROOT / "benchmarks" / "prove"))

@@ -37,7 +37,7 @@ struct PairOf<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// Eight elements of a row, as they are loaded: one chunk of 16 bits, or two of fp32.
+// Eight elements of a row, as they are loaded: 16 bytes of 16 bits each, or twice as many of fp32.
 template <typename Element>
 struct Eight {
   uint4 chunks[sizeof(Element) / 2];
@@ -47,7 +47,7 @@ struct Eight {
   }
 };
 
-// Σ a ∘ b.
+// Σ a ∘ b over eight elements.
 template <typename Element>
 __device__ __forceinline__ float dot(const Eight<Element>& a, const Eight<Element>& b) {
   using Pair = typename PairOf<Element>::type;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   const bool exists = row < rows_per_batch;
   for (int first_head = blockIdx.y * kHeads; first_head < params.heads_q;
        first_head += gridDim.y * kHeads) {
-    // The lane of a row that writes delta of the head of its number reads LSE before the rows come.
+    // Lane h of a row writes delta of the h-th of these heads, and reads LSE before the rows come.
     const int head = first_head + lane_of_row;
     const bool writes = exists && lane_of_row < kHeads && head < params.heads_q;
     const int64_t i = batch_idx * params.lse_batch_stride + head * params.lse_head_stride + row;
