@@ -172,8 +172,12 @@ def check_repeats(case: Case, device: str) -> None:
         for module in (calls, ulysses):
             note(module, "fwd_arguments")
             note(module, "bwd")
+        note(calls, "bwd_arguments")  # of kernels that add up dq from call to call
         first = whole.on_ranks(group)
-    assert set(asked) == {("fwd_arguments", True), ("bwd", True)}
+    names = {name for name, _ in asked}
+    assert "fwd_arguments" in names
+    assert names & {"bwd", "bwd_arguments"}
+    assert all(deterministic for _, deterministic in asked)
     for _ in range(3):
         again = whole.on_ranks(group)
         for name, x in first.items():

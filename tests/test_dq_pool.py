@@ -21,7 +21,7 @@ from poison import dirty_allocator
 # csrc/sm90/bwd_config.h: where so many queries at most see a tile, the sums of dq are a pool, by
 # head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
 POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
-POOLED_OF_GROUP = 1024
+POOLED_OF_GROUP, LARGEST_POOLED_GROUP = 1024, 2
 POOLED_IN_ORDER, SEEN_IN_ORDER = {64: 0, 128: 1024}, 576
 STRETCH = 1024
 SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
@@ -33,13 +33,15 @@ def pool_class(case: Case) -> int:
 
 def is_pooled(case: Case) -> bool:
     most, _ = POOLS[pool_class(case)]
-    if case.heads_q > case.heads_kv:
-        most = min(most, POOLED_OF_GROUP)
     if case.deterministic:
-        most = min(most, POOLED_IN_ORDER[pool_class(case)])
+        most = POOLED_IN_ORDER[pool_class(case)]
         seen = seen_pairs(case)
         if max(seen / case.seqlen_q, seen / case.keys) > SEEN_IN_ORDER:
             return False
+    elif case.heads_q > LARGEST_POOLED_GROUP * case.heads_kv:
+        return False
+    elif case.heads_q > case.heads_kv:
+        most = min(most, POOLED_OF_GROUP)
     has_stretches = case.heads_q == case.heads_kv and not case.deterministic
     return (queries_of_tile(case) if has_stretches else case.seqlen_q) <= most
 

@@ -172,13 +172,17 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
                               [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>; });
   if (tile.pool_rounds == 0) return {};
   const int64_t walk = queries_of_tile(params);
+  const int group = params.heads_q / params.heads_kv;
+  const bool is_group = group > 1;
   DqPool pool;
   if (!masked) {
     const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
-    const bool is_group = params.heads_q > params.heads_kv;
     int most = tile.pooled_queries;
-    if (is_group) most = std::min(most, kBwdMostPooledOfGroup);
-    if (params.deterministic) most = std::min(most, tile.queries_pooled_in_order);
+    if (params.deterministic) {
+      most = tile.queries_pooled_in_order;
+    } else if (is_group) {
+      most = group > kBwdLargestPooledGroup ? 0 : std::min(most, kBwdMostPooledOfGroup);
+    }
     const bool has_stretches = params.seqlen_q > most;
     if (!is_dense || most == 0 || (params.deterministic && !see_few_in_order(params)) ||
         cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient ||
@@ -197,6 +201,8 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
              (tiles / of_head + 1) * static_cast<double>(walk / kBwdStretchRows + 3);
   }
   const int64_t stretches = int64_t{params.batch} * params.heads_kv * pool.stretches;
+  const bool has_room_for_all = static_cast<double>(stretches) <= places;
+  if (has_room_for_all && is_group && !masked && !params.deterministic) return {};
   pool.places = static_cast<int>(std::min(static_cast<double>(stretches), places));
   return pool;
 }

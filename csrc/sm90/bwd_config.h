@@ -73,9 +73,10 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
-// Where several query heads share a kv head, sections of heads are better from fewer queries on.
-inline constexpr int kBwdMostPooledOfGroup = 1024;
 inline constexpr int kBwdPoolRows = 64;
+// Where more query heads than so many share a kv head, or it has more queries, sections of heads are
+// better. So they are if the pool would have room for the sums of all heads that share.
+inline constexpr int kBwdLargestPooledGroup = 2, kBwdMostPooledOfGroup = 1024;
 // Where sums come in order, the tiles of a head wait for each other, and with a pool they run all
 // at once. So there may be few: a query sees at most so many keys in the mean, and a key so many
 // queries, as with full masks over 512 tokens or causal ones over 1,024, and a block more.
