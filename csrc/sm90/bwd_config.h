@@ -74,8 +74,8 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
 inline constexpr int kBwdPoolRows = 64;
-// Where more query heads than so many share a kv head, or it has more queries, sections of heads are
-// better. So they are if the pool would have room for the sums of all heads that share.
+// Where heads share keys, a pool serves at most so many query heads of a kv head, and so many
+// queries, and only if it lacks room for the sums of all. Otherwise sections of heads are better.
 inline constexpr int kBwdLargestPooledGroup = 2, kBwdMostPooledOfGroup = 1024;
 // Where sums come in order, the tiles of a head wait for each other, and with a pool they run all
 // at once. So there may be few: a query sees at most so many keys in the mean, and a key so many
