@@ -200,10 +200,11 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
     places = tiles * kBwdBlockN / kBwdStretchRows +
              (tiles / of_head + 1) * static_cast<double>(walk / kBwdStretchRows + 3);
   }
-  const int64_t stretches = int64_t{params.batch} * params.heads_kv * pool.stretches;
-  const bool has_room_for_all = static_cast<double>(stretches) <= places;
+  const auto stretches =
+      static_cast<double>(int64_t{params.batch} * params.heads_kv * pool.stretches);
+  const bool has_room_for_all = stretches <= places;
   if (has_room_for_all && is_group && !masked && !params.deterministic) return {};
-  pool.places = static_cast<int>(std::min(static_cast<double>(stretches), places));
+  pool.places = static_cast<int>(std::min(stretches, places));
   return pool;
 }
 
