@@ -101,7 +101,7 @@ class Case:
     def __str__(self) -> str:
         varlen = self.lengths_q is not None
         lengths = (
-            f"q{list(self.lengths_q)}-k{list(self.segments_k)}".replace(" ", "")
+            f"q{_listed(self.lengths_q)}-k{_listed(self.segments_k)}"
             if varlen
             else f"b{self.batch}-q{self.seqlen_q}-k{self.keys}"
         )
@@ -124,6 +124,8 @@ class Case:
             value = getattr(self, f.name)
             if f.name in named or value == f.default:
                 continue
+            if isinstance(value, tuple) and len(value) > MOST_LISTED:
+                value = _listed(value)
             parts.append(f.name if value is True else f"{f.name}={value}".replace(" ", ""))
         return "-".join(parts)
 
@@ -191,6 +193,16 @@ class Case:
 
     def with_(self, **changes: object) -> Case:
         return dataclasses.replace(self, **changes)
+
+
+MOST_LISTED = 64
+
+
+def _listed(values: Sequence[int]) -> str:
+    """Of many only how many there are, the least and the largest."""
+    if len(values) > MOST_LISTED:
+        return f"[{len(values)}x{min(values)}..{max(values)}]"
+    return str(list(values)).replace(" ", "")
 
 
 def param(case: object, target: Target, *marks: pytest.MarkDecorator):

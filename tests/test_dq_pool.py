@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from cases import (
@@ -15,12 +17,16 @@ from cases import (
     each_case,
     expect,
     op_arguments,
+    run,
+    starts,
 )
 from poison import dirty_allocator
 
-# csrc/sm90/bwd_config.h: where so many queries at most see a tile, the sums of dq are a pool, by
-# head-dim class, and it has places for so many rounds of tiles. A longer head has stretches.
+# csrc/sm90/bwd_config.h: where so many queries at most see a tile, and a query sees so many keys in
+# the mean, the sums of dq are a pool, by head-dim class, and it has places for so many rounds of
+# tiles. A longer head has stretches.
 POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
+POOLED_KEYS = {64: 1024, 128: 4096}
 POOLED_OF_GROUP, LARGEST_POOLED_GROUP = 1024, 2
 POOLED_IN_ORDER, SEEN_IN_ORDER = {64: 0, 128: 1024}, 576
 STRETCH = 1024
@@ -33,15 +39,17 @@ def pool_class(case: Case) -> int:
 
 def is_pooled(case: Case) -> bool:
     most, _ = POOLS[pool_class(case)]
+    keys, queries = (seen_pairs(case) / n for n in (case.seqlen_q, case.keys))
     if case.deterministic:
         most = POOLED_IN_ORDER[pool_class(case)]
-        seen = seen_pairs(case)
-        if max(seen / case.seqlen_q, seen / case.keys) > SEEN_IN_ORDER:
+        if max(keys, queries) > SEEN_IN_ORDER:
             return False
-    elif case.heads_q > LARGEST_POOLED_GROUP * case.heads_kv:
-        return False
-    elif case.heads_q > case.heads_kv:
-        most = min(most, POOLED_OF_GROUP)
+    else:
+        shares_much = case.heads_q > LARGEST_POOLED_GROUP * case.heads_kv
+        if shares_much or keys > POOLED_KEYS[pool_class(case)]:
+            return False
+        if case.heads_q > case.heads_kv:
+            most = min(most, POOLED_OF_GROUP)
     has_stretches = case.heads_q == case.heads_kv and not case.deterministic
     return (queries_of_tile(case) if has_stretches else case.seqlen_q) <= most
 
@@ -64,7 +72,7 @@ def queries_of_tile(case: Case) -> int:
 
 
 def with_more_heads_than_places(case: Case, sms: int = SMS) -> Case:
-    """Two and a half times as many kv heads as the pool has places for."""
+    """Three and a half times as many kv heads as the pool has places for: enough for one."""
     most, rounds = POOLS[pool_class(case)]
     heads = rounds * sms / -(-case.keys // 128)
     places, stretches = heads + 2, 1
@@ -72,7 +80,7 @@ def with_more_heads_than_places(case: Case, sms: int = SMS) -> Case:
         places = rounds * sms * 128 / STRETCH
         places += (heads + 1) * (queries_of_tile(case) // STRETCH + 3)
         stretches = -(-case.seqlen_q // STRETCH)
-    return case.with_(batch=-(-5 * int(places) // (2 * case.heads_kv * stretches)))
+    return case.with_(batch=-(-7 * int(places) // (2 * case.heads_kv * stretches)))
 
 
 POOL_CASES = [
@@ -80,12 +88,14 @@ POOL_CASES = [
         Case(dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, heads_q=h_q, heads_kv=h_kv, d=d, **mask)
     )
     for dtype, n_q, n_k, h_q, h_kv, d, mask in [
+        ("fp16", 901, None, 2, 2, 64, {}),
         ("fp16", 1101, None, 2, 2, 64, {}),
         ("bf16", 1537, None, 2, 2, 56, {"causal": True}),
+        ("bf16", 1990, None, 2, 2, 64, {"causal": True}),
+        ("fp16", 1200, 1301, 2, 2, 64, {"causal": True}),
         ("fp16", 1200, 3001, 2, 2, 64, {"causal": True}),
         ("fp16", 2047, None, 2, 2, 64, {"window": (700, 90)}),
-        ("bf16", 2048, None, 2, 2, 64, {}),
-        ("fp16", 2049, None, 2, 2, 64, {"causal": True}),
+        ("fp16", 2049, 900, 2, 2, 64, {"causal": True, "top_left": True}),
         ("bf16", 1101, None, 2, 2, 128, {"causal": True}),
         ("fp16", 2049, None, 2, 2, 128, {}),
         ("bf16", 2500, 1301, 2, 2, 128, {"causal": True}),
@@ -100,8 +110,9 @@ POOL_CASES = [
         ("bf16", 1024, None, 4, 2, 128, {"causal": True}),
         ("fp16", 1025, None, 6, 2, 128, {}),
         ("bf16", 2100, None, 2, 2, 64, {"window": (500, 0)}),
+        ("fp16", 4001, 4201, 2, 2, 64, {"window": (0, 900)}),
         ("fp16", 4001, 4201, 2, 2, 64, {"window": (0, 1900)}),
-        ("fp16", 5000, 4000, 1, 1, 64, {"window": (2000, 0)}),
+        ("fp16", 5000, 4000, 1, 1, 64, {"window": (900, 0)}),
         ("bf16", 4200, None, 2, 2, 128, {"window": (1024, 0)}),
         ("fp16", 5121, None, 1, 1, 128, {"window": (3000, 900)}),
         ("bf16", 4500, 5300, 1, 1, 128, {"window": (30, 60), "top_left": True}),
@@ -124,6 +135,19 @@ POOL_CASES = [
 ]
 
 
+def run_and_measure(
+    arguments: dict, leaves: list[torch.Tensor], dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], int]:
+    """out, lse, the gradients of the leaves, and how many bytes more the backward took."""
+    with dirty_allocator(dout.device.type):
+        out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        gradients = torch.autograd.grad(out, leaves, dout)
+        workspace = torch.cuda.max_memory_allocated() - before
+    return out, lse, gradients, workspace - sum(x.numel() * x.element_size() for x in gradients)
+
+
 @each_case(POOL_CASES, [SM90], marks=[pytest.mark.real_gpu, pytest.mark.slow])
 def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int) -> None:
     """Sums of dq take turns in the places of a pool. One sequence has a reference; the others are
@@ -135,13 +159,7 @@ def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int)
     leaves = [x.requires_grad_() for x in alike.values()]
     dout = problem.dout.repeat(case.batch, 1, 1, 1)
     arguments = op_arguments(problem) | alike | {"backend": target.backend}
-    with dirty_allocator(target.device):
-        out, lse, *_ = torch.ops.flash_attn.fwd(**arguments)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        gradients = torch.autograd.grad(out, leaves, dout)
-        workspace = torch.cuda.max_memory_allocated() - before
-    workspace -= sum(x.numel() * x.element_size() for x in gradients)
+    out, lse, gradients, workspace = run_and_measure(arguments, leaves, dout)
     all_sums = 4 * case.batch * case.heads_q * case.seqlen_q * pool_class(case)
     assert (workspace < 0.6 * all_sums) if is_pooled(case) else (workspace > all_sums)
 
@@ -167,3 +185,104 @@ def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int)
 def test_heads_without_sums_in_a_pool(case: Case, target: Target, seed: int) -> None:
     """A head that nobody adds to leaves alone whose place it has."""
     check(case, target, seed)
+
+
+# Enough sequences that their pool is less than the sums of all.
+SEQUENCES, SHORTEST, LONGEST = 256, 40, 192
+
+
+def lengths(seed: int, shortest: int = SHORTEST) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randint(shortest, LONGEST) for _ in range(SEQUENCES - 1)) + (LONGEST,)
+
+
+def varlen_case(dtype: str = "bf16", d: int = 64, **rest: object) -> Case:
+    given = {"lengths_q": lengths(1), "lengths_k": lengths(1)} | rest
+    return Case(dtype=dtype, d=d, heads_q=4, heads_kv=4, **given)
+
+
+def check_that_it_pools(problem: Problem, target: Target) -> None:
+    case, alike = problem.case, problem.float_tensors()
+    leaves = [x.requires_grad_() for x in alike.values()]
+    arguments = op_arguments(problem) | problem.index_tensors() | alike
+    *_, workspace = run_and_measure(arguments | {"backend": target.backend}, leaves, problem.dout)
+    assert workspace < 0.8 * 4 * problem.q.size(0) * case.heads_q * pool_class(case)
+
+
+@each_case(
+    [
+        varlen_case(),
+        varlen_case("fp16", causal=True),
+        varlen_case("fp16", 56, lengths_k=lengths(2), causal=True, tail=77),
+        varlen_case("bf16", 128, causal=True),
+        varlen_case("fp16", 128, lengths_k=lengths(3, 0), tail=5),
+        varlen_case("bf16", 120, lengths_q=lengths(4, 0), window=(50, 9)),
+        varlen_case(lengths_k=(150, 0) * (SEQUENCES // 2)),
+        varlen_case(d=128, seqused_q=(30, 0, 1, 40) * (SEQUENCES // 4), causal=True),
+        varlen_case("fp16", seqused_k=(40, 7) * (SEQUENCES // 2), leftpad_k=(9, 0, 30, 5) * 64),
+    ],
+    [SM90],
+    marks=[pytest.mark.real_gpu, pytest.mark.slow],
+)
+def test_varlen_sequences_share_a_pool(case: Case, target: Target, seed: int) -> None:
+    problem = Problem(case, seed, target.device)
+    expected = expect(problem, device=target.device)
+    compare(problem, run(problem, target.backend), expected)
+    check_that_it_pools(problem, target)
+
+
+@each_case([varlen_case(), varlen_case("fp16", 128)], [SM90], marks=[pytest.mark.real_gpu])
+def test_rows_outside_of_varlen_sequences_in_a_pool(case: Case, target: Target, seed: int) -> None:
+    """Before the first sequence and behind the last: their dq is 0."""
+    problem = Problem(case, seed, target.device)
+    index = problem.index_tensors()
+    for name, first, last in (("cu_seqlens_q", 9, 3), ("cu_seqlens_k", 5, 17)):
+        index[name][0] += first
+        index[name][-1] -= last
+    problem.index_tensors = lambda: index
+    results = run(problem, target.backend)
+    assert (results["dq"][:9] == 0).all() and (results["dq"][-3:] == 0).all()
+    compare(problem, results, expect(problem, device=target.device))
+
+
+@each_case([varlen_case(), varlen_case("fp16", 128)], [SM90], marks=[pytest.mark.real_gpu])
+def test_a_sequence_too_long_for_its_place_in_a_pool(case: Case, target: Target, seed: int) -> None:
+    """Its dq is NaN, never 0. All else is right."""
+    most = 128
+    problem = Problem(case, seed, target.device)
+    results = run(problem, target.backend, max_seqlen_q=most)
+    expected = expect(problem, device=target.device)
+    begins = starts(case.lengths_q)
+    for begin, length in zip(begins, case.lengths_q, strict=False):
+        if length > most:
+            lost = slice(begin, begin + length)
+            assert results["dq"][lost].isnan().all()
+            results["dq"][lost] = expected.values["dq"][lost].to(results["dq"])
+    compare(problem, results, expected)
+
+
+@each_case(
+    [
+        varlen_case(),
+        varlen_case("fp16", 128),
+        varlen_case().with_(heads_kv=2),
+        varlen_case(deterministic=True),
+    ],
+    [SM90],
+    marks=[pytest.mark.real_gpu],
+)
+@pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k", "both"])
+def test_many_sequences_that_overlap_wait_for_nobody(
+    which: str, case: Case, target: Target, seed: int
+) -> None:
+    """An error of the caller without a right result; the next call is right."""
+    problem = Problem(case, seed, target.device)
+    right = problem.index_tensors()
+    names = ["cu_seqlens_q", "cu_seqlens_k"] if which == "both" else [which]
+    rng = random.Random(seed)
+    orders = [list(range(SEQUENCES, -1, -1)), rng.sample(range(SEQUENCES + 1), SEQUENCES + 1)]
+    for order in orders:
+        problem.index_tensors = lambda order=order: right | {n: right[n][order] for n in names}
+        run(problem, target.backend)
+    problem.index_tensors = lambda: right
+    compare(problem, run(problem, target.backend), expect(problem, device=target.device))

@@ -93,10 +93,15 @@ def kernel_cases() -> list[Case]:
     # More tiles than a chip has multiprocessors: Hopper's thread blocks take one after the other.
     # And more heads than a pool has places for their sums of dq.
     for d in (64, 128, 192, 256):
-        forms = (dict(batch=4), dict(batch=2, causal=True), dict(batch=2, deterministic=True))
+        forms = (dict(batch=4), dict(batch=4, causal=True), dict(batch=2, deterministic=True))
         for i, more in enumerate(forms):
-            many = dict(heads_q=80, heads_kv=80, seqlen_q=70, seqlen_k=150)
+            many = dict(heads_q=80, heads_kv=80, seqlen_q=120, seqlen_k=150)
             cases.append(Case(d=d, dtype=("fp16", "bf16")[i % 2], **many | more))
+    for d in (64, 128):
+        some = (128, 120, 128, 60) * 8
+        for i, lengths_k in enumerate(((300, 0, 500, 240) * 8, some)):
+            many = dict(lengths_q=some, lengths_k=lengths_k, heads_q=20, heads_kv=20, tail=9)
+            cases.append(Case(d=d, dtype=("fp16", "bf16")[i], causal=i == 1, **many))
     # With a short window a pool takes the sums of a longer head stretch by stretch.
     few = dict(batch=1, heads_q=5, heads_kv=5)
     cases.append(Case(d=64, dtype="bf16", seqlen_q=2200, window=(100, 0), **few))
@@ -108,8 +113,8 @@ def kernel_cases() -> list[Case]:
     one = dict(batch=6, heads_q=1, heads_kv=1, seqlen_q=2100, window=(60, 0))
     cases.append(Case(d=64, dtype="bf16", seqused_k=(2100, 0, 0, 0, 0, 0), **one))
     for d in (64, 128):
-        many = dict(batch=6, heads_q=10, heads_kv=10, seqlen_q=70, seqlen_k=150)
-        used = (150, 0, 150, 0, 0, 150)
+        many = dict(batch=36, heads_q=10, heads_kv=10, seqlen_q=120, seqlen_k=150)
+        used = (150, 0, 150, 0, 0, 150) * 6
         cases.append(Case(d=d, dtype="fp16", seqused_k=used, **many))
     # Each way in which a bias reaches a tile.
     for d in (64, 128):

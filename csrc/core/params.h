@@ -205,10 +205,11 @@ struct FwdParams : AttnParams {
   PartialResults partial;
 };
 
-// dq_accum as a pool for a call without cu_seqlens. The queries of a (batch entry, kv head) come in
-// stretches of dq_accum_rows. The sums of stretch n of the call lie in place n % places, after
-// those of stretch n - places have become rows of dq. So the stretches of a head lie one behind the
-// other, but for the end of the pool, behind which its beginning comes.
+// dq_accum as a pool. The queries of a (batch entry, kv head) come in stretches of dq_accum_rows;
+// those of a varlen sequence are one stretch, if that is long enough. The sums of stretch n of the
+// call lie in place n % places, after those of stretch n - places have become rows of dq. So the
+// stretches of a head lie one behind the other, but for the end of the pool, behind which its
+// beginning comes.
 struct DqPool {
   int places = 0;  // 0: no pool, dq_accum has room for all
   // Of a head. There is more than one only where windows are short and no heads share keys.

@@ -82,6 +82,39 @@ bool see_few_in_order(const BwdParams& params) {
   return std::max(keys, queries) <= kBwdMostSeenInOrder;
 }
 
+bool is_varlen(const BwdParams& params) {
+  return params.cu_seqlens_q != nullptr || params.cu_seqlens_k != nullptr;
+}
+
+// How many queries of a head may see a tile, or a varlen call's longest sequence may have, where
+// the sums of dQ are a pool. 0: they are none.
+int most_pooled_queries(const BwdParams& params, const BwdTile& tile) {
+  const int group = params.heads_q / params.heads_kv;
+  if (cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient) return 0;
+  if (is_varlen(params)) {
+    const bool both = params.cu_seqlens_q != nullptr && params.cu_seqlens_k != nullptr;
+    return both && group == 1 && !params.deterministic ? tile.pooled_varlen_queries : 0;
+  }
+  if (params.deterministic) return see_few_in_order(params) ? tile.queries_pooled_in_order : 0;
+  if (mean_seen_keys(params) > tile.pooled_keys || group > kBwdLargestPooledGroup) return 0;
+  return group == 1 ? tile.pooled_queries : std::min(tile.pooled_queries, kBwdMostPooledOfGroup);
+}
+
+// Whether a pool of whole heads spares enough.
+bool pays(const BwdParams& params, const DqPool& pool) {
+  const auto rows = static_cast<double>(bwd_dq_pool_rows(params, pool));
+  const double all_rows = static_cast<double>(params.total_q) * params.heads_kv;
+  const double counted_rows = rows * params.batch * params.heads_kv;
+  double largest = kBwdLargestPool;
+  if (params.heads_q > params.heads_kv) largest = kBwdLargestPoolOfGroup;
+  if (is_varlen(params)) {
+    if (counted_rows > kBwdMostCountedRows * all_rows) return false;
+  } else if (params.window_right >= 0 && params.seqlen_q > kBwdLongCausalQueries) {
+    largest = std::min(largest, kBwdLargestCausalPool);
+  }
+  return pool.places * rows <= largest * all_rows;
+}
+
 }  // namespace
 
 BwdSplits bwd_splits(const BwdParams& params, const cuda::DeviceInfo& device) {
@@ -172,29 +205,23 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
                               [&]<int kHeadDim, int kHeadDimV> { return kBwdTile<kHeadDim>; });
   if (tile.pool_rounds == 0) return {};
   const int64_t walk = queries_of_tile(params);
-  const int group = params.heads_q / params.heads_kv;
-  const bool is_group = group > 1;
   DqPool pool;
   if (!masked) {
-    const bool is_dense = params.cu_seqlens_q == nullptr && params.cu_seqlens_k == nullptr;
-    int most = tile.pooled_queries;
-    if (params.deterministic) {
-      most = tile.queries_pooled_in_order;
-    } else if (is_group) {
-      most = group > kBwdLargestPooledGroup ? 0 : std::min(most, kBwdMostPooledOfGroup);
-    }
+    const int most = most_pooled_queries(params, tile);
+    const bool may_have_stretches =
+        params.heads_q == params.heads_kv && !params.deterministic && !is_varlen(params);
     const bool has_stretches = params.seqlen_q > most;
-    if (!is_dense || most == 0 || (params.deterministic && !see_few_in_order(params)) ||
-        cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient ||
-        walk > most || (has_stretches && (is_group || params.deterministic))) {
-      return {};
-    }
+    if (params.seqlen_q == 0 || walk > most || (has_stretches && !may_have_stretches)) return {};
     if (has_stretches) pool.stretches = (params.seqlen_q - 1) / kBwdStretchRows + 1;
   }
   // Places for so many tiles, and in each head for those stretches besides that its tiles begin or
   // end in.
   const double tiles = tile.pool_rounds * device.num_sms;
-  const double of_head = std::max((params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN, 1);
+  double of_head = std::max((params.seqlen_k + kBwdBlockN - 1) / kBwdBlockN, 1);
+  if (is_varlen(params)) {
+    const double mean_keys = static_cast<double>(params.total_k) / std::max(params.batch, 1);
+    of_head = std::clamp(mean_keys / kBwdBlockN, 1., of_head);
+  }
   double places = tiles / of_head + 2;
   if (pool.stretches > 1) {
     places = tiles * kBwdBlockN / kBwdStretchRows +
@@ -202,10 +229,9 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
   }
   const auto stretches =
       static_cast<double>(int64_t{params.batch} * params.heads_kv * pool.stretches);
-  const bool has_room_for_all = stretches <= places;
-  if (has_room_for_all && is_group && !masked && !params.deterministic) return {};
   pool.places = static_cast<int>(std::min(stretches, places));
-  return pool;
+  const bool always_pays = masked || params.deterministic || pool.stretches > 1;
+  return always_pays || pays(params, pool) ? pool : DqPool{};
 }
 
 int64_t bwd_dq_pool_rows(const BwdParams& params, const DqPool& pool) {

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           DqConverter<Traits>(params, maps.dq, smem).run(scheduler.blocks_per_head);
         } else if constexpr (Traits::kOrders) {
           take_turns_in_pool_loop<Traits>(params, scheduler.last_blocks_first, smem);
-        } else if (ptx::elect_one()) {
+        } else {
           pass_tiles_loop<Traits>(params, smem);
         }
       }

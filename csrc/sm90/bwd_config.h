@@ -15,12 +15,13 @@ inline constexpr int kBwdMaxSingleHeadDim = 128;
 struct BwdTile {
   int block_m;  // queries of an iteration
   int stages;   // blocks of Q, and of dO, in shared memory
-  // Where at most pooled_queries of a head see a tile, the sums of dQ are a pool with places for so
-  // many times the tiles that run at a time: for those that run, those that are converted, and
-  // those whose thread blocks are late. More places would not stay in the L2 cache. 0: there is no
-  // pool.
+  // Where at most pooled_queries of a head see a tile, and a query sees at most pooled_keys in the
+  // mean, the sums of dQ are a pool with places for so many times the tiles that run at a time: for
+  // those that run, those that are converted, and those whose thread blocks are late. More places
+  // would not stay in the L2 cache. 0: there is no pool.
   double pool_rounds = 0;
-  int pooled_queries = 0;
+  int pooled_queries = 0, pooled_keys = 0;
+  int pooled_varlen_queries = 0;  // of the longest sequence
   // The same where the sums come in the same order every time; kBwdMostSeenInOrder as well.
   int queries_pooled_in_order = 0;
   // Where sums come in order, a causal mask has the last blocks of keys come first; but where so
@@ -46,6 +47,8 @@ inline constexpr BwdTile kBwdTile<64> = {.block_m = 128,
                                          .stages = 2,
                                          .pool_rounds = 3,
                                          .pooled_queries = 2048,
+                                         .pooled_keys = 1024,
+                                         .pooled_varlen_queries = 1024,
                                          .group_first_first = 8,
                                          .folds_rows = true};
 template <>
@@ -63,6 +66,8 @@ inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
                                           .stages = 2,
                                           .pool_rounds = 2.5,
                                           .pooled_queries = 4096,
+                                          .pooled_keys = 4096,
+                                          .pooled_varlen_queries = 2048,
                                           .queries_pooled_in_order = 1024,
                                           .group_first_first = 4,
                                           .folds_rows = true,
@@ -74,8 +79,16 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
 // counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
 inline constexpr int kBwdPoolRows = 64;
-// Where heads share keys, a pool serves at most so many query heads of a kv head, and so many
-// queries, and only if it lacks room for the sums of all. Otherwise sections of heads are better.
+// A pool that would have more than this of the rows that all sums take spares too little. Heads
+// that share keys, and long ones with a causal mask in a dense call, have lower limits.
+inline constexpr double kBwdLargestPool = 0.7, kBwdLargestPoolOfGroup = 0.5;
+inline constexpr double kBwdLargestCausalPool = 0.35;
+inline constexpr int kBwdLongCausalQueries = 512;
+// In a varlen call all sequences count as the longest. Together they may count as so many times the
+// rows that there are: what is empty takes time, too.
+inline constexpr double kBwdMostCountedRows = 2.5;
+// Where heads share keys, a pool serves dense calls with at most so many query heads of a kv head,
+// and so many queries. Otherwise sections of heads are better.
 inline constexpr int kBwdLargestPooledGroup = 2, kBwdMostPooledOfGroup = 1024;
 // Where sums come in order, the tiles of a head wait for each other, and with a pool they run all
 // at once. So there may be few: a query sees at most so many keys in the mean, and a key so many

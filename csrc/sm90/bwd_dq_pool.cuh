@@ -25,22 +25,37 @@ __device__ __forceinline__ int32_t* dq_shares_written(const BwdParams& params, i
   return &params.dq_pool.progress[2 + 2 * number];
 }
 
-// A share is some bands of one query head, one behind the other; a head, or a stretch of one, has
-// so many shares.
+// Whether it is a varlen call.
 template <typename Traits>
-__device__ __forceinline__ int dq_shares_of_stretch(const BwdParams& params) {
-  constexpr int kRows = Traits::kBands * Traits::kBandRows;
-  if constexpr (Traits::kStretches) return kBwdStretchRows / kRows;
-  return (params.seqlen_q + kRows - 1) / kRows;
+__device__ __forceinline__ bool pools_varlen(const BwdParams& params) {
+  return Traits::kPoolsVarlen && params.cu_seqlens_q != nullptr;
 }
 
-// Calls f(number) for what counts a tile: its head, or each stretch of its queries.
+// A share is some bands of one query head, one behind the other; a head, or a stretch of one, has
+// so many shares. In a varlen sequence that is shorter than max_seqlen the last ones are empty.
+template <typename Traits>
+__device__ __forceinline__ int dq_shares_of_stretch(const BwdParams& params) {
+  if constexpr (Traits::kStretches) return kBwdStretchRows / Traits::kShareRows;
+  return (params.seqlen_q + Traits::kShareRows - 1) / Traits::kShareRows;
+}
+
+// Where varlen sequences overlap, which is an error of the caller, some tiles do not exist, and
+// nobody may wait for them. A whole warp calls it.
+template <typename Traits>
+__device__ __forceinline__ bool all_tiles_exist(const BwdParams& params) {
+  return !pools_varlen<Traits>(params) ||
+         (ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch));
+}
+
+// Calls f(number) for what counts a tile: its head, or each stretch of its queries. Nothing counts
+// the keys before the first sequence and behind the last.
 template <typename Traits, typename F>
 __device__ __forceinline__ void for_each_stretch(const BwdParams& params, const BwdWork& work,
                                                  const F& f) {
   const int head = work.batch_idx * params.heads_kv + work.kv.head;
   if constexpr (!Traits::kStretches) {
-    f(head);
+    const bool is_outside = work.batch_idx < 0 || work.batch_idx == params.batch;
+    if (!pools_varlen<Traits>(params) || !is_outside) f(head);
   } else {
     if (!work.has_queries()) return;
     constexpr int kBlocks = kBwdStretchRows / Traits::kBlockM;
@@ -73,10 +88,15 @@ __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork
 // Lets the consumers begin with a tile when there is a place for its sums, and says when the tile
 // has been added. It does not stick to this order: the place may be that of the sums of the tile
 // before. A tile without queries waits for the place, too: a head may have no others, and where
-// they have all been counted, its sums are taken from that place. One thread calls it.
+// they have all been counted, its sums are taken from that place. A whole warp calls it.
 template <typename Traits>
 __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
                                                 BwdSharedStorage<Traits>& smem) {
+  const bool waits = all_tiles_exist<Traits>(params);
+  if (!ptx::elect_one()) return;
+  const auto has_place_for = [&](const BwdWork& work) {
+    return !waits || has_place<Traits>(params, work);
+  };
   WorkReader next(smem.queue), added(smem.queue);
   Ring<1> k_ring(smem.k_ring);
   bool is_first = true;
@@ -93,7 +113,7 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
       }
       is_let_in = true;
     };
-    if (!is_let_in && has_place<Traits>(params, *work)) let_in();
+    if (!is_let_in && has_place_for(*work)) let_in();
     if (!is_first) {
       const BwdWork& done = *added.read();
       added.in(smem.summed_ring).wait_full();
@@ -105,7 +125,7 @@ __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
     }
     is_first = false;
     if (!is_let_in) {
-      while (!has_place<Traits>(params, *work)) __nanosleep(100);
+      while (!has_place_for(*work)) __nanosleep(100);
       let_in();
     }
   } while (work != nullptr);
@@ -131,24 +151,36 @@ class DqConverter {
   using Slab = typename Traits::BandSlab;
   static constexpr int kRows = Traits::kBandRows, kCols = Traits::kHeadDim;
   static constexpr int kBytes = kRows * kCols * static_cast<int>(sizeof(float));
+  static constexpr uint32_t kNans = 0x7fff7fff;  // two of them, of fp16 or bf16
 
  public:
   __device__ __forceinline__ DqConverter(const BwdParams& params, const CUtensorMap& map,
                                          BwdSharedStorage<Traits>& smem)
       : params_(params), map_(map), smem_(smem) {}
 
-  // blocks: how many blocks of keys a head has.
-  __device__ __forceinline__ void run(int blocks) {
+  // blocks_of_head: how many blocks of keys each has, but for those of varlen sequences.
+  __device__ __forceinline__ void run(int blocks_of_head) {
     const int of_stretch = dq_shares_of_stretch<Traits>(params_);
     const int group = params_.heads_q / params_.heads_kv;
+    const bool varlen = pools_varlen<Traits>(params_);
+    if (!all_tiles_exist<Traits>(params_)) return fill_share(0, params_.total_q, kNans);
 #pragma unroll 1
     for (int share = take(); share < num_shares(of_stretch); share = take()) {
       head_ = share / of_stretch;
-      first_row_ = share % of_stretch * Traits::kBands * kRows;
+      first_row_ = share % of_stretch * Traits::kShareRows;
+      int blocks = blocks_of_head;  // that add to these sums
+      if constexpr (Traits::kPoolsVarlen) {
+        end_ = params_.seqlen_q;
+        if (varlen) {
+          const SeqlenInfo seqlen(params_, head_ / params_.heads_q);
+          place_in_sequence(seqlen, share % of_stretch == of_stretch - 1);
+          blocks = (seqlen.segment_k + Traits::kBlockN - 1) / Traits::kBlockN;
+        }
+      }
       const int number = head_ / group;
       const int place = number % params_.dq_pool.places * group + head_ % group;
       sums_ = params_.dq_accum + (place * params_.dq_accum_rows + first_row_) * kCols;
-      if constexpr (Traits::kStretches || Traits::kOrders) {
+      if (Traits::kStretches || Traits::kOrders || varlen) {
         // A place that no tile adds to has not been waited for.
         const int before = number - params_.dq_pool.places;
         if (before >= 0) await(dq_shares_written(params_, before), group * of_stretch);
@@ -165,13 +197,18 @@ class DqConverter {
       } else {
         await(dq_blocks_added(params_, number), blocks);
       }
-      if (!Traits::kStretches || exists(0)) start(0);
+      if ((!Traits::kStretches && !varlen) || exists(0)) start(0);
 #pragma unroll 1
       for (int band = 0; band < Traits::kBands && exists(band); ++band, ++visit_) {
         if (band + 1 < Traits::kBands && exists(band + 1)) start(band + 1);
         finish(band);
       }
       if (speaks()) ptx::add_release(dq_shares_written(params_, number), 1);
+    }
+    if (varlen) {
+      const SeqlenInfo before(params_, -1), behind(params_, params_.batch);
+      fill_share(0, before.segment_q, 0);
+      fill_share(behind.q_begin, params_.total_q, 0);
     }
     if (speaks()) ptx::bulk_wait();
   }
@@ -180,11 +217,45 @@ class DqConverter {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ static bool speaks() { return lane() == 0; }
   __device__ __forceinline__ int row_of(int band) const { return first_row_ + band * kRows; }
-  __device__ __forceinline__ bool exists(int band) const { return row_of(band) < params_.seqlen_q; }
+  __device__ __forceinline__ bool exists(int band) const {
+    return row_of(band) < (Traits::kPoolsVarlen ? end_ : params_.seqlen_q);
+  }
 
   __device__ __forceinline__ int num_shares(int of_stretch) const {
     const int of_call = params_.batch * params_.heads_q * of_stretch;
     return Traits::kStretches ? of_call * params_.dq_pool.stretches : of_call;
+  }
+
+  // Says where the varlen sequence of the share lies, and writes rows that have no sums: 0 for
+  // queries that do not count, NaN where a place is too short. The last share has all that follow.
+  __device__ __forceinline__ void place_in_sequence(const SeqlenInfo& seqlen, bool is_last) {
+    q_begin_ = static_cast<int>(seqlen.q_begin);
+    const bool has_place = has_place_in_pool(params_, seqlen);
+    end_ = has_place ? seqlen.len_q : 0;
+    const int end =
+        is_last ? seqlen.segment_q : min(first_row_ + Traits::kShareRows, seqlen.segment_q);
+    fill(head_ % params_.heads_q, q_begin_ + max(first_row_, end_), q_begin_ + end, 1,
+         has_place ? 0 : kNans);
+  }
+
+  // The thread blocks share these rows of dq.
+  __device__ __forceinline__ void fill_share(int64_t first, int64_t end, uint32_t pair) const {
+#pragma unroll 1
+    for (int head = 0; head < params_.heads_q; ++head) {
+      fill(head, static_cast<int>(first + blockIdx.x), static_cast<int>(end), gridDim.x, pair);
+    }
+  }
+
+  // Writes the same two elements all over some rows of a head.
+  __device__ __forceinline__ void fill(int head, int first, int end, int step,
+                                       uint32_t pair) const {
+    const int col = lane() * 8;
+    if (col >= params_.head_dim) return;
+    Element* const dq = static_cast<Element*>(params_.dq) + head * params_.dq_strides.head + col;
+#pragma unroll 1
+    for (int row = first; row < end; row += step) {
+      *reinterpret_cast<uint4*>(dq + row * params_.dq_strides.row) = {pair, pair, pair, pair};
+    }
   }
 
   // How many blocks of keys add to the stretch in which the share lies.
@@ -198,7 +269,7 @@ class DqConverter {
 
   // Waits until all turns at the share's blocks of queries have been passed on.
   __device__ __forceinline__ void await_turns() const {
-    constexpr int kBlocks = Traits::kBands * kRows / Traits::kBlockM;
+    constexpr int kBlocks = Traits::kShareRows / Traits::kBlockM;
     static_assert(kBlocks > 0 && kBlocks <= 32);
     const int batch_idx = head_ / params_.heads_q;
     const SeqlenInfo seqlen(params_, batch_idx);
@@ -254,9 +325,13 @@ class DqConverter {
     ptx::fence_async_shared();
     __syncwarp();
     if (!speaks()) return;
-    const MatrixPlace place = {.box = {params_.seqlen_q, 0, params_.seqlen_q},
-                               .head = head_ % params_.heads_q,
-                               .batch = head_ / params_.heads_q};
+    MatrixPlace place = {.box = {params_.seqlen_q, 0, params_.seqlen_q},
+                         .head = head_ % params_.heads_q,
+                         .batch = head_ / params_.heads_q};
+    if (pools_varlen<Traits>(params_)) {
+      place.box = {params_.total_q, q_begin_, end_};
+      place.batch = 0;
+    }
     for (int col = 0; col < params_.head_dim; col += Slab::kCols) {
       store_tile_rows<kRows>(slabs[col / Slab::kCols], 0, map_, place, row_of(band), col);
     }
@@ -287,6 +362,7 @@ class DqConverter {
   const CUtensorMap& map_;
   BwdSharedStorage<Traits>& smem_;
   int head_, first_row_;  // of the share; query heads of all batch entries, one after the other
+  int q_begin_, end_;     // of a varlen sequence: its first row of dq, and how many have sums
   float* sums_;
   unsigned visit_ = 0;
 };

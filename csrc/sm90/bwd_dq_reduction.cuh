@@ -12,8 +12,10 @@ namespace flash_attn::sm90 {
 // dQ. kClassCols: how many columns the sums have, if these are those of the class
 // (kDqHasClassCols); else 0, and there are as many as dQ has. kComputesAnew: where the sums lie is
 // computed in each block; kept, it would take registers that score terms need. kStretches: the walk
-// may come to the end of a pool, and goes on at its beginning.
-template <int kBlockM, int kClassCols = 0, bool kComputesAnew = false, bool kStretches = false>
+// may come to the end of a pool, and goes on at its beginning. kMayLackPlace: a sequence may be too
+// long for the places of a pool, and then adds nothing.
+template <int kBlockM, int kClassCols = 0, bool kComputesAnew = false, bool kStretches = false,
+          bool kMayLackPlace = false>
 class DqReduction {
   static constexpr bool kHasClassCols = kClassCols > 0;
 
@@ -82,6 +84,7 @@ class DqReduction {
     const int row_of_offset =
         kHasClassCols ? offset_ / (kDqAccumRows * kClassCols) * kDqAccumRows : 0;
     rows_left_ = work_.seqlen.len_q - first_row - row_of_offset;
+    if (kMayLackPlace && work_.dq_row == BwdWork::kNoDqRow) rows_left_ = 0;
     const int64_t of_head = (block.head - work_.q.head) * params_.dq_accum_rows;
     accum_ = params_.dq_accum + (work_.dq_row + of_head + first_row) * accum_cols() + offset_;
   }

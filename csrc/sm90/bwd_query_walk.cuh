@@ -335,7 +335,7 @@ class QueryWalk {
   QueryBlock before;               // with a mask: the block before
   const int full_begin, full_end;  // read here, not in the loop: the reductions hold up such reads
   DqReduction<Traits::kBlockM, Traits::kDqHasClassCols ? Traits::kHeadDim : 0, kGeneral,
-              Traits::kStretches>
+              Traits::kStretches, Traits::kPoolsVarlen>
       reduction;
 };
 

@@ -59,6 +59,8 @@ struct BwdTraits {
   static constexpr bool kPoolsInOrder = kForm == BwdForm::kPooledInOrder;
   static constexpr bool kPools =
       kForm == BwdForm::kPooled || kStretches || kPoolsInOrder || kMasked;
+  // The form whose calls may be varlen ones.
+  static constexpr bool kPoolsVarlen = kForm == BwdForm::kPooled;
   static constexpr bool kOrders = kForm == BwdForm::kOrdered || kPoolsInOrder;
   // With a pool whose sums come in any order, tiles are let in and counted as a whole. In order,
   // what lets in a block of queries and counts it is its turn.
@@ -140,7 +142,8 @@ struct BwdTraits {
   static constexpr int kBandRows = (kMasked && kHeadDim == 64 ? 2048 : 4096) / kHeadDim;
   static constexpr int kBandStages = 2;
   static constexpr int kBands = 4;  // a warp takes on so many at a time
-  static_assert(!kStretches || kBwdStretchRows % (kBands * kBandRows) == 0);
+  static constexpr int kShareRows = kBands * kBandRows;
+  static_assert(!kStretches || kBwdStretchRows % kShareRows == 0);
   static_assert(!kStretches || kBwdStretchRows % kBlockM == 0);
   using BandSlab = SmemTile<Element, kBandRows, 64>;  // rounded sums, at the start of the band
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;

@@ -28,8 +28,11 @@ struct BwdWork {
   // Which score_storage has the terms of the first head; those of the next head lie in the other
   // one.
   int first_score;
-  int64_t dq_row;           // of dq_accum, over all heads: query 0 of the first head
+  int64_t dq_row;           // of dq_accum, over all heads: query 0 of the first head; or kNoDqRow
   int tile = 0, split = 0;  // where tiles are split
+
+  // A varlen sequence that is longer than a pool's places.
+  static constexpr int64_t kNoDqRow = -1;
 
   __device__ __forceinline__ bool has_queries() const { return range.begin < range.end; }
   // How many blocks QueryBlocks visits.
@@ -52,6 +55,7 @@ struct BwdWork {
     const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
     const auto range = BlockRange::of_queries<kBlockM, kBlockN>(window, first_key);
     const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
+    const bool has_sums = !kPools || kStretches || has_place_in_pool(params, seqlen);
     return {
         .window = window,
         .seqlen = seqlen,
@@ -66,8 +70,10 @@ struct BwdWork {
         .batch_idx = tile.batch_idx,
         .first_key = first_key,
         .first_score = 0,
-        .dq_row = dq_accum_group_row<kPools, kStretches>(params, seqlen.q_begin, tile.batch_idx,
-                                                         tile.head, range.begin * kBlockM)};
+        .dq_row =
+            has_sums ? dq_accum_group_row<kPools, kStretches>(
+                           params, seqlen.q_begin, tile.batch_idx, tile.head, range.begin * kBlockM)
+                     : kNoDqRow};
   }
 };
 
@@ -128,14 +134,15 @@ inline BwdTensorMaps make_bwd_tensor_maps(const BwdParams& params, int block_m, 
       .dout = make_tensor_map(params.dout, params.dout_strides, dout_shape, slab_cols, block_m)};
 }
 
-// Makes the map of dq for a call without cu_seqlens.
+// Makes the map of dq.
 inline CUtensorMap make_dq_map(const BwdParams& params, int slab_cols, int rows) {
+  const bool varlen = params.cu_seqlens_q != nullptr;
   return make_tensor_map(params.dq, params.dq_strides,
                          {.dtype = params.dtype,
                           .cols = params.head_dim,
-                          .rows = params.seqlen_q,
+                          .rows = varlen ? params.total_q : params.seqlen_q,
                           .heads = params.heads_q,
-                          .batch = params.batch},
+                          .batch = varlen ? 1 : params.batch},
                          slab_cols, rows);
 }
 
@@ -160,11 +167,13 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int running, int group_fir
   };
   const bool alike = sequences_are_alike(params), takes_turns = params.dq_turns != nullptr;
   const bool is_causal = params.window_left < 0 && params.window_right >= 0;
-  // Tiles come head after head: the thread blocks walk over the same Q and dO together, and a
-  // pool's sums are complete soon. But blocks of one head that take turns come one behind the
-  // other, so as few of them as the L2 cache allows run together.
+  // Tiles come head after head, and varlen ones sequence after sequence if there is a pool: the
+  // thread blocks walk over the same Q and dO together, and a pool's sums are complete soon. But
+  // blocks of one head that take turns come one behind the other, so as few of them as the L2 cache
+  // allows run together.
   const bool together = params.dq_pool.places > 0 || (alike && !takes_turns);
   if (together) scheduler.section_heads = 1;
+  scheduler.sequence_by_sequence = params.dq_pool.places > 0;
   // Where additions to dQ wait for their turn and the last block of keys that a block of queries
   // sees comes first, blocks of keys that start together, each at its diagonal, need not wait.
   scheduler.last_blocks_first = takes_turns && params.window_right >= 0;

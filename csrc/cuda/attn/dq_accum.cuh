@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../../core/params.h"
+#include "seqlen.cuh"
 
 namespace flash_attn {
 
@@ -54,6 +55,13 @@ __host__ __device__ __forceinline__ int64_t dq_turn_numbers(const BwdParams& par
 __host__ __device__ __forceinline__ int dq_accum_heads(const BwdParams& params) {
   return params.dq_pool.places > 0 ? params.dq_pool.places * (params.heads_q / params.heads_kv)
                                    : params.heads_q;
+}
+
+// Whether a place of a pool is long enough for the sums of a head: max_seqlen says how long, and
+// may be wrong. A head whose sums have no place gets NaN.
+__device__ __forceinline__ bool has_place_in_pool(const BwdParams& params,
+                                                  const SeqlenInfo& seqlen) {
+  return seqlen.len_q <= params.dq_accum_rows;
 }
 
 // Numbers in DqPool::progress.

@@ -49,6 +49,9 @@ struct TileScheduler {
   int section_heads;    // (batch, head) pairs in a section
   bool last_blocks_first = kOrder == TileOrder::kLastBlocksFirst;  // may be set for kAsTold
   int last_section_heads = 0;  // likewise; 0: as many as in the others
+  // Varlen, likewise: all heads of a sequence come before the next sequence, not all sequences of a
+  // head before the next head.
+  bool sequence_by_sequence = false;
 
   // bytes_per_head: what one (batch, head) reads over and over, K and V in the forward.
   static TileScheduler make(const int32_t* cu_seqlens, int64_t total, int seqlen, int batch,
@@ -114,7 +117,9 @@ struct TileScheduler {
   }
 
   __device__ __forceinline__ TileCoordinates varlen_tile(int tile_idx) const {
-    const int head = tile_idx / blocks_per_head, tile_of_head = tile_idx % blocks_per_head;
+    const bool by_sequence = kOrder == TileOrder::kAsTold && sequence_by_sequence;
+    int head = tile_idx / blocks_per_head;
+    int tile_of_head = by_sequence ? tile_idx / heads : tile_idx % blocks_per_head;
     int low = -1, high = batch + 1;  // T(low) <= tile_of_head < T(high)
     while (high - low > 1) {
       const int step = (high - low + 31) / 32;
@@ -124,11 +129,16 @@ struct TileScheduler {
       high = min(low + step, high);
     }
     const int next = low == batch ? blocks_per_head : first_tile(low + 1);
-    // Only where cu_seqlens does not ascend is a tile not below next; blocks_per_head lies behind
-    // all rows.
     const int first = kOrder == TileOrder::kLastBlocksFirst ? 0 : first_tile(low);
-    const int block =
-        next > tile_of_head ? in_order(tile_of_head - first, next - first) : blocks_per_head;
+    // Only where cu_seqlens does not ascend is a tile not among those of the sequence;
+    // blocks_per_head lies behind all rows.
+    const bool is_own = first <= tile_of_head && tile_of_head < next;
+    if (by_sequence && is_own) {
+      const int in_sequence = tile_idx - first * heads;
+      head = in_sequence / (next - first);
+      tile_of_head = first + in_sequence % (next - first);
+    }
+    const int block = is_own ? in_order(tile_of_head - first, next - first) : blocks_per_head;
     return {.batch_idx = low, .head = head, .block = block};
   }
 
