@@ -1,8 +1,8 @@
 """Builds of this library in turns: is the one after a change faster?
 
     python -m benchmarks.duel BEFORE AFTER... [--kinds fwd,bwd,shapes,bwd_shapes,bwd_narrow,
-    bwd_few_tiles,features,bwd_features,decode,short,decode_terms,varlen_pages,masks,bwd_masks,mixed,
-    peaked,cpu]
+    bwd_few_tiles,bwd_short,features,bwd_features,decode,short,decode_terms,varlen_pages,masks,
+    bwd_masks,mixed,peaked,cpu]
     [--only PATTERN] [--backend sm80] [--rounds 2] [--quick]
     [--phases PRODUCT,SETTLE,TIMED] [--out FILE.json]
 
@@ -63,6 +63,7 @@ KINDS = {
     "bwd_shapes": shapes.other_shapes,
     "bwd_narrow": shapes.narrow_heads,
     "bwd_few_tiles": shapes.few_tiles,
+    "bwd_short": shapes.short_sequences,
     "features": shapes.features,
     "bwd_features": shapes.features,
     "decode": shapes.decode,

@@ -157,6 +157,31 @@ def few_tiles(quick: bool = False) -> list[Case]:
     return cases[::4] if quick else cases
 
 
+def short_sequences(quick: bool = False) -> list[Case]:
+    """No shared keys: varlen sequences of up to 1k tokens, of one length and of many; few dense
+    ones that are as short."""
+    generator = random.Random(0)
+    ragged = tuple(generator.randint(64, 448) for _ in range(64))
+    varlen = [
+        Case(1, max(docs), HIDDEN // d, d, causal, docs=docs)
+        for docs in ((128,) * 128, (256,) * 64, (1024,) * 16, ragged)
+        for d in (64, 128)
+        for causal in (False, True)
+    ]
+    few = [
+        Case(batch, s, HIDDEN // d, d, causal)
+        for batch, s, d, causal in (
+            (8, 256, 64, True),
+            (4, 512, 64, True),
+            (4, 1024, 128, True),
+            (8, 2048, 64, False),
+            (16, 1024, 128, True),
+        )
+    ]
+    cases = varlen + few
+    return cases[::8] if quick else cases
+
+
 def deterministic(quick: bool = False) -> list[Case]:
     """Five head-dim classes at 2k and 8k, full and causal; GQA; documents."""
     cases = [
