@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.backends import PEERS, Unsupported, alibi_slopes, free_sdpa
-from benchmarks.shapes import DecodeCase, PagedCase
+from benchmarks.cache_shapes import DecodeCase, PagedCase
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 

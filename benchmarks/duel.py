@@ -29,6 +29,7 @@ import flash_attn
 from benchmarks import (
     backends,
     cache_calls,
+    cache_shapes,
     race_caches,
     race_masks,
     race_mixed,
@@ -43,7 +44,7 @@ from benchmarks.timing import QUICK, Recipe, Timer, recipe_of
 class TermCase:
     """Decode with one of cache_calls.DECODE_TERMS."""
 
-    call: shapes.DecodeCase
+    call: cache_shapes.DecodeCase
     term: str
 
     def shape(self) -> dict:
@@ -52,7 +53,9 @@ class TermCase:
 
 def decode_terms(quick: bool) -> list[TermCase]:
     return [
-        TermCase(x, term) for x in shapes.decode_terms(quick) for term in cache_calls.DECODE_TERMS
+        TermCase(x, term)
+        for x in cache_shapes.decode_terms(quick)
+        for term in cache_calls.DECODE_TERMS
     ]
 
 
@@ -66,13 +69,13 @@ KINDS = {
     "bwd_short": shapes.short_sequences,
     "features": shapes.features,
     "bwd_features": shapes.features,
-    "decode": shapes.decode,
-    "short": shapes.short_decode,
+    "decode": cache_shapes.decode,
+    "short": cache_shapes.short_decode,
     "decode_terms": decode_terms,
-    "varlen_pages": shapes.varlen_pages,
+    "varlen_pages": cache_shapes.varlen_pages,
     "masks": race_masks.cases,
     "bwd_masks": race_masks.cases,
-    "mixed": shapes.mixed,
+    "mixed": cache_shapes.mixed,
     "peaked": shapes.peaked,
     "cpu": shapes.cpu,
 }

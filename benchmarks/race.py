@@ -40,6 +40,7 @@ import torch
 from benchmarks import (
     backends,
     cache_calls,
+    cache_shapes,
     prefix,
     race_aten,
     race_few,
@@ -262,26 +263,26 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return race.chosen(make(quick))
 
     if kind in ("decode", "short"):
-        cases = of(shapes.decode if kind == "decode" else shapes.short_decode)
+        cases = of(cache_shapes.decode if kind == "decode" else cache_shapes.short_decode)
         records = caches.decode_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
     if kind == "cache":
-        records = caches.forms_race(race, kind, of(shapes.cache), names)
+        records = caches.forms_race(race, kind, of(cache_shapes.cache), names)
         return records + caches.ragged_race(race, quick)
     if kind in ("pages", "short_pages"):
-        cases = of(shapes.decode if kind == "pages" else shapes.short_decode)
+        cases = of(cache_shapes.decode if kind == "pages" else cache_shapes.short_decode)
         records = caches.forms_race(race, kind, cases, names)
         return records + results.geometric_means(records, by=())
     if kind == "wide_decode":
-        return caches.forms_race(race, "wide", of(shapes.wide_decode), names)
+        return caches.forms_race(race, "wide", of(cache_shapes.wide_decode), names)
     if kind == "prefix":
         return caches.prefix_race(race, of(prefix.cases), names)
     if kind == "chunk":
-        return caches.chunk_race(race, of(shapes.chunk), names)
+        return caches.chunk_race(race, of(cache_shapes.chunk), names)
     if kind == "decode_terms":
-        return caches.terms_race(race, of(shapes.decode_terms), names)
+        return caches.terms_race(race, of(cache_shapes.decode_terms), names)
     if kind == "splits":
-        return caches.splits_race(race, of(shapes.splits), names)
+        return caches.splits_race(race, of(cache_shapes.splits), names)
     if kind == "masks":
         return race_masks.run(race, quick, names)
     if kind == "aten":
@@ -289,9 +290,9 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
     if kind == "packed":
         return race_packed.run(race, of(shapes.packed), names)
     if kind == "few":
-        return race_few.run(race, of(shapes.few_queries), names)
+        return race_few.run(race, of(cache_shapes.few_queries), names)
     if kind == "mixed":
-        return race_mixed.run(race, of(shapes.mixed), names)
+        return race_mixed.run(race, of(cache_shapes.mixed), names)
     if kind == "ring":
         return race_ring.run(race, of(race_ring.cases), names)
     if kind == "generate":

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import backends, cache_calls, results
+from benchmarks.cache_shapes import DecodeCase
 from benchmarks.contest import AGREE, AGREE_8_BITS, Race, progress
-from benchmarks.shapes import Case, DecodeCase
+from benchmarks.shapes import Case
 from flash_attn.cli import peers
 
 NAMES = ("ours", "naive")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import cache_calls, prefix, results, shapes
+from benchmarks import cache_calls, cache_shapes, prefix, results
 from benchmarks.contest import AGREE_8_BITS, Race, progress
 
 
 def caches_and_rounds(
-    race: Race, case: shapes.DecodeCase, itemsize: int = 2
+    race: Race, case: cache_shapes.DecodeCase, itemsize: int = 2
 ) -> tuple[torch.Tensor, list, int]:
     """q, caches of more than twice the L2 at this many bytes a number, to take turns in one CUDA
     graph so that K and V come from memory, and how often: a short graph would time its launch."""
@@ -27,7 +27,7 @@ def microseconds(times: dict[str, float | None], calls: int) -> dict[str, float 
 
 
 def decode_race(
-    race: Race, kind: str, cases: list[shapes.DecodeCase], names: tuple[str, ...]
+    race: Race, kind: str, cases: list[cache_shapes.DecodeCase], names: tuple[str, ...]
 ) -> list[dict]:
     """TB/s and time of the cases (kind decode), or of short ones (kind short)."""
     suffix = "" if kind == "decode" else f".{kind}"
@@ -51,7 +51,7 @@ def decode_race(
 
 
 def forms_race(
-    race: Race, kind: str, cases: list[shapes.DecodeCase], names: tuple[str, ...]
+    race: Race, kind: str, cases: list[cache_shapes.DecodeCase], names: tuple[str, ...]
 ) -> list[dict]:
     """The same numbers in caches of these forms."""
     records = []
@@ -71,7 +71,9 @@ def forms_race(
     return records
 
 
-def terms_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+def terms_race(
+    race: Race, cases: list[cache_shapes.DecodeCase], names: tuple[str, ...]
+) -> list[dict]:
     """What a score term costs."""
     records = []
     for case in cases:
@@ -112,7 +114,7 @@ def ragged_race(race: Race, quick: bool) -> list[dict]:
     """Lengths that differ within the batch."""
     records = []
     modes = {"balanced": {}, "batch_invariant": {"batch_invariant": True}}
-    for name, lengths in shapes.ragged(quick).items():
+    for name, lengths in cache_shapes.ragged(quick).items():
         call = cache_calls.decode_pages(lengths, race.device, race.dtype)
 
         def build_mode(mode: str, call=call) -> Callable:
@@ -129,7 +131,9 @@ def ragged_race(race: Race, quick: bool) -> list[dict]:
     return records
 
 
-def chunk_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+def chunk_race(
+    race: Race, cases: list[cache_shapes.DecodeCase], names: tuple[str, ...]
+) -> list[dict]:
     records = []
     for case in cases:
         q, caches, rounds = caches_and_rounds(race, case)
@@ -148,7 +152,9 @@ def chunk_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...
     return records
 
 
-def splits_race(race: Race, cases: list[shapes.DecodeCase], names: tuple[str, ...]) -> list[dict]:
+def splits_race(
+    race: Race, cases: list[cache_shapes.DecodeCase], names: tuple[str, ...]
+) -> list[dict]:
     """num_splits=1 against what is chosen, and the part of a call after its last key was read."""
     records = []
     for case in cases:

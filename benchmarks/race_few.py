@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flash_attn
 from benchmarks import backends, results
 from benchmarks.cache_calls import scattered
+from benchmarks.cache_shapes import DecodeCase
 from benchmarks.contest import Race, progress
 from benchmarks.race_caches import graph_of, microseconds
-from benchmarks.shapes import DecodeCase
 
 # ours: flash_attn_func, whatever serves it; forward: the forward's kernels, named. varlen, paged16:
 # flash_attn_varlen_func, of keys side by side and in pages. fa2, cudnn: torch's SDPA.

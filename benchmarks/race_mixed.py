@@ -9,9 +9,9 @@ import torch
 import flash_attn
 from benchmarks import backends
 from benchmarks.cache_calls import scattered
+from benchmarks.cache_shapes import MixedCase
 from benchmarks.contest import Race
 from benchmarks.race_few import by_forward, timed
-from benchmarks.shapes import MixedCase
 
 # ours: flash_attn_varlen_func; forward: the forward's kernels alone, named.
 OURS = ("ours", "forward")

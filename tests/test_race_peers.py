@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("benchmarks")
 @pytest.mark.parametrize("name", ["flashinfer", "xqa", "xqa_e4m3"])
 def test_flashinfer_is_used_only_where_it_is_installed(name, monkeypatch):
     from benchmarks import backends, cache_calls
-    from benchmarks.shapes import DecodeCase
+    from benchmarks.cache_shapes import DecodeCase
 
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     case = DecodeCase(8, 2, 2, 128, head_dim=32)

@@ -29,13 +29,13 @@ def test_pairs_and_operations_count_what_the_mask_leaves():
 
 
 def test_the_races_have_the_shapes_of_the_bars():
-    from benchmarks import shapes
+    from benchmarks import cache_shapes, shapes
 
     dense = shapes.dense()
     assert len(dense) == len(set(dense)) == 36
     assert all(c.batch * c.seqlen == 16384 and c.heads * c.head_dim == 2048 for c in dense)
-    assert len(shapes.decode()) == 12
-    short = shapes.short_decode()
+    assert len(cache_shapes.decode()) == 12
+    short = cache_shapes.short_decode()
     assert len(short) == len(set(short))
     assert {(c.length, c.batch) for c in short if c.head_dim == 128} == {
         (length, batch) for length in (256, 512, 1024, 4096) for batch in (1, 4, 16, 64)
@@ -109,7 +109,7 @@ def test_ours_gets_every_feature(extra):
 @pytest.mark.parametrize("name", ["aten.paged16", "math"])
 def test_chunk_adapters_agree(name):
     from benchmarks import cache_calls
-    from benchmarks.shapes import DecodeCase
+    from benchmarks.cache_shapes import DecodeCase
 
     case = DecodeCase(4, 2, 2, 48, head_dim=16, tokens=20)
     q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.float32)
@@ -123,7 +123,7 @@ def test_chunk_adapters_agree(name):
 
 def test_pages_of_varlen_calls_hold_the_same_numbers():
     from benchmarks import cache_calls
-    from benchmarks.shapes import PagedCase
+    from benchmarks.cache_shapes import PagedCase
 
     sizes = dict(batch=2, tokens=5, length=48, capacity=80, heads=4, heads_kv=2, head_dim=16)
     sides, pages = (
@@ -141,7 +141,7 @@ def test_pages_of_varlen_calls_hold_the_same_numbers():
 @pytest.mark.parametrize("name", ["rows", "paged16", "e4m3", "paged16_e4m3", "paged64_int8"])
 def test_forms_of_a_cache_hold_the_same_numbers(name):
     from benchmarks import cache_calls
-    from benchmarks.shapes import DecodeCase
+    from benchmarks.cache_shapes import DecodeCase
 
     case = DecodeCase(8, 2, 2, 128, head_dim=32)
     q, caches = cache_calls.make_caches(case, 2, torch.device("cpu"), torch.bfloat16)
@@ -177,10 +177,10 @@ def test_masks_are_raced_with_what_they_leave(short_race, monkeypatch):
 
 def test_a_duel_gives_each_build_the_same_numbers(short_race, monkeypatch):
     """Whatever was drawn before: results are compared by their norms."""
-    from benchmarks import duel, race_caches, race_masks, shapes
+    from benchmarks import cache_shapes, duel, race_caches, race_masks
 
     monkeypatch.setattr(race_caches, "graph_of", lambda calls: calls[0])
-    mixed = shapes.MixedCase(4, 2, 5, 48, 1, 9, 16, 2, 16)
+    mixed = cache_shapes.MixedCase(4, 2, 5, 48, 1, 9, 16, 2, 16)
     first, again = (duel.make_call("mixed", mixed, short_race)[0]() for _ in range(2))
     torch.testing.assert_close(first, again, rtol=0, atol=0)
 
@@ -199,7 +199,8 @@ def test_a_duel_gives_each_build_the_same_numbers(short_race, monkeypatch):
 
 def test_calls_without_a_kernel_are_raced_with_the_same_numbers(short_race, monkeypatch):
     from benchmarks import race_aten
-    from benchmarks.shapes import Case, DecodeCase
+    from benchmarks.cache_shapes import DecodeCase
+    from benchmarks.shapes import Case
 
     listed = race_aten.cases()
     assert len(listed) == len(set(listed))
@@ -243,10 +244,10 @@ def test_a_ring_adds_the_same_parts(short_race):
 
 
 def test_few_queries_are_the_same_call():
-    from benchmarks import backends, race_few, shapes
+    from benchmarks import backends, cache_shapes, race_few
 
-    assert len(shapes.few_queries()) == len(set(shapes.few_queries()))
-    case = shapes.DecodeCase(4, 2, 2, 32, 16, tokens=3)
+    assert len(cache_shapes.few_queries()) == len(set(cache_shapes.few_queries()))
+    case = cache_shapes.DecodeCase(4, 2, 2, 32, 16, tokens=3)
     q, k, v = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (32, 2), (32, 2)))
     expected = race_few.attention("ours", case, q, k, v)()
     for name in ("varlen", "paged16"):
@@ -256,13 +257,13 @@ def test_few_queries_are_the_same_call():
 
 
 def test_a_mixed_batch_is_the_same_call_in_pages():
-    from benchmarks import race_mixed, shapes
+    from benchmarks import cache_shapes, race_mixed
 
-    assert len(shapes.mixed()) == len(set(shapes.mixed()))
+    assert len(cache_shapes.mixed()) == len(set(cache_shapes.mixed()))
     outs = []
     for page_size in (0, 16):
         torch.manual_seed(0)
-        case = shapes.MixedCase(4, 2, 5, 48, 1, 9, 16, 2, page_size)
+        case = cache_shapes.MixedCase(4, 2, 5, 48, 1, 9, 16, 2, page_size)
         call = race_mixed.Call(case, torch.float32, torch.device("cpu"))
         outs.append(race_mixed.attention("ours", call)())
         assert outs[-1].shape == (5 * 2 + 9, 4, 16)
@@ -301,7 +302,7 @@ def test_slopes_are_the_same_in_every_process(monkeypatch):
     """Those of a duel's calls, whose outputs are compared over processes."""
     import flash_attn
     from benchmarks import cache_calls
-    from benchmarks.shapes import DecodeCase
+    from benchmarks.cache_shapes import DecodeCase
 
     case = DecodeCase(4, 2, 1, 16, 16)
     q, (cache,) = cache_calls.make_caches(case, 1, torch.device("cpu"), torch.float32)

@@ -90,7 +90,9 @@ struct AttnParams {
   DType dtype = DType::kFp16;
   int batch = 0, heads_q = 0, heads_kv = 0;  // query head h reads kv head h / (heads_q / heads_kv)
   int head_dim = 0, head_dim_v = 0;
-  int seqlen_q = 0, seqlen_k = 0;    // dense: exact. varlen: the caller's max_seqlen, only a hint
+  // Dense: exact. Varlen: the caller's max_seqlen, only a hint; but where the sums of dQ are a pool,
+  // a sequence with more queries has no place there.
+  int seqlen_q = 0, seqlen_k = 0;
   int64_t total_q = 0, total_k = 0;  // rows of the whole q and k tensors, over all batches
 
   const int32_t* cu_seqlens_q = nullptr;  // (batch + 1) or null: dense

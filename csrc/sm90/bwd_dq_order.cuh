@@ -51,6 +51,12 @@ __device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
   return __all_sync(~0u, ascending);
 }
 
+// Where sequences overlap, which is an error of the caller, some tiles do not exist, and nobody may
+// wait for them. A whole warp calls it.
+__device__ __forceinline__ bool all_tiles_exist(const BwdParams& params) {
+  return ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
+}
+
 // Waits for turns and passes them on, for one share of dQ's columns. Before a tile's first turn it
 // calls before(work). A whole warp calls it. Each of kStages lanes has a stage of both rings, and
 // with it the blocks of queries that visit this stage: it looks for the turn of a block, and when
@@ -59,15 +65,13 @@ __device__ __forceinline__ bool ascends(const int32_t* cu_seqlens, int batch) {
 // under way, passes on all turns whose blocks have been added. The answer to the look comes
 // meanwhile.
 //
-// A tile waits only for tiles that were taken before it. Where sequences overlap, which is an error
-// of the caller, some tiles do not exist, and nobody may wait for them.
+// A tile waits only for tiles that were taken before it.
 template <int kBlockM, int kBlockN, bool kPools, int kStages, typename Queue, typename Before>
 __device__ __forceinline__ void take_turns_loop(const BwdParams& params, bool last_first, int share,
                                                 Queue& works, RingBarriers<kStages>& turns,
                                                 RingBarriers<kStages>& added,
                                                 const Before& before) {
-  const bool waits =
-      ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch);
+  const bool waits = all_tiles_exist(params);
   const int lane = threadIdx.x % 32;
   WorkReader queue(works);
   Ring<kStages> ring(turns, lane);

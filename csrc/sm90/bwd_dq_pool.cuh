@@ -39,14 +39,6 @@ __device__ __forceinline__ int dq_shares_of_stretch(const BwdParams& params) {
   return (params.seqlen_q + Traits::kShareRows - 1) / Traits::kShareRows;
 }
 
-// Where varlen sequences overlap, which is an error of the caller, some tiles do not exist, and
-// nobody may wait for them. A whole warp calls it.
-template <typename Traits>
-__device__ __forceinline__ bool all_tiles_exist(const BwdParams& params) {
-  return !pools_varlen<Traits>(params) ||
-         (ascends(params.cu_seqlens_q, params.batch) && ascends(params.cu_seqlens_k, params.batch));
-}
-
 // Calls f(number) for what counts a tile: its head, or each stretch of its queries. Nothing counts
 // the keys before the first sequence and behind the last.
 template <typename Traits, typename F>
@@ -92,7 +84,7 @@ __device__ __forceinline__ bool has_place(const BwdParams& params, const BwdWork
 template <typename Traits>
 __device__ __forceinline__ void pass_tiles_loop(const BwdParams& params,
                                                 BwdSharedStorage<Traits>& smem) {
-  const bool waits = all_tiles_exist<Traits>(params);
+  const bool waits = !pools_varlen<Traits>(params) || all_tiles_exist(params);
   if (!ptx::elect_one()) return;
   const auto has_place_for = [&](const BwdWork& work) {
     return !waits || has_place<Traits>(params, work);
@@ -163,7 +155,7 @@ class DqConverter {
     const int of_stretch = dq_shares_of_stretch<Traits>(params_);
     const int group = params_.heads_q / params_.heads_kv;
     const bool varlen = pools_varlen<Traits>(params_);
-    if (!all_tiles_exist<Traits>(params_)) return fill_share(0, params_.total_q, kNans);
+    if (varlen && !all_tiles_exist(params_)) return fill_share(0, params_.total_q, kNans);
 #pragma unroll 1
     for (int share = take(); share < num_shares(of_stretch); share = take()) {
       head_ = share / of_stretch;
