@@ -158,14 +158,14 @@ def few_tiles(quick: bool = False) -> list[Case]:
 
 
 def short_sequences(quick: bool = False) -> list[Case]:
-    """No shared keys: varlen sequences of up to 1k tokens, of one length and of many; few dense
-    ones that are as short."""
+    """No shared keys: varlen sequences of up to 1k tokens, of one length and of many; dense ones as
+    short, a few in all or as many as patches of images are."""
     generator = random.Random(0)
     ragged = tuple(generator.randint(64, 448) for _ in range(64))
     varlen = [
         Case(1, max(docs), HIDDEN // d, d, causal, docs=docs)
         for docs in ((128,) * 128, (256,) * 64, (1024,) * 16, ragged)
-        for d in (64, 128)
+        for d in (64, 80, 128)
         for causal in (False, True)
     ]
     few = [
@@ -178,7 +178,23 @@ def short_sequences(quick: bool = False) -> list[Case]:
             (16, 1024, 128, True),
         )
     ]
-    cases = varlen + few
+    many = [
+        Case(batch, s, HIDDEN // d, d, causal)
+        for batch, s, d, causal in (
+            (64, 256, 72, False),
+            (28, 577, 80, False),
+            (22, 729, 72, False),
+            (8, 2048, 80, True),
+            (16, 1024, 40, True),
+            (32, 512, 96, False),
+            (16, 1024, 96, True),
+            (32, 512, 64, False),
+            (16, 1024, 64, False),
+            (8, 2048, 64, True),
+            (4, 4096, 64, True),
+        )
+    ]
+    cases = varlen + few + many
     return cases[::8] if quick else cases
 
 

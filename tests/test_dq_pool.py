@@ -22,26 +22,30 @@ from cases import (
 )
 from poison import dirty_allocator
 
-# csrc/sm90/bwd_config.h: where so many queries at most see a tile, and a query sees so many keys in
-# the mean, the sums of dq are a pool, by head-dim class, and it has places for so many rounds of
-# tiles. A longer head has stretches.
-POOLS = {64: (2048, 3.0), 128: (4096, 2.5)}
-POOLED_KEYS = {64: 1024, 128: 4096}
+# csrc/sm90/bwd_config.h: the sums of dq are a pool where at most so many queries see a tile, and a
+# query sees so many keys in the mean. A longer head has stretches, but in the narrowest class.
+POOLED_QUERIES = 4096
+POOLED_KEYS = {48: 4096, 64: 3072, 80: 4096, 96: 4096, 128: 4096}
 POOLED_OF_GROUP, LARGEST_POOLED_GROUP = 1024, 2
-POOLED_IN_ORDER, SEEN_IN_ORDER = {64: 0, 128: 1024}, 576
+POOLED_IN_ORDER, SEEN_IN_ORDER = {128: 1024}, 576
 STRETCH = 1024
 SMS = 132  # of Hopper's largest; with fewer, a pool has fewer places
 
 
 def pool_class(case: Case) -> int:
-    return 64 if case.d <= 64 else 128
+    return next(c for c in POOLED_KEYS if case.d <= c and (c > 48 or case.d > 32))
+
+
+def pool_rounds(case: Case) -> float:
+    """A pool has places for so many times the tiles that run at a time."""
+    return 3 if case.d <= 64 else 2.5
 
 
 def is_pooled(case: Case) -> bool:
-    most, _ = POOLS[pool_class(case)]
+    most = POOLED_QUERIES
     keys, queries = (seen_pairs(case) / n for n in (case.seqlen_q, case.keys))
     if case.deterministic:
-        most = POOLED_IN_ORDER[pool_class(case)]
+        most = POOLED_IN_ORDER.get(pool_class(case), 0)
         if max(keys, queries) > SEEN_IN_ORDER:
             return False
     else:
@@ -50,7 +54,8 @@ def is_pooled(case: Case) -> bool:
             return False
         if case.heads_q > case.heads_kv:
             most = min(most, POOLED_OF_GROUP)
-    has_stretches = case.heads_q == case.heads_kv and not case.deterministic
+    has_stretches = pool_class(case) > 48 and case.heads_q == case.heads_kv
+    has_stretches &= not case.deterministic
     return (queries_of_tile(case) if has_stretches else case.seqlen_q) <= most
 
 
@@ -73,10 +78,10 @@ def queries_of_tile(case: Case) -> int:
 
 def with_more_heads_than_places(case: Case, sms: int = SMS) -> Case:
     """Three and a half times as many kv heads as the pool has places for: enough for one."""
-    most, rounds = POOLS[pool_class(case)]
+    rounds = pool_rounds(case)
     heads = rounds * sms / -(-case.keys // 128)
     places, stretches = heads + 2, 1
-    if case.seqlen_q > most and is_pooled(case):
+    if case.seqlen_q > POOLED_QUERIES and is_pooled(case):
         places = rounds * sms * 128 / STRETCH
         places += (heads + 1) * (queries_of_tile(case) // STRETCH + 3)
         stretches = -(-case.seqlen_q // STRETCH)
@@ -88,14 +93,28 @@ POOL_CASES = [
         Case(dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, heads_q=h_q, heads_kv=h_kv, d=d, **mask)
     )
     for dtype, n_q, n_k, h_q, h_kv, d, mask in [
+        ("bf16", 511, None, 2, 2, 40, {"causal": True}),
+        ("bf16", 1025, None, 2, 2, 48, {}),
+        ("fp16", 2047, None, 2, 2, 48, {"causal": True}),
+        ("bf16", 4200, None, 1, 1, 48, {"window": (500, 0)}),
+        ("bf16", 500, None, 2, 2, 64, {}),
         ("fp16", 901, None, 2, 2, 64, {}),
-        ("fp16", 1101, None, 2, 2, 64, {}),
         ("bf16", 1537, None, 2, 2, 56, {"causal": True}),
         ("bf16", 1990, None, 2, 2, 64, {"causal": True}),
         ("fp16", 1200, 1301, 2, 2, 64, {"causal": True}),
-        ("fp16", 1200, 3001, 2, 2, 64, {"causal": True}),
+        ("bf16", 1200, 3001, 2, 2, 64, {"causal": True}),
+        ("fp16", 1000, 3100, 2, 2, 64, {}),
         ("fp16", 2047, None, 2, 2, 64, {"window": (700, 90)}),
-        ("fp16", 2049, 900, 2, 2, 64, {"causal": True, "top_left": True}),
+        ("fp16", 4097, 900, 2, 2, 64, {"causal": True, "top_left": True}),
+        ("fp16", 729, None, 2, 2, 72, {}),
+        ("bf16", 577, None, 2, 2, 80, {}),
+        ("bf16", 2048, None, 2, 2, 80, {"causal": True}),
+        ("fp16", 4500, None, 1, 1, 80, {"window": (600, 0)}),
+        ("bf16", 4096, 4200, 1, 1, 72, {}),
+        ("fp16", 700, None, 2, 2, 88, {}),
+        ("bf16", 1025, None, 2, 2, 96, {"causal": True}),
+        ("bf16", 4300, None, 1, 1, 96, {"window": (2047, 0)}),
+        ("fp16", 500, None, 2, 2, 96, {"deterministic": True}),
         ("bf16", 1101, None, 2, 2, 128, {"causal": True}),
         ("fp16", 2049, None, 2, 2, 128, {}),
         ("bf16", 2500, 1301, 2, 2, 128, {"causal": True}),
@@ -109,15 +128,15 @@ POOL_CASES = [
         ("bf16", 1025, None, 4, 2, 64, {"causal": True}),
         ("bf16", 1024, None, 4, 2, 128, {"causal": True}),
         ("fp16", 1025, None, 6, 2, 128, {}),
-        ("bf16", 2100, None, 2, 2, 64, {"window": (500, 0)}),
-        ("fp16", 4001, 4201, 2, 2, 64, {"window": (0, 900)}),
-        ("fp16", 4001, 4201, 2, 2, 64, {"window": (0, 1900)}),
+        ("bf16", 4100, None, 2, 2, 64, {"window": (500, 0)}),
+        ("fp16", 4501, 4601, 2, 2, 64, {"window": (0, 900)}),
+        ("bf16", 4501, 4601, 2, 2, 64, {"window": (0, 1900)}),
         ("fp16", 5000, 4000, 1, 1, 64, {"window": (900, 0)}),
         ("bf16", 4200, None, 2, 2, 128, {"window": (1024, 0)}),
         ("fp16", 5121, None, 1, 1, 128, {"window": (3000, 900)}),
         ("bf16", 4500, 5300, 1, 1, 128, {"window": (30, 60), "top_left": True}),
         ("bf16", 5000, None, 1, 1, 128, {"window": (4000, 0)}),
-        ("fp16", 2100, None, 4, 2, 64, {"window": (500, 0)}),
+        ("fp16", 1500, None, 4, 2, 80, {"window": (500, 0)}),
         ("bf16", 511, None, 2, 2, 64, {"deterministic": True}),
         ("bf16", 1000, 900, 2, 2, 128, {"causal": True, "deterministic": True}),
         ("bf16", 1000, 1400, 2, 2, 128, {"causal": True, "deterministic": True}),
@@ -160,7 +179,7 @@ def test_more_heads_than_places_of_a_pool(case: Case, target: Target, seed: int)
     dout = problem.dout.repeat(case.batch, 1, 1, 1)
     arguments = op_arguments(problem) | alike | {"backend": target.backend}
     out, lse, gradients, workspace = run_and_measure(arguments, leaves, dout)
-    all_sums = 4 * case.batch * case.heads_q * case.seqlen_q * pool_class(case)
+    all_sums = 4 * case.batch * case.heads_q * case.seqlen_q * case.d
     assert (workspace < 0.6 * all_sums) if is_pooled(case) else (workspace > all_sums)
 
     results = {"out": out.detach(), "lse": lse.detach()}
@@ -206,7 +225,7 @@ def check_that_it_pools(problem: Problem, target: Target) -> None:
     leaves = [x.requires_grad_() for x in alike.values()]
     arguments = op_arguments(problem) | problem.index_tensors() | alike
     *_, workspace = run_and_measure(arguments | {"backend": target.backend}, leaves, problem.dout)
-    assert workspace < 0.8 * 4 * problem.q.size(0) * case.heads_q * pool_class(case)
+    assert workspace < 0.8 * 4 * problem.q.size(0) * case.heads_q * case.d
 
 
 @each_case(
@@ -214,6 +233,10 @@ def check_that_it_pools(problem: Problem, target: Target) -> None:
         varlen_case(),
         varlen_case("fp16", causal=True),
         varlen_case("fp16", 56, lengths_k=lengths(2), causal=True, tail=77),
+        varlen_case("bf16", 40),
+        varlen_case("bf16", 72, causal=True),
+        varlen_case("fp16", 80, lengths_k=lengths(2), tail=9),
+        varlen_case("bf16", 96, lengths_q=lengths(4, 0), causal=True),
         varlen_case("bf16", 128, causal=True),
         varlen_case("fp16", 128, lengths_k=lengths(3, 0), tail=5),
         varlen_case("bf16", 120, lengths_q=lengths(4, 0), window=(50, 9)),
@@ -231,7 +254,11 @@ def test_varlen_sequences_share_a_pool(case: Case, target: Target, seed: int) ->
     check_that_it_pools(problem, target)
 
 
-@each_case([varlen_case(), varlen_case("fp16", 128)], [SM90], marks=[pytest.mark.real_gpu])
+@each_case(
+    [varlen_case(), varlen_case("bf16", 80), varlen_case("fp16", 128)],
+    [SM90],
+    marks=[pytest.mark.real_gpu],
+)
 def test_rows_outside_of_varlen_sequences_in_a_pool(case: Case, target: Target, seed: int) -> None:
     """Before the first sequence and behind the last: their dq is 0."""
     problem = Problem(case, seed, target.device)

@@ -77,6 +77,7 @@ PLAIN_FORMS = {
     "kPlain",
     "kPieces",
     "kPooled",
+    "kPooledLong",
     "kStretched",
     "kOrdered",
     "kPooledInOrder",

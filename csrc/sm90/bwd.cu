@@ -93,15 +93,15 @@ int most_pooled_queries(const BwdParams& params, const BwdTile& tile) {
   if (cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient) return 0;
   if (is_varlen(params)) {
     const bool both = params.cu_seqlens_q != nullptr && params.cu_seqlens_k != nullptr;
-    return both && group == 1 && !params.deterministic ? tile.pooled_varlen_queries : 0;
+    return both && group == 1 && !params.deterministic ? kBwdPooledVarlenQueries : 0;
   }
   if (params.deterministic) return see_few_in_order(params) ? tile.queries_pooled_in_order : 0;
   if (mean_seen_keys(params) > tile.pooled_keys || group > kBwdLargestPooledGroup) return 0;
-  return group == 1 ? tile.pooled_queries : std::min(tile.pooled_queries, kBwdMostPooledOfGroup);
+  return group == 1 ? kBwdPooledQueries : kBwdMostPooledOfGroup;
 }
 
 // Whether a pool of whole heads spares enough.
-bool pays(const BwdParams& params, const DqPool& pool) {
+bool pays(const BwdParams& params, const BwdTile& tile, const DqPool& pool) {
   const auto rows = static_cast<double>(bwd_dq_pool_rows(params, pool));
   const double all_rows = static_cast<double>(params.total_q) * params.heads_kv;
   const double counted_rows = rows * params.batch * params.heads_kv;
@@ -110,7 +110,7 @@ bool pays(const BwdParams& params, const DqPool& pool) {
   if (is_varlen(params)) {
     if (counted_rows > kBwdMostCountedRows * all_rows) return false;
   } else if (params.window_right >= 0 && params.seqlen_q > kBwdLongCausalQueries) {
-    largest = std::min(largest, kBwdLargestCausalPool);
+    largest = std::min(largest, tile.largest_causal_pool);
   }
   return pool.places * rows <= largest * all_rows;
 }
@@ -208,8 +208,8 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
   DqPool pool;
   if (!masked) {
     const int most = most_pooled_queries(params, tile);
-    const bool may_have_stretches =
-        params.heads_q == params.heads_kv && !params.deterministic && !is_varlen(params);
+    const bool may_have_stretches = tile.pools_stretches && params.heads_q == params.heads_kv &&
+                                    !params.deterministic && !is_varlen(params);
     const bool has_stretches = params.seqlen_q > most;
     if (params.seqlen_q == 0 || walk > most || (has_stretches && !may_have_stretches)) return {};
     if (has_stretches) pool.stretches = (params.seqlen_q - 1) / kBwdStretchRows + 1;
@@ -231,7 +231,7 @@ DqPool bwd_dq_pool(const BwdParams& params, const cuda::DeviceInfo& device, bool
       static_cast<double>(int64_t{params.batch} * params.heads_kv * pool.stretches);
   pool.places = static_cast<int>(std::min(stretches, places));
   const bool always_pays = masked || params.deterministic || pool.stretches > 1;
-  return always_pays || pays(params, pool) ? pool : DqPool{};
+  return always_pays || pays(params, tile, pool) ? pool : DqPool{};
 }
 
 int64_t bwd_dq_pool_rows(const BwdParams& params, const DqPool& pool) {

@@ -15,13 +15,14 @@ inline constexpr int kBwdMaxSingleHeadDim = 128;
 struct BwdTile {
   int block_m;  // queries of an iteration
   int stages;   // blocks of Q, and of dO, in shared memory
-  // Where at most pooled_queries of a head see a tile, and a query sees at most pooled_keys in the
-  // mean, the sums of dQ are a pool with places for so many times the tiles that run at a time: for
-  // those that run, those that are converted, and those whose thread blocks are late. More places
-  // would not stay in the L2 cache. 0: there is no pool.
+  // Where a query sees at most pooled_keys in the mean, the sums of dQ may be a pool with places for
+  // so many times the tiles that run at a time: for those that run, those that are converted, and
+  // those whose thread blocks are late. More places would not stay in the L2 cache. 0: there is no
+  // pool.
   double pool_rounds = 0;
-  int pooled_queries = 0, pooled_keys = 0;
-  int pooled_varlen_queries = 0;  // of the longest sequence
+  int pooled_keys = 0;
+  double largest_causal_pool = 0;  // as kBwdLargestPool, where a causal mask lowers it
+  bool pools_stretches = false;    // longer heads have a pool as well if windows are short
   // The same where the sums come in the same order every time; kBwdMostSeenInOrder as well.
   int queries_pooled_in_order = 0;
   // Where sums come in order, a causal mask has the last blocks of keys come first; but where so
@@ -40,23 +41,39 @@ struct BwdTile {
 template <int kHeadDim>
 inline constexpr BwdTile kBwdTile = {};
 template <>
-inline constexpr BwdTile kBwdTile<48> = {
-    .block_m = 128, .stages = 2, .folds_rows = true, .holds_k = true};
+inline constexpr BwdTile kBwdTile<48> = {.block_m = 128,
+                                         .stages = 2,
+                                         .pool_rounds = 3,
+                                         .pooled_keys = 4096,
+                                         .largest_causal_pool = 0.55,
+                                         .folds_rows = true,
+                                         .holds_k = true};
 template <>
 inline constexpr BwdTile kBwdTile<64> = {.block_m = 128,
                                          .stages = 2,
                                          .pool_rounds = 3,
-                                         .pooled_queries = 2048,
-                                         .pooled_keys = 1024,
-                                         .pooled_varlen_queries = 1024,
+                                         .pooled_keys = 3072,
+                                         .largest_causal_pool = 0.55,
+                                         .pools_stretches = true,
                                          .group_first_first = 8,
                                          .folds_rows = true};
 template <>
-inline constexpr BwdTile kBwdTile<80> = {
-    .block_m = 64, .stages = 2, .folds_rows = true, .holds_k = true, .holds_v = true};
+inline constexpr BwdTile kBwdTile<80> = {.block_m = 64,
+                                         .stages = 2,
+                                         .pool_rounds = 2.5,
+                                         .pooled_keys = 4096,
+                                         .largest_causal_pool = 0.5,
+                                         .pools_stretches = true,
+                                         .folds_rows = true,
+                                         .holds_k = true,
+                                         .holds_v = true};
 template <>
 inline constexpr BwdTile kBwdTile<96> = {.block_m = 64,
                                          .stages = 2,
+                                         .pool_rounds = 2.5,
+                                         .pooled_keys = 4096,
+                                         .largest_causal_pool = 0.4,
+                                         .pools_stretches = true,
                                          .group_first_first = 4,
                                          .folds_rows = true,
                                          .keeps_dq_cols = true,
@@ -65,9 +82,9 @@ template <>
 inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
                                           .stages = 2,
                                           .pool_rounds = 2.5,
-                                          .pooled_queries = 4096,
                                           .pooled_keys = 4096,
-                                          .pooled_varlen_queries = 2048,
+                                          .largest_causal_pool = 0.3,
+                                          .pools_stretches = true,
                                           .queries_pooled_in_order = 1024,
                                           .group_first_first = 4,
                                           .folds_rows = true,
@@ -77,12 +94,15 @@ inline constexpr BwdTile kBwdTile<128> = {.block_m = 64,
 constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) / 32 * 32; }
 
 // Where sequences are short, a pool of dQ's sums (bwd_dq_pool.cuh) spares memory traffic that
-// counts. There a head has a multiple of kBwdPoolRows rows, which is a multiple of every band's.
+// counts: at most so many queries of a head see a tile, and the longest sequence of a varlen call
+// has at most so many. A head has a multiple of kBwdPoolRows rows there, which is a multiple of
+// every band's.
+inline constexpr int kBwdPooledQueries = 4096, kBwdPooledVarlenQueries = 2048;
 inline constexpr int kBwdPoolRows = 64;
 // A pool that would have more than this of the rows that all sums take spares too little. Heads
-// that share keys, and long ones with a causal mask in a dense call, have lower limits.
+// that share keys, and ones of more than kBwdLongCausalQueries with a causal mask in a dense call
+// (BwdTile::largest_causal_pool), have lower limits.
 inline constexpr double kBwdLargestPool = 0.7, kBwdLargestPoolOfGroup = 0.5;
-inline constexpr double kBwdLargestCausalPool = 0.35;
 inline constexpr int kBwdLongCausalQueries = 512;
 // In a varlen call all sequences count as the longest. Together they may count as so many times the
 // rows that there are: what is empty takes time, too.
@@ -90,6 +110,8 @@ inline constexpr double kBwdMostCountedRows = 2.5;
 // Where heads share keys, a pool serves dense calls with at most so many query heads of a kv head,
 // and so many queries. Otherwise sections of heads are better.
 inline constexpr int kBwdLargestPooledGroup = 2, kBwdMostPooledOfGroup = 1024;
+// The mean sequence of a long head has so many queries, times the heads that share keys.
+inline constexpr int kBwdLongPooledQueries = 512;
 // Where sums come in order, the tiles of a head wait for each other, and with a pool they run all
 // at once. So there may be few: a query sees at most so many keys in the mean, and a key so many
 // queries, as with full masks over 512 tokens or causal ones over 1,024, and a block more.

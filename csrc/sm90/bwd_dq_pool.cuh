@@ -142,7 +142,8 @@ class DqConverter {
   using Element = typename Traits::Element;
   using Slab = typename Traits::BandSlab;
   static constexpr int kRows = Traits::kBandRows, kCols = Traits::kHeadDim;
-  static constexpr int kBytes = kRows * kCols * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = Traits::kBandBytes;
+  static constexpr int kStepCols = 32;
   static constexpr uint32_t kNans = 0x7fff7fff;  // two of them, of fp16 or bf16
 
  public:
@@ -302,16 +303,16 @@ class DqConverter {
     auto* const zeros = reinterpret_cast<float4*>(sums_ + band * kRows * kCols);
 #pragma unroll 4
     for (int i = lane(); i < kRows * kCols / 4; i += 32) zeros[i] = {};
-    const float* const from = smem_.bands[ring.stage()];
-    auto* const slabs = reinterpret_cast<Slab*>(smem_.bands[ring.stage()]);
+    float* const sums = smem_.bands[ring.stage()];
 #pragma unroll 1
     for (int row = 0; row < kRows; row += kDqAccumRows) {
-      const uint32_t to = slabs->address(row + lane() % 16, lane() / 16 * 8);
+      const uint32_t to = slab_of(sums, 0).address(row + lane() % 16, lane() / 16 * 8);
 #pragma unroll 1
-      for (int col = 0; col < kCols; col += 32) {
-        const uint32_t of_slab = col / Slab::kCols * sizeof(Slab);
-        round_block(from + row * kCols + col / 8 * kDqAccumBlock,
-                    (to ^ col % Slab::kCols * 2) + of_slab);
+      for (int col = 0; col + kStepCols <= kCols; col += kStepCols) {
+        round_step<kStepCols>(sums + row * kCols, to, col);
+      }
+      if constexpr (kCols % kStepCols != 0) {
+        round_step<kCols % kStepCols>(sums + row * kCols, to, kCols / kStepCols * kStepCols);
       }
     }
     ptx::fence_async_shared();
@@ -325,26 +326,35 @@ class DqConverter {
       place.batch = 0;
     }
     for (int col = 0; col < params_.head_dim; col += Slab::kCols) {
-      store_tile_rows<kRows>(slabs[col / Slab::kCols], 0, map_, place, row_of(band), col);
+      store_tile_rows<kRows>(slab_of(sums, col), 0, map_, place, row_of(band), col);
     }
     ptx::bulk_commit();
   }
 
-  // Rounds 16 rows and 32 columns of sums to the slab's rows, which begin at `to`. What is written
-  // lies in front of what is still to be read, or in these blocks themselves.
-  __device__ __forceinline__ void round_block(const float* from, uint32_t to) const {
-    uint32_t pairs[2][4];
+  // The slab of the band that has the column.
+  __device__ __forceinline__ static Slab& slab_of(float* band, int col) {
+    char* const bytes = reinterpret_cast<char*>(band);
+    return *reinterpret_cast<Slab*>(bytes + col / Slab::kCols * Traits::kBandSlabStride);
+  }
+
+  // Rounds kCount columns of 16 rows of sums, from col on. The slab's rows begin at `to`. What is
+  // written lies in front of what is still to be read, or in these blocks themselves.
+  template <int kCount>
+  __device__ __forceinline__ void round_step(const float* from, uint32_t to, int col) const {
+    uint32_t pairs[kCount / 16][4];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float4 sums = *reinterpret_cast<const float4*>(
-          from + b * kDqAccumBlock + dq_accum_position(DqAccumOrder::kByLane, lane(), 0));
+    for (int b = 0; b < kCount / 8; ++b) {
+      const float4 sums =
+          *reinterpret_cast<const float4*>(from + (col / 8 + b) * kDqAccumBlock +
+                                           dq_accum_position(DqAccumOrder::kByLane, lane(), 0));
       const float scale = params_.softmax_scale;
       pairs[b / 2][b % 2 * 2] = flash_attn::ptx::pack<Element>(sums.x * scale, sums.y * scale);
       pairs[b / 2][b % 2 * 2 + 1] = flash_attn::ptx::pack<Element>(sums.z * scale, sums.w * scale);
     }
     __syncwarp();
+    to = (to ^ col % Slab::kCols * 2) + col / Slab::kCols * Traits::kBandSlabStride;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kCount / 16; ++half) {
       ptx::stmatrix_x4(Slab::advance(to, 0, 0) ^ (half * 32), pairs[half]);
     }
     __syncwarp();

@@ -44,12 +44,23 @@ void launch_bwd_kernel(typename Traits::Params params, const cuda::DeviceInfo& d
                                                stream, params, scheduler, maps, num_tiles);
 }
 
+// Whether calls with a pool and long heads have a form of their own.
+template <DType kDType, int kHeadDim>
+inline constexpr bool kHasLongPool =
+    kDType == DType::kBf16 && kBwdTile<kHeadDim>.folds_rows && kBwdTile<kHeadDim>.block_m == 128;
+inline bool has_long_heads(const BwdParams& params) {
+  const int group = params.heads_q / params.heads_kv;
+  return params.total_q >= int64_t{kBwdLongPooledQueries} * group * params.batch;
+}
+
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
   if constexpr (kBwdTile<kHeadDim>.pool_rounds > 0) {
-    if (params.dq_pool.stretches > 1) {
-      return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kStretched>>(params, device,
-                                                                                 stream);
+    if constexpr (kBwdTile<kHeadDim>.pools_stretches) {
+      if (params.dq_pool.stretches > 1) {
+        return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kStretched>>(params, device,
+                                                                                   stream);
+      }
     }
     if constexpr (kBwdTile<kHeadDim>.queries_pooled_in_order > 0) {
       if (params.dq_pool.places > 0 && params.dq_turns != nullptr) {
@@ -58,6 +69,12 @@ void launch_bwd(const BwdParams& params, const cuda::DeviceInfo& device, Stream 
       }
     }
     if (params.dq_pool.places > 0) {
+      if constexpr (kHasLongPool<kDType, kHeadDim>) {
+        if (has_long_heads(params)) {
+          using Traits = BwdTraits<kDType, kHeadDim, BwdForm::kPooledLong>;
+          return launch_bwd_kernel<Traits>(params, device, stream);
+        }
+      }
       return launch_bwd_kernel<BwdTraits<kDType, kHeadDim, BwdForm::kPooled>>(params, device,
                                                                               stream);
     }

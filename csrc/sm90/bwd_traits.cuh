@@ -1,6 +1,7 @@
 // What the roles of the backward kernel share: types of tiles, shared memory.
 #pragma once
 
+#include <bit>
 #include <type_traits>
 
 #include "../cuda/attn/score_policy.cuh"
@@ -20,8 +21,8 @@ namespace flash_attn::sm90 {
 enum class DqShare { kRows, kCols };
 
 // The instances of the loop; the code of each would cost the plain loop. Without score terms there
-// are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), and kStretched, where
-// heads come stretch by stretch in it; kOrdered, where these sums come in the same order every time
+// are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), kPooledLong, the same for
+// long heads, and kStretched, where heads come stretch by stretch in it; kOrdered, where these sums come in the same order every time
 // (bwd_dq_order.cuh), and kPooledInOrder, where they do so in a pool; kSplit, where tiles are split
 // (bwd_split.cuh) or dK and dV are fp32; and kMasked, with a mask whose hidden tiles are passed
 // over, always with a pool: with few tiles to compute, zeros and conversions would be a large share
@@ -32,6 +33,7 @@ enum class DqShare { kRows, kCols };
 enum class BwdForm {
   kPlain,
   kPooled,
+  kPooledLong,
   kStretched,
   kOrdered,
   kPooledInOrder,
@@ -56,11 +58,12 @@ struct BwdTraits {
   static constexpr DType kDType = kElementType;
   static constexpr bool kSplits = kForm == BwdForm::kSplit, kMasked = kForm == BwdForm::kMasked;
   static constexpr bool kStretches = kForm == BwdForm::kStretched;
+  static constexpr bool kPoolsLong = kForm == BwdForm::kPooledLong;
   static constexpr bool kPoolsInOrder = kForm == BwdForm::kPooledInOrder;
   static constexpr bool kPools =
-      kForm == BwdForm::kPooled || kStretches || kPoolsInOrder || kMasked;
-  // The form whose calls may be varlen ones.
-  static constexpr bool kPoolsVarlen = kForm == BwdForm::kPooled;
+      kForm == BwdForm::kPooled || kPoolsLong || kStretches || kPoolsInOrder || kMasked;
+  // The forms whose calls may be varlen ones.
+  static constexpr bool kPoolsVarlen = kForm == BwdForm::kPooled || kPoolsLong;
   static constexpr bool kOrders = kForm == BwdForm::kOrdered || kPoolsInOrder;
   // With a pool whose sums come in any order, tiles are let in and counted as a whole. In order,
   // what lets in a block of queries and counts it is its turn.
@@ -94,17 +97,20 @@ struct BwdTraits {
   // With dropout a second warpgroup of producers stands behind the consumers.
   static constexpr int kProducers = kDrops ? 2 : 1;
   static constexpr int kThreads = 128 * kProducers + kConsumerThreads;
-  // LSE and delta are columns in bf16 alone, as three numbers of fp16 would not have their bits. A
-  // pool takes the shared memory that this needs with 128 queries.
+  // LSE and delta are columns in bf16 alone, as three numbers of fp16 would not have their bits.
+  // With 128 queries a pool has shared memory for these columns or for large bands. Where heads are
+  // short, the warp that converts sums holds up the others, and large bands are what it needs.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
-  static constexpr bool kFoldsRows = kMayFold && kPlainScores && (kTile.block_m == 64 || !kPools);
+  static constexpr bool kFoldsRows =
+      kMayFold && kPlainScores && (kTile.block_m == 64 || kForm != BwdForm::kPooled);
   // Where P is dropped, dS has delta alone, without dP, so with dropout only LSE is a column.
   static constexpr bool kFoldsLse = kFoldsRows || (kMayFold && kDrops);
   // A cap comes between Q Kᵀ and LSE, so with a softcap only delta is a column. With 128 queries
   // there is no room for it.
   static constexpr bool kFoldsDelta = kFoldsRows || (kMayFold && kTile.block_m == 64 && kCaps);
   // The ones that multiply these columns lie in registers, where there are any left.
-  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kWeighted);
+  static constexpr bool kHoldsOnes =
+      kTile.block_m == 64 || !(kSplits || kWeighted || kStretches || kMasked);
   template <bool kFolds>
   using RowsOf =
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
@@ -138,14 +144,24 @@ struct BwdTraits {
   static_assert(kDqShare == DqShare::kRows || kBlockM == 64);
 
   static constexpr int kTurnStages = 4;  // blocks of queries whose turn may have come
-  // A band of the pool of dQ's sums has 16 KiB, or 8 KiB where a mask takes shared memory.
-  static constexpr int kBandRows = (kMasked && kHeadDim == 64 ? 2048 : 4096) / kHeadDim;
+  // A band of the pool of dQ's sums has at most 16 KiB, or 8 KiB where columns or a mask take shared
+  // memory.
+  static constexpr bool kSmallBands = kBlockM == 128 && (kFoldsRows || kMasked);
+  static constexpr int kBandRows =
+      static_cast<int>(std::bit_floor((kSmallBands ? 2048u : 4096u) / kHeadDim));
   static constexpr int kBandStages = 2;
-  static constexpr int kBands = 4;  // a warp takes on so many at a time
+  // A warp takes on so many at a time.
+  static constexpr int kBands = kSmallBands && kStretches ? 8 : 4;
   static constexpr int kShareRows = kBands * kBandRows;
   static_assert(!kStretches || kBwdStretchRows % kShareRows == 0);
   static_assert(!kStretches || kBwdStretchRows % kBlockM == 0);
-  using BandSlab = SmemTile<Element, kBandRows, 64>;  // rounded sums, at the start of the band
+  // Rounded sums take the place of those that have been read, from the start of the band. A second
+  // slab with half of a step's 32 columns would come before its place has been read, so it lies
+  // behind the sums.
+  using BandSlab = SmemTile<Element, kBandRows, 64>;
+  static constexpr int kBandBytes = kBandRows * kHeadDim * static_cast<int>(sizeof(float));
+  static constexpr bool kSlabBehind = kHeadDim > 64 && kHeadDim % 32 != 0;
+  static constexpr int kBandSlabStride = kSlabBehind ? kBandBytes : sizeof(BandSlab);
   using BiasTile = SmemTile<Element, kBlockM, kBlockN>;
 
   // A consumer that stores dS(i) has seen all dS(i - 1). Whoever stored that had finished
@@ -212,7 +228,9 @@ template <typename Traits, bool kPools = Traits::kPools>
 struct BwdPoolStorage {};
 template <typename Traits>
 struct BwdPoolStorage<Traits, true> {
-  alignas(1024) float bands[Traits::kBandStages][Traits::kBandRows * Traits::kTileCols];
+  static constexpr int kBytes =
+      Traits::kBandBytes + (Traits::kSlabBehind ? sizeof(typename Traits::BandSlab) : 0);
+  alignas(1024) float bands[Traits::kBandStages][kBytes / sizeof(float)];
 };
 
 template <bool kAdditive>
