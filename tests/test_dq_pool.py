@@ -26,6 +26,7 @@ from poison import dirty_allocator
 # query sees so many keys in the mean. A longer head has stretches, but in the narrowest class.
 POOLED_QUERIES = 4096
 POOLED_KEYS = {48: 4096, 64: 3072, 80: 4096, 96: 4096, 128: 4096}
+NARROW_HEAD_DIM, NARROW_POOLED_KEYS = 32, 1024
 POOLED_OF_GROUP, LARGEST_POOLED_GROUP = 1024, 2
 POOLED_IN_ORDER, SEEN_IN_ORDER = {128: 1024}, 576
 STRETCH = 1024
@@ -50,7 +51,8 @@ def is_pooled(case: Case) -> bool:
             return False
     else:
         shares_much = case.heads_q > LARGEST_POOLED_GROUP * case.heads_kv
-        if shares_much or keys > POOLED_KEYS[pool_class(case)]:
+        narrow = case.d <= NARROW_HEAD_DIM
+        if shares_much or keys > (NARROW_POOLED_KEYS if narrow else POOLED_KEYS[pool_class(case)]):
             return False
         if case.heads_q > case.heads_kv:
             most = min(most, POOLED_OF_GROUP)
@@ -93,6 +95,7 @@ POOL_CASES = [
         Case(dtype=dtype, seqlen_q=n_q, seqlen_k=n_k, heads_q=h_q, heads_kv=h_kv, d=d, **mask)
     )
     for dtype, n_q, n_k, h_q, h_kv, d, mask in [
+        ("bf16", 1100, None, 2, 2, 32, {}),
         ("bf16", 511, None, 2, 2, 40, {"causal": True}),
         ("bf16", 1025, None, 2, 2, 48, {}),
         ("fp16", 2047, None, 2, 2, 48, {"causal": True}),

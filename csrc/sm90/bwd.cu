@@ -90,13 +90,16 @@ bool is_varlen(const BwdParams& params) {
 // the sums of dQ are a pool. 0: they are none.
 int most_pooled_queries(const BwdParams& params, const BwdTile& tile) {
   const int group = params.heads_q / params.heads_kv;
+  const bool narrow = params.head_dim <= kBwdNarrowHeadDim;
+  const int most_keys = narrow ? kBwdNarrowPooledKeys : tile.pooled_keys;
   if (cuda::has_score_terms(params) || runs_split(params) || params.wide_query_gradient) return 0;
   if (is_varlen(params)) {
     const bool both = params.cu_seqlens_q != nullptr && params.cu_seqlens_k != nullptr;
-    return both && group == 1 && !params.deterministic ? kBwdPooledVarlenQueries : 0;
+    if (!both || group > 1 || params.deterministic) return 0;
+    return std::min(kBwdPooledVarlenQueries, most_keys);
   }
   if (params.deterministic) return see_few_in_order(params) ? tile.queries_pooled_in_order : 0;
-  if (mean_seen_keys(params) > tile.pooled_keys || group > kBwdLargestPooledGroup) return 0;
+  if (mean_seen_keys(params) > most_keys || group > kBwdLargestPooledGroup) return 0;
   return group == 1 ? kBwdPooledQueries : kBwdMostPooledOfGroup;
 }
 

@@ -97,8 +97,11 @@ constexpr int bwd_tile_cols(int head_dim_class) { return (head_dim_class + 31) /
 // counts: at most so many queries of a head see a tile, and the longest sequence of a varlen call
 // has at most so many. A head has a multiple of kBwdPoolRows rows there, which is a multiple of
 // every band's.
-inline constexpr int kBwdPooledQueries = 4096, kBwdPooledVarlenQueries = 2048;
-inline constexpr int kBwdPoolRows = 64;
+inline constexpr int kBwdPooledQueries = 4096, kBwdPooledVarlenQueries = 2048, kBwdPoolRows = 64;
+// A pool's sums have the columns of the class. Heads of at most kBwdNarrowHeadDim have half of them
+// or fewer, and a pool only where a query sees so many keys in the mean, or no varlen sequence has
+// more queries.
+inline constexpr int kBwdNarrowHeadDim = 32, kBwdNarrowPooledKeys = 1024;
 // A pool that would have more than this of the rows that all sums take spares too little. Heads
 // that share keys, and ones of more than kBwdLongCausalQueries with a causal mask in a dense call
 // (BwdTile::largest_causal_pool), have lower limits.

@@ -143,7 +143,7 @@ class DqConverter {
   using Slab = typename Traits::BandSlab;
   static constexpr int kRows = Traits::kBandRows, kCols = Traits::kHeadDim;
   static constexpr int kBytes = Traits::kBandBytes;
-  static constexpr int kStepCols = 32;
+  static constexpr int kStepCols = 32, kLastCols = kCols % kStepCols;  // of round_step()
   static constexpr uint32_t kNans = 0x7fff7fff;  // two of them, of fp16 or bf16
 
  public:
@@ -307,13 +307,16 @@ class DqConverter {
 #pragma unroll 1
     for (int row = 0; row < kRows; row += kDqAccumRows) {
       const uint32_t to = slab_of(sums, 0).address(row + lane() % 16, lane() / 16 * 8);
+      const auto step = [&]<int kCount>(int col) {
+        const uint32_t of_slab = col / Slab::kCols * Traits::kBandSlabStride;
+        round_step<kCount>(sums + row * kCols + col / 8 * kDqAccumBlock,
+                           (to ^ col % Slab::kCols * 2) + of_slab);
+      };
 #pragma unroll 1
-      for (int col = 0; col + kStepCols <= kCols; col += kStepCols) {
-        round_step<kStepCols>(sums + row * kCols, to, col);
+      for (int col = 0; col < kCols - kLastCols; col += kStepCols) {
+        step.template operator()<kStepCols>(col);
       }
-      if constexpr (kCols % kStepCols != 0) {
-        round_step<kCols % kStepCols>(sums + row * kCols, to, kCols / kStepCols * kStepCols);
-      }
+      if constexpr (kLastCols > 0) step.template operator()<kLastCols>(kCols - kLastCols);
     }
     ptx::fence_async_shared();
     __syncwarp();
@@ -337,22 +340,20 @@ class DqConverter {
     return *reinterpret_cast<Slab*>(bytes + col / Slab::kCols * Traits::kBandSlabStride);
   }
 
-  // Rounds kCount columns of 16 rows of sums, from col on. The slab's rows begin at `to`. What is
+  // Rounds 16 rows and kCount columns of sums to the slab's rows, which begin at `to`. What is
   // written lies in front of what is still to be read, or in these blocks themselves.
   template <int kCount>
-  __device__ __forceinline__ void round_step(const float* from, uint32_t to, int col) const {
+  __device__ __forceinline__ void round_step(const float* from, uint32_t to) const {
     uint32_t pairs[kCount / 16][4];
 #pragma unroll
     for (int b = 0; b < kCount / 8; ++b) {
-      const float4 sums =
-          *reinterpret_cast<const float4*>(from + (col / 8 + b) * kDqAccumBlock +
-                                           dq_accum_position(DqAccumOrder::kByLane, lane(), 0));
+      const float4 sums = *reinterpret_cast<const float4*>(
+          from + b * kDqAccumBlock + dq_accum_position(DqAccumOrder::kByLane, lane(), 0));
       const float scale = params_.softmax_scale;
       pairs[b / 2][b % 2 * 2] = flash_attn::ptx::pack<Element>(sums.x * scale, sums.y * scale);
       pairs[b / 2][b % 2 * 2 + 1] = flash_attn::ptx::pack<Element>(sums.z * scale, sums.w * scale);
     }
     __syncwarp();
-    to = (to ^ col % Slab::kCols * 2) + col / Slab::kCols * Traits::kBandSlabStride;
 #pragma unroll
     for (int half = 0; half < kCount / 16; ++half) {
       ptx::stmatrix_x4(Slab::advance(to, 0, 0) ^ (half * 32), pairs[half]);

@@ -102,15 +102,14 @@ struct BwdTraits {
   // short, the warp that converts sums holds up the others, and large bands are what it needs.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
   static constexpr bool kFoldsRows =
-      kMayFold && kPlainScores && (kTile.block_m == 64 || kForm != BwdForm::kPooled);
+      kMayFold && kPlainScores && (kTile.block_m == 64 || !(kForm == BwdForm::kPooled || kMasked));
   // Where P is dropped, dS has delta alone, without dP, so with dropout only LSE is a column.
   static constexpr bool kFoldsLse = kFoldsRows || (kMayFold && kDrops);
   // A cap comes between Q Kᵀ and LSE, so with a softcap only delta is a column. With 128 queries
   // there is no room for it.
   static constexpr bool kFoldsDelta = kFoldsRows || (kMayFold && kTile.block_m == 64 && kCaps);
   // The ones that multiply these columns lie in registers, where there are any left.
-  static constexpr bool kHoldsOnes =
-      kTile.block_m == 64 || !(kSplits || kWeighted || kStretches || kMasked);
+  static constexpr bool kHoldsOnes = kTile.block_m == 64 || !(kSplits || kWeighted || kStretches);
   template <bool kFolds>
   using RowsOf =
       std::conditional_t<kFolds, RowColumns<Element, kBlockM, kHoldsOnes>, RowNumbers<kBlockM>>;
