@@ -110,6 +110,11 @@ bool pays(const BwdParams& params, const BwdTile& tile, const DqPool& pool) {
   const double counted_rows = rows * params.batch * params.heads_kv;
   double largest = kBwdLargestPool;
   if (params.heads_q > params.heads_kv) largest = kBwdLargestPoolOfGroup;
+  // It has the columns of the class, and shall not be larger than dQ in fp32.
+  BwdParams pooled = params;
+  pooled.dq_pool = pool;
+  const double cols = bwd_dq_accum_cols(pooled, /*masked=*/false);
+  largest = std::min(largest, params.head_dim / cols);
   if (is_varlen(params)) {
     if (counted_rows > kBwdMostCountedRows * all_rows) return false;
   } else if (params.window_right >= 0 && params.seqlen_q > kBwdLongCausalQueries) {

@@ -22,14 +22,15 @@ enum class DqShare { kRows, kCols };
 
 // The instances of the loop; the code of each would cost the plain loop. Without score terms there
 // are kPlain; kPooled, where the sums of dQ are a pool (bwd_dq_pool.cuh), kPooledLong, the same for
-// long heads, and kStretched, where heads come stretch by stretch in it; kOrdered, where these sums come in the same order every time
-// (bwd_dq_order.cuh), and kPooledInOrder, where they do so in a pool; kSplit, where tiles are split
-// (bwd_split.cuh) or dK and dV are fp32; and kMasked, with a mask whose hidden tiles are passed
-// over, always with a pool: with few tiles to compute, zeros and conversions would be a large share
-// of the time. kScores serves all score terms, each decided by a branch that all threads take
-// alike. Some terms have forms for when there are no others. kAdditive is for those that are added
-// to S and leave the rest as it is: ALiBi, a bias that TMA can read or that broadcasts the queries,
-// or ALiBi and such a bias. kSoftcap and kDropout are for one term each.
+// long heads, and kStretched, where heads come stretch by stretch in it; kOrdered, where these sums
+// come in the same order every time (bwd_dq_order.cuh), and kPooledInOrder, where they do so in a
+// pool; kSplit, where tiles are split (bwd_split.cuh) or dK and dV are fp32; and kMasked, with a
+// mask whose hidden tiles are passed over, always with a pool: with few tiles to compute, zeros and
+// conversions would be a large share of the time. kScores serves all score terms, each decided by a
+// branch that all threads take alike. Some terms have forms for when there are no others. kAdditive
+// is for those that are added to S and leave the rest as it is: ALiBi, a bias that TMA can read or
+// that broadcasts the queries, or ALiBi and such a bias. kSoftcap and kDropout are for one term
+// each.
 enum class BwdForm {
   kPlain,
   kPooled,
