@@ -223,6 +223,9 @@ def varlen_case(dtype: str = "bf16", d: int = 64, **rest: object) -> Case:
     return Case(dtype=dtype, d=d, heads_q=4, heads_kv=4, **given)
 
 
+LONG = tuple(450 + 37 * i % 301 for i in range(60))  # of long heads (kBwdLongPooledQueries)
+
+
 def check_that_it_pools(problem: Problem, target: Target) -> None:
     case, alike = problem.case, problem.float_tensors()
     leaves = [x.requires_grad_() for x in alike.values()]
@@ -237,6 +240,8 @@ def check_that_it_pools(problem: Problem, target: Target) -> None:
         varlen_case("fp16", causal=True),
         varlen_case("fp16", 56, lengths_k=lengths(2), causal=True, tail=77),
         varlen_case("bf16", 40),
+        varlen_case("bf16", 48, lengths_q=LONG, lengths_k=LONG),
+        varlen_case("bf16", 64, lengths_q=LONG, lengths_k=LONG),
         varlen_case("bf16", 72, causal=True),
         varlen_case("fp16", 80, lengths_k=lengths(2), tail=9),
         varlen_case("bf16", 96, lengths_q=lengths(4, 0), causal=True),

@@ -113,7 +113,8 @@ inline constexpr double kBwdMostCountedRows = 2.5;
 // Where heads share keys, a pool serves dense calls with at most so many query heads of a kv head,
 // and so many queries. Otherwise sections of heads are better.
 inline constexpr int kBwdLargestPooledGroup = 2, kBwdMostPooledOfGroup = 1024;
-// The mean sequence of a long head has so many queries, times the heads that share keys.
+// Heads are long if sequences have so many queries in the mean, times the query heads that share
+// keys.
 inline constexpr int kBwdLongPooledQueries = 512;
 // Where sums come in order, the tiles of a head wait for each other, and with a pool they run all
 // at once. So there may be few: a query sees at most so many keys in the mean, and a key so many

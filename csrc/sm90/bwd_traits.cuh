@@ -99,8 +99,8 @@ struct BwdTraits {
   static constexpr int kProducers = kDrops ? 2 : 1;
   static constexpr int kThreads = 128 * kProducers + kConsumerThreads;
   // LSE and delta are columns in bf16 alone, as three numbers of fp16 would not have their bits.
-  // With 128 queries a pool has shared memory for these columns or for large bands. Where heads are
-  // short, the warp that converts sums holds up the others, and large bands are what it needs.
+  // With 128 queries a pool has shared memory for these columns or for large bands. Short heads are
+  // faster with the latter.
   static constexpr bool kMayFold = kTile.folds_rows && kDType == DType::kBf16;
   static constexpr bool kFoldsRows =
       kMayFold && kPlainScores && (kTile.block_m == 64 || !(kForm == BwdForm::kPooled || kMasked));
