@@ -9,6 +9,7 @@ from caches import INT_MAX, CacheCase, CacheProblem, each_cache, skip_unless_ser
 from cases import (
     ATEN_CPU,
     ATEN_CUDA,
+    DECODE_CUDA,
     DECODE_TARGETS,
     SIMULATED,
     Target,
@@ -393,3 +394,25 @@ def test_the_two_functions_agree() -> None:
             problem.q, problem.k_pool, problem.v_pool, problem.lengths, **problem.options()
         )
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+@each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_values_that_lie_in_the_keys(page_size: int, target: Target, seed: int) -> None:
+    """Multi-head latent attention stores a row a token, whose first columns are its value."""
+    torch.manual_seed(seed)
+    make = dict(device=target.device, dtype=torch.bfloat16)
+    rows = torch.randn(*((8, 16) if page_size else (2, 64)), 1, 576, **make)
+    table = torch.tensor([[3, 0, 5, 1], [2, 6, 4, 7]], dtype=torch.int32, device=target.device)
+    lengths = torch.tensor([5, 64], dtype=torch.int32, device=target.device)
+    values = rows[..., :512]
+    options = dict(cache_seqlens=lengths, block_table=table if page_size else None)
+    q = torch.randn(2, 3, 20, 576, **make)
+    support = flash_attn.can_use(q, rows, values, op="decode", **options)
+    if support.reasons.get(target.backend):
+        pytest.skip("not served")
+    with use(target):
+        out = flash_attn.flash_decode_func(q, rows, values, **options)
+        apart = flash_attn.flash_decode_func(q, rows, values.clone(), **options)
+    # Strides decide in which order products of torch are added.
+    torch.testing.assert_close(out, apart, rtol=2.0**-7, atol=2.0**-9)

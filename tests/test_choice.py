@@ -138,6 +138,9 @@ def test_float32(gpu: int, op: str, head_dim: int, softcap: bool, backend: str) 
         (H100, "decode", 512, "cuda"),
         (A100, "decode", 512, "cuda"),
         (RTX4090, "decode", 512, "aten"),
+        (H100, "decode", 576, "cuda"),
+        (H100, "decode", 584, "aten"),
+        (A100, "decode", 576, "aten"),
     ],
 )
 def test_large_head_dims(gpu: int, op: str, head_dim: int, backend: str) -> None:
@@ -145,14 +148,23 @@ def test_large_head_dims(gpu: int, op: str, head_dim: int, backend: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("gpu", "op", "reason"),
+    ("gpu", "op", "head_dim", "reason"),
     [
-        (A100, "bwd", "the backward above head_dim 256 needs a GPU with 227 KB"),
-        (RTX4090, "fwd", "the forward above head_dim 256 needs a GPU with 163 KB"),
+        (A100, "bwd", 512, "the backward above head_dim 256 needs a GPU with 227 KB"),
+        (RTX4090, "fwd", 512, "the forward above head_dim 256 needs a GPU with 163 KB"),
+        (RTX4090, "decode", 264, "a head_dim of 264 needs a GPU with 163 KB"),
+        (A100, "decode", 576, "a head_dim of 576 needs a GPU with 227 KB"),
     ],
 )
-def test_why_a_gpu_lacks_large_head_dims(gpu: int, op: str, reason: str) -> None:
-    assert reason in choose(DEFAULT, gpu, op, head_dim=512)[1]
+def test_why_a_gpu_lacks_large_head_dims(gpu: int, op: str, head_dim: int, reason: str) -> None:
+    assert reason in choose(DEFAULT, gpu, op, head_dim=head_dim)[1]
+
+
+@pytest.mark.parametrize(("cache", "widest"), [("bf16", 576), ("int8", 512), ("fp8", 512)])
+def test_the_widest_head_dim_of_a_cache(cache: str, widest: int) -> None:
+    assert choose(DEFAULT, H100, "decode", cache=cache, head_dim=widest)[0] == "cuda"
+    backend, reasons = choose(DEFAULT, H100, "decode", cache=cache, head_dim=widest + 16)
+    assert backend == "aten" and f"head_dim {widest + 16} is above {widest}" in reasons
 
 
 @pytest.mark.parametrize("op", list(OPS))
@@ -235,6 +247,7 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="decode", dtype="fp32", cache="fp32"), "cuda; kvcache, the keys of all"),
         (dict(op="decode", softcap=True, head_dim=256), "cuda; decode"),
         (dict(op="decode", softcap=True, head_dim=264), "cuda; kvcache, the keys of all sequences"),
+        (dict(op="decode", head_dim=576, heads=(16, 1)), "cuda; kvcache, the keys of all"),
         (dict(op="decode", cache="int8", head_dim=144), "cuda; kvcache, the keys of all sequences"),
         (dict(op="decode", cache="int8", capacity=8193), "cuda; decode"),
         (dict(op="decode", tokens=1024), "sm90; fwd:"),

@@ -63,7 +63,8 @@ class DecodeCase:
             return True
         if backend != "cuda" and (self.softcap or self.alibi or self.sink or self.num_splits > 1):
             return False
-        widest = 256 if backend == SM90.backend or self.dtype == "fp32" else 512
+        widest = {SM90.backend: 256, DECODE_CUDA.backend: 576}.get(backend, 512)
+        widest = min(widest, 256) if self.dtype == "fp32" else widest
         dtypes = ("fp16", "bf16") if backend == SM90.backend else ("fp16", "bf16", "fp32")
         fits = all(d % 8 == 0 and d <= widest for d in (self.d, self.d_v or self.d))
         return self.dtype in dtypes and fits

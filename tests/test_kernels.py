@@ -227,6 +227,17 @@ def cache_kernel_cases() -> list[CacheCase]:
         for d, d_v in ((192, 128), (64, 200), (128, 40))
         for form in (dict(leftpad=True), dict(page_size=16, new=2, batch_invariant=True))
     ]
+    # Multi-head latent attention, whose keys are wider than all others.
+    latent = dict(d=576, heads_kv=1, capacity=130)
+    cases += [
+        CacheCase(dtype=dtype, **latent, **form)
+        for dtype in ("fp16", "bf16")
+        for form in (
+            dict(d_v=512, heads_q=20, leftpad=True, sink=True),
+            dict(d_v=512, heads_q=16, page_size=16, new=2, seqlen_q=3, rotary="halves"),
+            dict(heads_q=5, page_size=7, softcap=8.0, alibi=True, bias="same", num_splits=3),
+        )
+    ]
     # Where an SM takes two blocks: long calls, by what the table could hold.
     cases += [
         CacheCase(d=d, cache=cache, page_size=3, beyond=100_000)

@@ -1,6 +1,7 @@
 #include "capability.h"
 
 #include <algorithm>
+#include <string>
 
 #include "../capability.h"
 #include "kvcache_config.h"
@@ -22,12 +23,14 @@ void refuse_here(Reasons& reasons, const CallShape& call) {
 void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op != Op::kDecode) return;
   refuse_dtype_of_three(reasons, call);
-  refuse_head_dims(reasons, call,
-                   call.dtype == DType::kFp32 ? kKvcacheWideHeadDim : kKvcacheHeadDim);
-  const bool large = std::max(call.head_dim, call.head_dim_v) > kKvcachePortableHeadDim;
-  reasons.refuse_if(
-      large && call.device != nullptr && call.device->smem_optin_bytes < kKvcacheLargeSmemBytes,
-      "a head_dim above 256 needs a GPU with 163 KB of shared memory a thread block");
+  refuse_head_dims(reasons, call, kvcache_most_head_dim(call.cache_dtype));
+  const int64_t head_dim = std::max(call.head_dim, call.head_dim_v);
+  const int smem_kib = kvcache_smem_kib(head_dim);
+  const bool is_large = head_dim > kKvcachePortableHeadDim && call.device != nullptr;
+  reasons.refuse_if(is_large && call.device->smem_optin_bytes < smem_kib * 1024, [&] {
+    return "a head_dim of " + std::to_string(head_dim) + " needs a GPU with " +
+           std::to_string(smem_kib) + " KB of shared memory a thread block";
+  });
   refuse_cache(reasons, call);
   reasons.refuse_if(call.dtype == DType::kFp32 && call.cache_dtype != DType::kFp32,
                     "a cache of 8 bits in float32 is not supported");

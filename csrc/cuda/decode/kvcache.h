@@ -7,8 +7,8 @@
 
 namespace flash_attn::cuda {
 
-// Any head_dim and head_dim_v up to 512 (fp32: 256) that are multiples of 8 (8-bit caches: of 16).
-// With 16 bits the wider one should be above 256: decode.h has the others.
+// Any head_dim and head_dim_v up to 576 (8-bit caches: 512, fp32: 256) that are multiples of 8
+// (8-bit caches: of 16). With 16 bits the wider one should be above 256: decode.h has the others.
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 
 }  // namespace flash_attn::cuda
