@@ -2,7 +2,7 @@
 
     python -m benchmarks.race [--kinds fwd,shapes,bwd,bwd_shapes,deterministic,decode,cache,
     pages,prefix,short,short_pages,chunk,splits,naive,peaked,masks,decode_terms,features,terms,
-    fp32,wide,wide_decode,packed,few,mixed,ring,generate,aten,cpu]
+    fp32,wide,wide_decode,latent,packed,few,mixed,ring,generate,aten,cpu]
     [--backends sm80,fa2,cudnn] [--only PATTERN] [--phases PRODUCT,SETTLE,TIMED]
     [--out FILE.json]
 
@@ -21,11 +21,11 @@ their times ÷ the full call's times the density, or ÷ varlen's. decode_terms: 
 bias or a tree of new tokens costs decode. terms: score terms, dropout and sinks, both directions;
 the cost of a term is its time ÷ the plain call's. fp32: both directions with torch's switch for
 TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256,
-where FlexAttention has two sets of tiles. packed: both passes of q, k and v in one tensor. few:
-forwards of few queries, dense and varlen. mixed: sequences of one new token beside chunks of
-prompts, in one varlen call. ring: the calls of one rank's backward. generate: a prompt and one new
-token of whole small models, beside SDPA's default. aten: calls that no kernel serves, against naive
-attention.
+where FlexAttention has two sets of tiles. latent: decode of multi-head latent attention, against
+plain PyTorch. packed: both passes of q, k and v in one tensor. few: forwards of few queries, dense
+and varlen. mixed: sequences of one new token beside chunks of prompts, in one varlen call. ring:
+the calls of one rank's backward. generate: a prompt and one new token of whole small models, beside
+SDPA's default. aten: calls that no kernel serves, against naive attention.
 """
 
 import argparse
@@ -45,6 +45,7 @@ from benchmarks import (
     race_aten,
     race_few,
     race_generate,
+    race_latent,
     race_masks,
     race_mixed,
     race_packed,
@@ -60,8 +61,8 @@ from flash_attn.cli.measure import peak_memory
 KINDS = (
     *("fwd", "shapes", "bwd", "bwd_shapes", "deterministic", "decode", "cache", "pages"),
     *("prefix", "short", "short_pages", "chunk", "splits", "naive", "peaked", "masks"),
-    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "packed", "few"),
-    *("mixed", "ring", "generate", "aten", "cpu"),
+    *("decode_terms", "features", "terms", "fp32", "wide", "wide_decode", "latent", "packed"),
+    *("few", "mixed", "ring", "generate", "aten", "cpu"),
 )
 PEERS = {
     "fwd": ("fa2", "cudnn", "fa4"),
@@ -86,6 +87,7 @@ PEERS = {
     "fp32": ("efficient",),
     "wide": ("sdpa", "flex", "flex_narrow"),
     "wide_decode": ("sdpa",),
+    "latent": (),  # naive is among its contestants
     "packed": (),
     "few": (),  # peers are among its contestants
     "mixed": ("fa4",),
@@ -111,6 +113,7 @@ def contestants(kind: str, device: torch.device) -> tuple[str, ...]:
             dict.fromkeys((*race_masks.BLOCKS, *race_masks.DOCUMENTS, *race_masks.PREFIX))
         ),
         "wide_decode": ("plain", "paged16"),
+        "latent": race_latent.NAMES,
         "packed": race_packed.FORMS,
         "few": race_few.NAMES,
         "mixed": race_mixed.OURS,
@@ -275,6 +278,8 @@ def run_kind(kind: str, race: Race, names: tuple[str, ...], quick: bool) -> list
         return records + results.geometric_means(records, by=())
     if kind == "wide_decode":
         return caches.forms_race(race, "wide", of(cache_shapes.wide_decode), names)
+    if kind == "latent":
+        return race_latent.run(race, of(race_latent.cases), names)
     if kind == "prefix":
         return caches.prefix_race(race, of(prefix.cases), names)
     if kind == "chunk":

@@ -256,6 +256,19 @@ def test_few_queries_are_the_same_call():
         race_few.attention("fa2", case, q, k, v)
 
 
+def test_latent_attention_is_the_same_call():
+    from benchmarks import race_latent
+
+    assert len(race_latent.cases()) == len(set(race_latent.cases()))
+    case = race_latent.LatentCase(6, 2, 48)
+    q, cache = torch.randn(2, 1, 6, 576), torch.randn(2, 48, 1, 576)
+    (expected,) = (call() for call in race_latent.decode("naive", case, q, [cache]))
+    assert expected.shape == (2, 1, 6, 512)
+    for name in ("ours", "paged16", "aten"):
+        (call,) = race_latent.decode(name, case, q, [cache])
+        torch.testing.assert_close(call(), expected)
+
+
 def test_a_mixed_batch_is_the_same_call_in_pages():
     from benchmarks import cache_shapes, race_mixed
 
