@@ -396,6 +396,7 @@ def test_the_two_functions_agree() -> None:
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
+@pytest.mark.sanitize
 @each_target(ATEN_CPU, ATEN_CUDA, DECODE_CUDA)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_values_that_lie_in_the_keys(page_size: int, target: Target, seed: int) -> None:

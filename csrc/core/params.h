@@ -29,6 +29,8 @@ struct Strides {
   int64_t batch = 0;  // 0 for varlen
   int64_t row = 0;    // from one token to the next
   int64_t head = 0;
+
+  constexpr bool operator==(const Strides&) const = default;
 };
 
 // Where a call lies in a larger one, if it draws its share of that one's dropout mask. With zeros

@@ -17,6 +17,9 @@
 // The two exchanges cost two barriers of 128 threads a tile, which is little beside its read. They
 // leave nothing to merge between the warps in the end but row sums.
 //
+// In multi-head latent attention values are the first columns of their keys. Where they lie there,
+// too, a tile of K is one of V as well, and the ring has tiles of K alone.
+//
 // 8-bit caches are widened to fp16 between ldmatrix and mma (widened_gemm.cuh). Descales enter the
 // softmax scale and O.
 //
@@ -84,6 +87,17 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
   }
 }
 
+// Whether the values of a call are the first columns of its keys, in memory, too.
+template <typename Traits>
+__device__ __forceinline__ bool values_lie_in_keys(const DecodeParams& params) {
+  if constexpr (!Traits::kLatent) {
+    return false;
+  } else {
+    return params.k_cache == params.v_cache && params.k_strides == params.v_strides &&
+           params.head_dim_v <= params.head_dim;
+  }
+}
+
 // The warps that load run this: each brings a quarter of every tile's rows, wherever they lie.
 template <typename Traits>
 __device__ __forceinline__ void produce(const DecodeParams& params,
@@ -94,6 +108,7 @@ __device__ __forceinline__ void produce(const DecodeParams& params,
   const int warp = threadIdx.x / 32 - kKvcacheWarps, lane = threadIdx.x % 32;
   KvcachePiece piece;
   RingVisit at;
+  const bool one_tile = values_lie_in_keys<Traits>(params);
   const auto wait_empty = [&] { ptx::mbarrier_wait(smem.empty[at.stage], at.phase ^ 1); };
   const auto arrive_full = [&] {
     ptx::mbarrier_arrive_after_copies(smem.full[at.stage]);
@@ -114,6 +129,7 @@ __device__ __forceinline__ void produce(const DecodeParams& params,
       wait_empty();
       cache.keys(ring.tiles[at.stage], smem.valid[at.stage][warp]);
       arrive_full();
+      if (one_tile) continue;
       wait_empty();
       cache.values(ring.tiles[at.stage]);
       arrive_full();
@@ -130,6 +146,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   KvcachePiece piece;
   RingVisit at;
+  const bool one_tile = values_lie_in_keys<Traits>(params);
   // All lanes arrive: racecheck does not follow an order that one lane passes on for its warp.
   const auto release = [&] {
     ptx::mbarrier_arrive(smem.empty[at.stage]);
@@ -148,7 +165,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
       ptx::mbarrier_wait(smem.full[at.stage], at.phase);
       const uint32_t valid = smem.valid[at.stage][warp];
       auto S = multiply_keys<Traits>(Q, ring.tiles[at.stage], warp, lane);
-      release();
+      if (!one_tile) release();
       const int first_key = tile * Traits::kKeys + warp * Traits::kWarpKeys;
       finish_and_mask<Traits, kBias>(S, smem, params, rows, valid, first_key, lane);
       float correction[2];
@@ -161,7 +178,7 @@ __device__ __forceinline__ void consume(const DecodeParams& params,
       if (softmax.template step<Traits>(S, correction, smem, warp, step_lane)) {
         scale_rows(O, correction);
       }
-      ptx::mbarrier_wait(smem.full[at.stage], at.phase);
+      if (!one_tile) ptx::mbarrier_wait(smem.full[at.stage], at.phase);
       multiply_values<Traits>(O, smem.p, ring.tiles[at.stage], warp, lane);
       release();
     }

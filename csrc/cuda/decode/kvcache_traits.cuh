@@ -24,6 +24,7 @@ struct KvcacheTraits {
   using Element = flash_attn::Element<k8Bit ? DType::kFp16 : kCacheDType>;
   static constexpr bool kWide = kIsWide<Element>;  // fp32
   static constexpr int kHeadDim = kHeadDimOfTile;
+  static constexpr bool kLatent = kHeadDim == kKvcacheLatentHeadDim;
   static constexpr int kKeys = kvcache_tile_keys(kCacheDType, kHeadDim);
   static constexpr int kWarpKeys = kKeys / kKvcacheWarps;
   static constexpr int kThreads = 32 * kKvcacheWarps;  // that compute
