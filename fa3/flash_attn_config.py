@@ -1,8 +1,7 @@
-"""How FlashAttention-3 was built: with everything that these flags speak of but fp8 inputs."""
+"""How FlashAttention-3 was built: with everything that these flags speak of."""
 
 from pprint import pprint
 
-_DISABLED = ("FP8",)
 _PARTS = (
     *("BACKWARD", "SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA"),
     *("FP16", "FP8", "VARLEN", "CLUSTER", "SM8x"),
@@ -11,7 +10,7 @@ _PARTS = (
 
 CONFIG = {
     "build_flags": {
-        **{f"FLASHATTENTION_DISABLE_{part}": part in _DISABLED for part in _PARTS},
+        **{f"FLASHATTENTION_DISABLE_{part}": False for part in _PARTS},
         "FLASHATTENTION_ENABLE_VCOLMAJOR": False,
         "FLASH_ATTENTION_DISABLE_HDIMDIFF64": False,
         "FLASH_ATTENTION_DISABLE_HDIMDIFF192": False,

@@ -1,20 +1,23 @@
 """FlashAttention-3's public functions, served by the flash_attn package.
 
 Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
-dtypes, devices and errors are those of the function of flash_attn that each one names. qv and
-q_descale: NotImplementedError. num_splits, pack_gqa, sm_margin and scheduler_metadata are for
-tuning: they change no result but for rounding.
+dtypes, devices and errors are those of the function of flash_attn that each one names. Those that
+attend also take q, k and v in float8_e4m3fn, called fp8 below, and dequantise them to bf16. qv:
+NotImplementedError. num_splits, pack_gqa, sm_margin and scheduler_metadata are for tuning: they
+change no result but for rounding.
 """
 
 from collections.abc import Sequence
 
 import flash_attn_3._C  # noqa: F401  (registers torch.ops.flash_attn_3)
 import torch
+from flash_attn_3._checks import check_no_grad
 from flash_attn_3._ops import (  # noqa: F401
     _flash_attn_backward,
     _flash_attn_forward,
     chunks,
     chunks_of_sequences,
+    dequantized,
     flash_attn_combine,
     refuse,
     with_cache,
@@ -59,10 +62,21 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn.flash_attn_func; with return_attn_probs (out, softmax_lse), both differentiable.
 
-    attention_chunk: a query sees the keys of its own chunk of so many; needs O(seqlen²) bytes.
-    k_descale, v_descale: NotImplementedError, as q_descale.
+    Arguments:
+        q, k, v: also fp8, all three of them, without a gradient.
+        q_descale, k_descale, v_descale: fp32 (batch, heads_kv), for fp8: value = stored * descale.
+            Default: 1.
+        attention_chunk: a query sees the keys of its own chunk of so many; needs O(seqlen²) bytes.
+
+    Returns: out, which is bf16 for fp8; with return_attn_probs also softmax_lse.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or value does not fit, or there is a descale without
+            fp8; the message names it.
+        NotImplementedError: qv is given, or an input in fp8 requires grad in grad mode.
     """
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(qv=qv)
+    q, k, v = dequantized(q, k, v, q_descale, k_descale, v_descale)
     out, softmax_lse, _ = flash_attn.flash_attn_func(
         q,
         k,
@@ -95,7 +109,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn_func of qkv (batch, seqlen, 3, heads, d), or (batch, seqlen, heads_q +
-    2 * heads_kv, d) with num_heads_q."""
+    2 * heads_kv, d) with num_heads_q. fp8, descales and errors: as there."""
     expect(qkv.dim() in (4, 5), "qkv", "4 or 5 dimensions", qkv.dim())
     if qkv.dim() == 5:
         expect(qkv.size(2) == 3, "qkv", "size 3 in dimension 2 of 5", qkv.size(2))
@@ -154,9 +168,12 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn.flash_attn_varlen_func; with return_attn_probs (out, softmax_lse), differentiable.
 
-    attention_chunk, k_descale, v_descale: as in flash_attn_func.
+    attention_chunk, fp8, descales and errors: as in flash_attn_func. Row b of a descale is that of
+    sequence b.
     """
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(qv=qv)
+    descales = (q_descale, k_descale, v_descale)
+    q, k, v = dequantized(q, k, v, *descales, cu_seqlens_q, cu_seqlens_k)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
         q,
@@ -222,6 +239,8 @@ def flash_attn_with_kvcache(
     """flash_attn.flash_attn_with_kvcache, with page_table for its block_table.
 
     Arguments:
+        q, k, v: also fp8, all of them and the caches, without a gradient; rotary_cos and rotary_sin
+            are bf16 then.
         cu_seqlens_q, max_seqlen_q: queries of different lengths, q (total_q, heads_q, d), as in
             flash_attn_varlen_func.
         cu_seqlens_k_new: int32 (batch + 1): new keys of different lengths, k (total, heads_kv, d)
@@ -230,12 +249,20 @@ def flash_attn_with_kvcache(
             cache_leftpad on; needs batch · seqlen_q · capacity bytes.
         rotary_seqlens: int32 (batch), the position of the first new token for rotary_cos. Default:
             cache_seqlens.
-        k_descale, v_descale: not with cu_seqlens_q, cu_seqlens_k_new or attention_chunk.
+        q_descale, k_descale, v_descale: fp32 (batch, heads_kv), for fp8: value = stored * descale.
+            Default: 1. With q of 16 bits or more, those of caches are as in flash_attn's function.
+            Neither they nor q in fp8 go with cu_seqlens_q, cu_seqlens_k_new or attention_chunk.
 
-    Returns: out; with return_softmax_lse also softmax_lse and two empty tensors where
-    FlashAttention-3 has its unfinished pieces.
+    Returns: out, which is bf16 for q in fp8; with return_softmax_lse also softmax_lse and two empty
+    tensors where FlashAttention-3 has its unfinished pieces.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or value does not fit; the message names it.
+        NotImplementedError: qv is given, q, k or v in fp8 requires grad in grad mode, or a descale
+            comes with what it does not go with.
     """
-    refuse(qv=qv, q_descale=q_descale)
+    refuse(qv=qv)
+    check_no_grad(q=q, k=k, v=v)
     out, softmax_lse = with_cache(
         q,
         k_cache,
@@ -251,6 +278,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q,
         cu_seqlens_k_new,
         max_seqlen_q,
+        q_descale,
         k_descale,
         v_descale,
         rotary_interleaved,

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from fp8_inputs import DESCALES, FP8, assert_attended, attended, descales, quantized
 
 import flash_attn
 from flash_attn.layers import rotary
@@ -235,8 +236,14 @@ def test_what_a_cache_refuses_with_lengths_or_chunks() -> None:
     q, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 8, 2, 16)
     call = functools.partial(fa3.flash_attn_with_kvcache, q, cache, cache, attention_chunk=2)
     lens, cu = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="flash_attn: k_descale: not supported, got"):
-        call(k_descale=torch.ones(2))
+    for name in ("q_descale", "k_descale", "v_descale"):
+        for given in (dict(), dict(attention_chunk=0, cu_seqlens_q=cu)):
+            with pytest.raises(
+                NotImplementedError, match=f"flash_attn: {name}: not supported with"
+            ):
+                call(**given, **{name: torch.ones(2)})
+    with pytest.raises(RuntimeError, match="flash_attn: q: expected a floating dtype of at least"):
+        fa3.flash_attn_with_kvcache(q.to(FP8), cache.to(FP8), cache.to(FP8), attention_chunk=2)
     with pytest.raises(RuntimeError, match="flash_attn: attention_chunk: expected at least 0"):
         call(attention_chunk=-1)
     with pytest.raises(RuntimeError, match="flash_attn: v: expected k and v together"):
@@ -245,3 +252,140 @@ def test_what_a_cache_refuses_with_lengths_or_chunks() -> None:
         call(rotary_cos=torch.ones(8, 4), rotary_sin=torch.ones(8, 4))
     with pytest.raises(RuntimeError, match="flash_attn: k: expected torch.float32 and 3 dim"):
         call(k=cache, v=cache, cache_seqlens=lens, cu_seqlens_k_new=cu)
+
+
+def fp8_numbers(*shape: int, device: str) -> torch.Tensor:
+    """Any of the bytes but the two NaNs."""
+    numbers = torch.randint(0, 254, shape, dtype=torch.uint8, device=device)
+    return (numbers + (numbers > 126)).view(FP8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("descaled", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_append_in_fp8_stores_the_same_bytes(paged: bool, descaled: bool, device: str) -> None:
+    """What is dequantised and quantised again, of all numbers of fp8 and descales of any size."""
+    caches = torch.zeros(2, 6 if paged else 3, 64, 2, 16, device=device).to(FP8)
+    table = torch.tensor([[4, 1], [0, 5], [2, 3]], dtype=torch.int32, device=device)
+    used = torch.tensor([7, 0, 20], dtype=torch.int32, device=device)
+    k, v = fp8_numbers(2, 3, 40, 2, 16, device=device)
+    given = {name: torch.randn(3, 2, device=device).mul(4).exp() for name in DESCALES[1:]}
+    fa3.flash_attn_with_kvcache(
+        torch.zeros(3, 1, 4, 16, device=device).to(FP8),
+        *caches,
+        k,
+        v,
+        cache_seqlens=used,
+        page_table=table if paged else None,
+        **(given if descaled else {}),
+    )
+    for cache, new in zip(caches, (k, v), strict=True):
+        for b in range(3):
+            row = cache[table[b].long()].flatten(0, 1) if paged else cache[b]
+            stored = row[used[b] : used[b] + 40].view(torch.uint8)
+            assert torch.equal(stored, new[b].view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("names", [(), *((name,) for name in DESCALES), DESCALES])
+def test_queries_in_fp8(names: tuple[str, ...], causal: bool, device: str) -> None:
+    """As dense attention to the keys that are there then; the private function and the op, too."""
+    q, k, v = (quantized(2, 3, heads, 16, device=device) for heads in (4, 2, 2))
+    caches = torch.stack([quantized(2, 16, 2, 16, device=device) for _ in "kv"])
+    used = torch.tensor([7, 11], dtype=torch.int32, device=device)
+    given = {name: x for name, x in descales(2, device).items() if name in names}
+    written = caches.clone()
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, *written, k, v, cache_seqlens=used, causal=causal, return_softmax_lse=True, **given
+    )
+    for b in range(2):
+        keys, values = (
+            torch.cat([cache[b, : used[b]], new[b]])[None]
+            for cache, new in zip(caches, (k, v), strict=True)
+        )
+        own = {name: x[b : b + 1] for name, x in given.items()}
+        expected = attended(q[b : b + 1], keys, values, own, (-1, 0 if causal else -1))
+        assert_attended((out[b : b + 1], lse[b : b + 1]), expected)
+    for function, mask in (
+        (fa3._flash_attn_forward, dict(causal=causal)),
+        (torch.ops.flash_attn_3.fwd, dict(is_causal=causal)),
+    ):
+        again = caches.clone()
+        private = function(q, *again, k_new=k, v_new=v, seqused_k=used, **mask, **given)
+        for actual, result in zip(private, (out, lse), strict=False):
+            torch.testing.assert_close(actual, result)  # by another number of splits
+        assert torch.equal(again.view(torch.uint8), written.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("own_positions", [False, True])
+def test_queries_in_fp8_turn_after_their_descale(own_positions: bool, device: str) -> None:
+    """In pages: what flash_attn's function does with the values in bf16."""
+    q, k, v = (quantized(2, 3, heads, 16, device=device) for heads in (4, 2, 2))
+    caches = torch.stack([quantized(6, 8, 2, 16, device=device) for _ in "kv"])
+    table = torch.tensor([[4, 1], [0, 5]], dtype=torch.int32, device=device)
+    used = torch.tensor([7, 11], dtype=torch.int32, device=device)
+    given = descales(2, device)
+    angles = torch.randn(16, 8, device=device)
+    options = dict(rotary_cos=angles.cos().bfloat16(), rotary_sin=angles.sin().bfloat16())
+    options |= dict(cache_seqlens=used, causal=True, rotary_interleaved=False)
+    wide = []
+    for name, x in zip(DESCALES, (q, k, v), strict=True):
+        each = given[name].repeat_interleave(x.size(2) // 2, 1)[:, None, :, None]
+        wide.append((x.float() * each).bfloat16())
+    first, second = caches.clone(), caches.clone()
+    expected = flash_attn.flash_attn_with_kvcache(
+        wide[0],
+        *first,
+        *wide[1:],
+        block_table=table,
+        k_descale=given["k_descale"],
+        v_descale=given["v_descale"],
+        **options,
+    )
+    options |= dict(rotary_seqlens=used) if own_positions else {}
+    actual = fa3.flash_attn_with_kvcache(q, *second, k, v, page_table=table, **options, **given)
+    torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
+    if not own_positions:
+        assert torch.equal(actual, expected)
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_queries_of_16_bits_beside_a_cache_of_8(dtype: torch.dtype, device: str) -> None:
+    """With a descale for each head, and one for each sequence besides."""
+    q = torch.randn(2, 3, 4, 16, device=device).bfloat16()
+    caches = (torch.randn(2, 2, 16, 2, 16, device=device) * 20).to(dtype)
+    given = dict(k_descale=torch.rand(2, device=device), v_descale=torch.rand(2, 2, device=device))
+    expected = flash_attn.flash_attn_with_kvcache(q, *caches, **given)
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, *caches, **given), expected)
+    private = fa3._flash_attn_forward(q, *caches, **given)[0]
+    torch.testing.assert_close(private, expected)  # by another number of splits
+
+
+def test_what_a_cache_in_fp8_refuses() -> None:
+    q, cache = quantized(2, 3, 4, 16), quantized(2, 8, 2, 16)
+    wide = cache.to(torch.bfloat16)
+    used = torch.tensor([0, 1], dtype=torch.int32)
+    call = functools.partial(fa3.flash_attn_with_kvcache, cache_seqlens=used)
+    for name in DESCALES:
+        with pytest.raises(RuntimeError, match=rf"flash_attn: {name}: expected torch.float32 and"):
+            call(q, cache, cache, **{name: torch.ones(2, 4)})
+    alike = "expected torch.float8_e4m3fn and 4 dimensions on cpu as q has, got"
+    for name, wrong in (
+        ("k_cache", (q, wide, cache)),
+        ("v_cache", (q, cache, wide)),
+        ("k", (q, cache, cache, wide[:, :3], cache[:, :3])),
+        ("v", (q, cache, cache, cache[:, :3], wide[:, :3])),
+    ):
+        with pytest.raises(RuntimeError, match=f"flash_attn: {name}: {alike}"):
+            call(*wrong)
+    for caches in (cache, wide):
+        with pytest.raises(RuntimeError, match="flash_attn: q_descale: expected with q, k and v"):
+            call(q.to(torch.bfloat16), caches, caches, q_descale=torch.ones(2, 2))
+    with pytest.raises(NotImplementedError, match="flash_attn: q: expected requires_grad=False"):
+        call(q.requires_grad_(), cache, cache)
+    with torch.no_grad():
+        call(q, cache, cache)

@@ -24,10 +24,24 @@ import flash_attn_2_cuda
 
 fa3 = pytest.importorskip("flash_attn_3.flash_attn_interface")
 MODULES = (fa3, flash_attn_2_cuda)
+FP8 = torch.float8_e4m3fn
+ROTATION = ("rotary_cos", "rotary_sin")
 
 
 def dense() -> dict:
     return dict(q=normal(2, 4, 4, 8), k=normal(2, 5, 2, 8), v=normal(2, 5, 2, 8))
+
+
+def in_fp8(call: dict) -> dict:
+    """The call with its inputs in fp8, its rotation in bf16 and all descales."""
+    names = ("q", "k", "v", "k_cache", "v_cache")
+    dtypes = dict.fromkeys(names, FP8) | dict.fromkeys(ROTATION, torch.bfloat16)
+    given = {name: x.to(dtypes[name]) if name in dtypes else x for name, x in call.items()}
+    return given | {f"{name}_descale": normal(2, 2).abs() for name in "qkv"}
+
+
+def dense_fp8() -> dict:
+    return in_fp8(dense())
 
 
 def packed_5d() -> dict:
@@ -51,6 +65,10 @@ def varlen() -> dict:
     return rows() | lengths() | dict(seqused_q=numbers(2, 4), seqused_k=numbers(3, 3))
 
 
+def varlen_fp8() -> dict:
+    return in_fp8(varlen())
+
+
 def step() -> dict:
     caches = dict(k_cache=normal(3, 9, 2, 8), v_cache=normal(3, 9, 2, 8))
     indices = dict(cache_seqlens=numbers(4, 5), cache_batch_idx=numbers(2, 0))
@@ -60,6 +78,10 @@ def step() -> dict:
 def append() -> dict:
     rotation = dict(rotary_cos=normal(9, 4), rotary_sin=normal(9, 4))
     return step() | dict(k=normal(2, 3, 2, 8), v=normal(2, 3, 2, 8)) | rotation
+
+
+def append_fp8() -> dict:
+    return in_fp8(append())
 
 
 def paged() -> dict:
@@ -128,11 +150,11 @@ def forward_on_cache() -> dict:
     return append() | options() | more
 
 
-OF_CACHES = [append, paged, varlen_step, varlen_append]
+OF_CACHES = [append, append_fp8, paged, varlen_step, varlen_append]
 CALLS: dict[Callable, list[Callable[[], dict]]] = {
-    fa3.flash_attn_func: [dense],
+    fa3.flash_attn_func: [dense, dense_fp8],
     fa3.flash_attn_qkvpacked_func: [packed_5d, packed_4d],
-    fa3.flash_attn_varlen_func: [varlen],
+    fa3.flash_attn_varlen_func: [varlen, varlen_fp8],
     fa3.flash_attn_with_kvcache: OF_CACHES,
     fa3.flash_attn_combine: [pieces],
     fa3.get_scheduler_metadata: [plan],
@@ -154,7 +176,7 @@ TAKEN: dict[str, set[str]] = {
     **dict.fromkeys(TUNING, ANYTHING),  # they change no result
     "rng_state": ANYTHING,  # without dropout nothing looks at it
     "attention_chunk": {"None", *NUMBERS},
-    "qkv": FLOATS - {"float8_e4m3fn"} | {"meta"},
+    "qkv": FLOATS | {"meta"},
 }
 TAKEN_BY: dict[Callable, dict[str, set[str]]] = {
     fa3.flash_attn_with_kvcache: {"cache_seqlens": {"integer"}},
@@ -172,14 +194,13 @@ OPTIONAL += ["block_table", "cache_leftpad", "cache_batch_idx"]
 # queries and keys by the layer's function.
 TAKEN_IN: dict[Callable[[], dict], dict[str, set[str]]] = {
     packed_5d: {"num_heads_q": ANYTHING},
-    append: {"max_seqlen_q": ANYTHING},
+    **dict.fromkeys([append, append_fp8], {"max_seqlen_q": ANYTHING}),
     paged: dict.fromkeys(
         ["max_seqlen_q", "cu_seqlens_k_new", "rotary_seqlens", "rotary_interleaved"], ANYTHING
     ),
     varlen_step: dict.fromkeys(["cu_seqlens_k_new", "rotary_seqlens"], {"None", "int32"})
     | {"rotary_interleaved": ANYTHING},
-    varlen_append: dict.fromkeys(["rotary_cos", "rotary_sin"], FLOATS)
-    | {"rotary_interleaved": TRUTH},
+    varlen_append: dict.fromkeys(ROTATION, FLOATS) | {"rotary_interleaved": TRUTH},
 }
 
 

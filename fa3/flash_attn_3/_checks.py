@@ -7,6 +7,8 @@ from torch import Tensor
 
 from flash_attn._errors import check_wide, expect, shown
 
+FP8 = torch.float8_e4m3fn
+
 
 def _check_form(name: str, x: object, dtype: torch.dtype, dims: int, device: torch.device) -> None:
     is_tensor = isinstance(x, Tensor)
@@ -29,3 +31,59 @@ def check_cached(q: Tensor, floats: Mapping, indices: Mapping) -> None:
         _check_form(name, x, q.dtype, dims, q.device)
     for name, (x, dims) in indices.items():
         _check_form(name, x, torch.int32, dims, q.device)
+
+
+def check_no_descale(q: Tensor, **descales: Tensor | None) -> None:
+    """That a q which is not in fp8 comes without these."""
+    for name, x in descales.items():
+        if x is not None:
+            raise RuntimeError(
+                f"flash_attn: {name}: expected with q, k and v in {FP8}, got q in {q.dtype}"
+            )
+
+
+def check_no_grad(**inputs: Tensor | None) -> None:
+    """That nothing in fp8 asks for a gradient, which FlashAttention-3 has none of either."""
+    for name, x in inputs.items():
+        if x is not None and x.dtype == FP8 and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"flash_attn: {name}: expected requires_grad=False or torch.no_grad(), as {FP8} has"
+                " no backward, got requires_grad=True"
+            )
+
+
+def _check_exactly(
+    name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if x is not None and (x.dtype, x.shape, x.device) != (dtype, shape, device):
+        raise RuntimeError(
+            f"flash_attn: {name}: expected {dtype} and shape {shape} on {device} as q has, got"
+            f" {shown(x)} on {x.device}"
+        )
+
+
+def check_fp8(inputs: Mapping, descales: Mapping, cu_seqlens: Mapping) -> None:
+    """What has to fit before descales are multiplied; flash_attn's function says the rest.
+
+    Arguments:
+        inputs: q, k and v of a call, by name; k_cache and v_cache too where there is a cache.
+        cu_seqlens: cu_seqlens_q and cu_seqlens_k; empty for dense q, k and v.
+    """
+    q, keys = inputs["q"], "k_cache" if "k_cache" in inputs else "k"
+    is_dense = not cu_seqlens
+    for name, x in inputs.items():
+        _check_form(name, x, FP8, 4 if is_dense else 3, q.device)
+    batch = q.size(0) if is_dense else cu_seqlens["cu_seqlens_q"].numel() - 1
+    heads_q, heads_kv = q.size(-2), inputs[keys].size(-2)
+    for name in ("k", "v"):
+        x = inputs[name]
+        if x is not None:
+            expect(x.size(-2) == heads_kv, name, f"{heads_kv} heads as {keys} has", x.size(-2))
+            fits = not is_dense or x.size(0) == batch
+            expect(fits, name, f"batch {batch} as q has", x.size(0))
+    divides = heads_kv > 0 and heads_q % heads_kv == 0
+    expect(divides, keys, f"heads that divide the {heads_q} of q", heads_kv)
+    for name, x in cu_seqlens.items():
+        _check_exactly(name, x, torch.int32, (batch + 1,), q.device)
+    for name, x in descales.items():
+        _check_exactly(name, x, torch.float32, (batch, heads_kv), q.device)

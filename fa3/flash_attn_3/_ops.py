@@ -15,15 +15,79 @@ from flash_attn._call import as_int, window_sides
 from flash_attn._errors import expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
-from flash_attn_3._checks import check_cached
+from flash_attn_3._checks import FP8, check_cached, check_fp8, check_no_descale, check_no_grad
 
 
-def refuse(**given: object) -> None:
-    """What FlashAttention-3 takes and this package does not, by name."""
+def refuse(beside: str = "", /, **given: object) -> None:
+    """What FlashAttention-3 takes and this package does not, by name; beside: with what else."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, int) and value == 0):
             got = value if isinstance(value, int) else f"a {type(value).__name__}"
-            raise NotImplementedError(f"flash_attn: {name}: not supported, got {got}")
+            raise NotImplementedError(f"flash_attn: {name}: not supported{beside}, got {got}")
+
+
+def _sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """The sequence of each token."""
+    token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)
+    return sequence.clamp(max=cu_seqlens.numel() - 2)
+
+
+def _scaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """x times descale (batch, heads_kv), which a group of heads shares, rounded to bf16 once."""
+    if descale is None:
+        return x.to(torch.bfloat16)
+    each = descale[:, None] if cu_seqlens is None else descale[_sequences(cu_seqlens, x.size(0))]
+    each = each.repeat_interleave(x.size(-2) // descale.size(1), -1)
+    return (x.to(torch.float32) * each[..., None]).to(torch.bfloat16)
+
+
+def dequantized(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v for flash_attn's functions: bf16 for fp8, else what they are.
+
+    q takes the product of the scores' two descales, so that k stays exact. v takes its own, as out
+    would be rounded before that and after it.
+    """
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if q.dtype != FP8:
+        check_no_descale(q, **descales)
+        return q, k, v
+    check_no_grad(q=q, k=k, v=v)
+    is_dense = cu_seqlens_q is None
+    cu_seqlens = {} if is_dense else dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_fp8(dict(q=q, k=k, v=v), descales, cu_seqlens)
+    if q_descale is not None and k_descale is not None:
+        of_scores = q_descale * k_descale
+    else:
+        of_scores = k_descale if q_descale is None else q_descale
+    q, v = _scaled(q, of_scores, cu_seqlens_q), _scaled(v, v_descale, cu_seqlens_k)
+    return q, _scaled(k, None), v
+
+
+def _dequantized_beside_cache(q, k_cache, v_cache, k, v, q_descale, k_descale, v_descale):
+    """q, k and v for flash_attn's function, which takes the caches with their descales.
+
+    Its append divides k and v by these and rounds. That gives back the numbers that k and v are
+    here, as bf16 has four bits more than fp8.
+    """
+    if q.dtype != FP8:
+        check_no_descale(q, q_descale=q_descale)
+        return q, k, v
+    inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_fp8(inputs, descales, {})
+    k = None if k is None else _scaled(k, k_descale)
+    v = None if v is None else _scaled(v, v_descale)
+    return _scaled(q, q_descale), k, v
 
 
 def chunks(
@@ -164,9 +228,8 @@ def _one_after_the_other(
     if cu_seqlens is None:
         ends = torch.arange(x.size(0) + 1, dtype=torch.int32, device=x.device)
         cu_seqlens, x = ends * x.size(1), x.flatten(0, 1)
+    sequence = _sequences(cu_seqlens, x.size(0))
     token = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)
-    sequence = sequence.clamp(max=cu_seqlens.numel() - 2)
     return x, cu_seqlens, sequence, token - cu_seqlens[sequence]
 
 
@@ -285,6 +348,7 @@ def with_cache(
     cu_seqlens_q,
     cu_seqlens_k_new,
     max_seqlen_q,
+    q_descale,
     k_descale,
     v_descale,
     rotary_interleaved,
@@ -295,6 +359,8 @@ def with_cache(
 ):
     """out and softmax_lse of queries, dense or varlen, against a cache."""
     if cu_seqlens_q is None and cu_seqlens_k_new is None and not attention_chunk:
+        descales = (q_descale, k_descale, v_descale)
+        q, k, v = _dequantized_beside_cache(q, k_cache, v_cache, k, v, *descales)
         if rotary_seqlens is not None and rotary_cos is not None:
             is_by_position = options["causal"] or window_sides(options["window_size"]) != (-1, -1)
             turned = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
@@ -319,7 +385,8 @@ def with_cache(
             v_descale=v_descale,
             **options,
         )
-    refuse(k_descale=k_descale, v_descale=v_descale)
+    beside = " with cu_seqlens_q, cu_seqlens_k_new or attention_chunk"
+    refuse(beside, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
     return _with_cache_as_varlen(
         q,
@@ -382,21 +449,25 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of dense, varlen and cached calls, by what is given.
 
-    scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv, q_descale:
-    NotImplementedError.
+    float8_e4m3fn and descales: as in flash_attn_func, and with a cache in flash_attn_with_kvcache.
+    scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv: NotImplementedError.
 
     Returns: out (out_ if given), softmax_lse, and two empty tensors where FlashAttention-3 has its
     unfinished pieces.
     """
-    refuse(qv=qv, q_descale=q_descale)
+    refuse(qv=qv)
     options = {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window_size": (window_size_left, window_size_right),
         "softcap": softcap,
     }
-    cached = (k_new, page_table, kv_batch_idx, rotary_cos, k_descale, v_descale)
+    descales = (q_descale, k_descale, v_descale)
+    cached = (k_new, page_table, kv_batch_idx, rotary_cos)
+    # Beside another q only a cache has descales.
+    of_cache = () if q.dtype == FP8 else (k_descale, v_descale)
     if cu_seqlens_k is not None and all(x is None for x in cached):
+        q, k, v = dequantized(q, k, v, *descales, cu_seqlens_q, cu_seqlens_k)
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         used = (seqused_q, seqused_k, leftpad_k)
         out, softmax_lse, _ = flash_attn.flash_attn_varlen_func(
@@ -411,8 +482,11 @@ def _flash_attn_forward(
             return_attn_probs=True,
             **options,
         )
-    elif cu_seqlens_q is None and all(x is None for x in (*cached, seqused_k, leftpad_k)):
+    elif cu_seqlens_q is None and all(
+        x is None for x in (*cached, *of_cache, seqused_k, leftpad_k)
+    ):
         refuse(seqused_q=seqused_q)
+        q, k, v = dequantized(q, k, v, *descales)
         bias = chunks(attention_chunk, q, k)
         out, softmax_lse, _ = flash_attn.flash_attn_func(
             q, k, v, attn_bias=bias, return_attn_probs=True, **options
@@ -434,8 +508,7 @@ def _flash_attn_forward(
             cu_seqlens_q,
             cu_seqlens_k_new,
             max_seqlen_q,
-            k_descale,
-            v_descale,
+            *descales,
             rotary_interleaved,
             num_splits,
             seqlens_rotary,
