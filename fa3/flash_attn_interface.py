@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import flash_attn_3._C  # noqa: F401  (registers torch.ops.flash_attn_3)
 import torch
-from flash_attn_3._checks import check_no_grad
 from flash_attn_3._ops import (  # noqa: F401
     _flash_attn_backward,
     _flash_attn_forward,
@@ -63,7 +62,7 @@ def flash_attn_func(
     """flash_attn.flash_attn_func; with return_attn_probs (out, softmax_lse), both differentiable.
 
     Arguments:
-        q, k, v: also fp8, all three of them, without a gradient.
+        q, k, v: also fp8, all three of them, which have no backward.
         q_descale, k_descale, v_descale: fp32 (batch, heads_kv), for fp8: value = stored * descale.
             Default: 1.
         attention_chunk: a query sees the keys of its own chunk of so many; needs O(seqlen²) bytes.
@@ -73,7 +72,7 @@ def flash_attn_func(
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit, or there is a descale without
             fp8; the message names it.
-        NotImplementedError: qv is given, or an input in fp8 requires grad in grad mode.
+        NotImplementedError: qv is given. The backward raises it for fp8.
     """
     refuse(qv=qv)
     q, k, v = dequantized(q, k, v, q_descale, k_descale, v_descale)
@@ -258,11 +257,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it.
-        NotImplementedError: qv is given, q, k or v in fp8 requires grad in grad mode, or a descale
-            comes with what it does not go with.
+        NotImplementedError: qv is given, or a descale with what it does not go with.
     """
     refuse(qv=qv)
-    check_no_grad(q=q, k=k, v=v)
     out, softmax_lse = with_cache(
         q,
         k_cache,

@@ -42,16 +42,6 @@ def check_no_descale(q: Tensor, **descales: Tensor | None) -> None:
             )
 
 
-def check_no_grad(**inputs: Tensor | None) -> None:
-    """That nothing in fp8 asks for a gradient, which FlashAttention-3 has none of either."""
-    for name, x in inputs.items():
-        if x is not None and x.dtype == FP8 and x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"flash_attn: {name}: expected requires_grad=False or torch.no_grad(), as {FP8} has"
-                " no backward, got requires_grad=True"
-            )
-
-
 def _check_exactly(
     name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:

@@ -15,7 +15,7 @@ from flash_attn._call import as_int, window_sides
 from flash_attn._errors import expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
-from flash_attn_3._checks import FP8, check_cached, check_fp8, check_no_descale, check_no_grad
+from flash_attn_3._checks import FP8, check_cached, check_fp8, check_no_descale
 
 
 def refuse(beside: str = "", /, **given: object) -> None:
@@ -35,11 +35,25 @@ def _sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def _scaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
     """x times descale (batch, heads_kv), which a group of heads shares, rounded to bf16 once."""
-    if descale is None:
+    if descale is None or descale.size(0) == 0:  # then all tokens lie behind the last sequence
         return x.to(torch.bfloat16)
     each = descale[:, None] if cu_seqlens is None else descale[_sequences(cu_seqlens, x.size(0))]
     each = each.repeat_interleave(x.size(-2) // descale.size(1), -1)
     return (x.to(torch.float32) * each[..., None]).to(torch.bfloat16)
+
+
+class _Dequantize(torch.autograd.Function):
+    """_scaled(). Its backward raises: fp8 has none, as in FlashAttention-3."""
+
+    @staticmethod
+    def forward(ctx, x, descale, cu_seqlens):
+        return _scaled(x, descale, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx, dout):
+        raise NotImplementedError(
+            f"flash_attn: q, k, v: expected 16 bits or more for a gradient, got {FP8}"
+        )
 
 
 def dequantized(
@@ -61,7 +75,6 @@ def dequantized(
     if q.dtype != FP8:
         check_no_descale(q, **descales)
         return q, k, v
-    check_no_grad(q=q, k=k, v=v)
     is_dense = cu_seqlens_q is None
     cu_seqlens = {} if is_dense else dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_fp8(dict(q=q, k=k, v=v), descales, cu_seqlens)
@@ -69,8 +82,11 @@ def dequantized(
         of_scores = q_descale * k_descale
     else:
         of_scores = k_descale if q_descale is None else q_descale
-    q, v = _scaled(q, of_scores, cu_seqlens_q), _scaled(v, v_descale, cu_seqlens_k)
-    return q, _scaled(k, None), v
+    return (
+        _Dequantize.apply(q, of_scores, cu_seqlens_q),
+        _Dequantize.apply(k, None, None),
+        _Dequantize.apply(v, v_descale, cu_seqlens_k),
+    )
 
 
 def _dequantized_beside_cache(q, k_cache, v_cache, k, v, q_descale, k_descale, v_descale):
