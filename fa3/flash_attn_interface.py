@@ -2,8 +2,8 @@
 
 Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
 dtypes, devices and errors are those of the function of flash_attn that each one names. Those that
-attend also take q, k and v in float8_e4m3fn, called fp8 below, and dequantise them to bf16. qv:
-NotImplementedError. num_splits, pack_gqa, sm_margin and scheduler_metadata are for tuning: they
+attend also take q, k and v in float8_e4m3fn, called fp8 below, and dequantise them to bf16.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are for tuning: they
 change no result but for rounding.
 """
 
@@ -18,6 +18,7 @@ from flash_attn_3._ops import (  # noqa: F401
     chunks_of_sequences,
     dequantized,
     flash_attn_combine,
+    joined,
     refuse,
     with_cache,
 )
@@ -63,6 +64,8 @@ def flash_attn_func(
 
     Arguments:
         q, k, v: also fp8, all three of them, which have no backward.
+        qv: (batch, seqlen_q, heads_q, d_v), dtype of q, not fp8: scores are softmax_scale · (q·k +
+            qv·v), and softmax_scale is 1/√(d + d_v) by default. k and v are copied into one.
         q_descale, k_descale, v_descale: fp32 (batch, heads_kv), for fp8: value = stored * descale.
             Default: 1.
         attention_chunk: a query sees the keys of its own chunk of so many; needs O(seqlen²) bytes.
@@ -72,9 +75,9 @@ def flash_attn_func(
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit, or there is a descale without
             fp8; the message names it.
-        NotImplementedError: qv is given. The backward raises it for fp8.
+        NotImplementedError: the backward of fp8.
     """
-    refuse(qv=qv)
+    q, k, v = joined(q, qv, dict(k=k, v=v))
     q, k, v = dequantized(q, k, v, q_descale, k_descale, v_descale)
     out, softmax_lse, _ = flash_attn.flash_attn_func(
         q,
@@ -167,10 +170,10 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn.flash_attn_varlen_func; with return_attn_probs (out, softmax_lse), differentiable.
 
-    attention_chunk, fp8, descales and errors: as in flash_attn_func. Row b of a descale is that of
-    sequence b.
+    attention_chunk, fp8, descales, qv and errors: as in flash_attn_func. Row b of a descale is that
+    of sequence b.
     """
-    refuse(qv=qv)
+    q, k, v = joined(q, qv, dict(k=k, v=v))
     descales = (q_descale, k_descale, v_descale)
     q, k, v = dequantized(q, k, v, *descales, cu_seqlens_q, cu_seqlens_k)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -240,6 +243,8 @@ def flash_attn_with_kvcache(
     Arguments:
         q, k, v: also fp8, all of them and the caches, without a gradient; rotary_cos and rotary_sin
             are bf16 then.
+        qv: as in flash_attn_func, without k and v. The caches are copied into one, unless each row
+            of v_cache lies in front of its row of k_cache in memory.
         cu_seqlens_q, max_seqlen_q: queries of different lengths, q (total_q, heads_q, d), as in
             flash_attn_varlen_func.
         cu_seqlens_k_new: int32 (batch + 1): new keys of different lengths, k (total, heads_kv, d)
@@ -257,9 +262,11 @@ def flash_attn_with_kvcache(
 
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit; the message names it.
-        NotImplementedError: qv is given, or a descale with what it does not go with.
+        NotImplementedError: qv or a descale is given with what it does not go with.
     """
-    refuse(qv=qv)
+    if k is not None:
+        refuse(" with k and v", qv=qv)
+    q, k_cache, v_cache = joined(q, qv, dict(k_cache=k_cache, v_cache=v_cache))
     out, softmax_lse = with_cache(
         q,
         k_cache,

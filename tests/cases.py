@@ -184,7 +184,7 @@ class Case:
         longest_q = max(self.lengths_q, default=0) if self.is_varlen else self.seqlen_q
         longest_k = max(self.segments_k, default=0) if self.is_varlen else self.keys
         queries, keys = BIAS_SHAPES.get(self.bias, "1 1").split()[-2:]
-        of_keys = (queries == "1" or longest_q == 1) and keys != "1" and longest_k > 1
+        of_keys = (queries == "1" or longest_q == 1) and keys != "1" and longest_k != 1
         of_dtype = not self.bias_fp32 and (self.bias not in BOOL_BIASES or of_keys)
         several = self.softcap or self.dropout_p or (self.bias and (self.is_varlen or not of_dtype))
         fp16_slopes = self.alibi and self.dtype == "fp16" and several

@@ -279,6 +279,53 @@ def test_attention_chunk_of_each_sequence(device: str, used: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["dense", "varlen"])
+def test_qv(form: str, device: str) -> None:
+    """Values and gradients, of the public function and, without the latter, of the private one."""
+    q, k, v, qv = (
+        torch.randn(12, h, d, dtype=torch.float64, device=device, requires_grad=True)
+        for h, d in ((4, 8), (2, 8), (2, 24), (4, 24))
+    )
+    cu = CU.to(device)
+    scores = sum(
+        torch.einsum("qhd,khd->hqk", x, y.repeat_interleave(2, 1)) for x, y in ((q, k), (qv, v))
+    )
+    sequence = torch.bucketize(torch.arange(12, device=device), cu[1:], right=True)
+    seen = torch.ones(12, 12, dtype=torch.bool, device=device).tril()
+    if form == "varlen":
+        seen &= sequence[:, None] == sequence
+        inputs, function = (q, k, v, cu, cu, 7, 7), fa3.flash_attn_varlen_func
+    else:
+        inputs, function = (q[None], k[None], v[None]), fa3.flash_attn_func
+    scores = (scores / 32**0.5).masked_fill(~seen, -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, 1))
+    given = qv if form == "varlen" else qv[None]
+    out, lse = function(*inputs, qv=given, causal=True, return_attn_probs=True)
+    torch.testing.assert_close(out.view_as(expected), expected)
+    torch.testing.assert_close(lse.view(4, 12), scores.logsumexp(-1))
+    dout = torch.randn_like(expected)
+    gradients = torch.autograd.grad(out, (q, k, v, qv), dout.view_as(out))
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v, qv), dout))
+    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=7, max_seqlen_k=7)
+    lengths = lengths if form == "varlen" else {}
+    private = fa3._flash_attn_forward(*inputs[:3], qv=given, **lengths, causal=True)
+    torch.testing.assert_close(private[0], out)
+
+
+def test_qv_by_name() -> None:
+    q, k, v, qv = (torch.randn(2, 5, h, d) for h, d in ((4, 8), (2, 8), (2, 16), (4, 16)))
+    for name, wrong, expected in (
+        ("qv", dict(qv=qv[:, :4]), r"expected torch.float32 and shape \(2, 5, 4, 16\) on cpu"),
+        ("qv", dict(qv=qv.double()), "expected torch.float32 and shape"),
+        ("v", dict(v=v[:, :4]), r"expected shape \(2, 5, 2, 16\) as k has, got \(2, 4, 2, 16\)"),
+        ("k", dict(k=k.double()), "expected torch.float32 on cpu as q has"),
+        ("q", dict(q=q.to(torch.float8_e4m3fn)), "expected a floating dtype of at least 16 bits"),
+    ):
+        with pytest.raises(RuntimeError, match=f"flash_attn: {name}: {expected}"):
+            fa3.flash_attn_func(**dict(q=q, k=k, v=v, qv=qv) | wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 1)])
 @pytest.mark.parametrize("names", [(), *((name,) for name in DESCALES), DESCALES])
 def test_fp8(names: tuple[str, ...], window: tuple[int, int], device: str) -> None:
@@ -432,10 +479,7 @@ def test_heads_and_batch_of_fp8() -> None:
 
 
 UNSUPPORTED = {
-    "flash_attn_func": ["qv"],
-    "flash_attn_varlen_func": ["qv"],
-    "flash_attn_with_kvcache": ["qv"],
-    "_flash_attn_forward": ["qv", "seqused_q"],
+    "_flash_attn_forward": ["seqused_q"],
     "_flash_attn_backward": ["sequed_q", "sequed_k"],
 }
 

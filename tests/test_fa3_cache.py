@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from flash_attn.layers import rotary
 
 fa3 = pytest.importorskip("flash_attn_3.flash_attn_interface")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def is_view_of(x: torch.Tensor, base: torch.Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -363,6 +368,41 @@ def test_queries_of_16_bits_beside_a_cache_of_8(dtype: torch.dtype, device: str)
     assert torch.equal(fa3.flash_attn_with_kvcache(q, *caches, **given), expected)
     private = fa3._flash_attn_forward(q, *caches, **given)[0]
     torch.testing.assert_close(private, expected)  # by another number of splits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_qv_beside_a_cache(tokens: int, page_size: int, device: str) -> None:
+    """One row a token, as a cache of multi-head latent attention has them, is read in place; keys
+    and values apart are copied. Both give what the joined call gives."""
+    make = dict(device=device, dtype=torch.bfloat16)
+    rows = torch.randn(*((8, 16) if page_size else (2, 64)), 1, 576, **make)
+    table = torch.tensor([[3, 0, 5, 1], [2, 6, 4, 7]], dtype=torch.int32, device=device)
+    used = torch.tensor([5, 64], dtype=torch.int32, device=device)
+    side_by_side = import_module("flash_attn_3._ops")._side_by_side
+    q, qv = (torch.randn(2, tokens, 6, d, **make) for d in (64, 512))
+    v, k = rows.split([512, 64], -1)
+    joined = torch.cat([qv, q], -1)
+    given = table if page_size else None
+    expected = flash_attn.flash_decode_func(joined, rows, v, used, block_table=given)
+    call = functools.partial(
+        fa3.flash_attn_with_kvcache, q, qv=qv, page_table=given, cache_seqlens=used, causal=True
+    )
+    assert torch.equal(call(k_cache=k, v_cache=v), expected)
+    assert torch.equal(side_by_side(v, k), rows) and is_view_of(side_by_side(v, k), rows)
+    for first, second in ((k, v), (v[..., :500], k), (v.clone(), k), (v[:1], k[1:2])):
+        both = torch.cat([first, second], -1)
+        copied = side_by_side(first, second)
+        assert torch.equal(copied, both) and not is_view_of(copied, rows)
+    apart = call(k_cache=k.clone(), v_cache=v.clone())
+    torch.testing.assert_close(apart, expected, rtol=2.0**-7, atol=2.0**-9)
+    private = fa3._flash_attn_forward(
+        q, k, v, qv=qv, seqused_k=used, page_table=given, causal=True
+    )[0]
+    torch.testing.assert_close(private, expected, rtol=2.0**-7, atol=2.0**-9)
+    with pytest.raises(NotImplementedError, match="flash_attn: qv: not supported with k and v"):
+        call(k_cache=k, v_cache=v, k=k[:, :1], v=v[:, :1])
 
 
 def test_what_a_cache_in_fp8_refuses() -> None:

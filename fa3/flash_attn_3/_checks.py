@@ -52,6 +52,18 @@ def _check_exactly(
         )
 
 
+def check_qv(q: Tensor, qv: Tensor, keys: Mapping[str, Tensor]) -> None:
+    """What has to fit before the columns of two products are joined. keys: k and v, by name."""
+    for name, x in {"q": q, **keys}.items():
+        check_wide(name, x, (3, 4), "(…, heads, d) beside qv")
+        fits = (x.dtype, x.device) == (q.dtype, q.device)
+        expect(fits, name, f"{q.dtype} on {q.device} as q has", f"{x.dtype} on {x.device}")
+    (name_k, k), (name_v, v) = keys.items()
+    shape = (*k.shape[:-1], v.size(-1))
+    expect(v.shape == shape, name_v, f"shape {shape} as {name_k} has", tuple(v.shape))
+    _check_exactly("qv", qv, q.dtype, (*q.shape[:-1], v.size(-1)), q.device)
+
+
 def check_fp8(inputs: Mapping, descales: Mapping, cu_seqlens: Mapping) -> None:
     """What has to fit before descales are multiplied; flash_attn's function says the rest.
 

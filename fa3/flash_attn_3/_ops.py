@@ -15,7 +15,7 @@ from flash_attn._call import as_int, window_sides
 from flash_attn._errors import expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
-from flash_attn_3._checks import FP8, check_cached, check_fp8, check_no_descale
+from flash_attn_3._checks import FP8, check_cached, check_fp8, check_no_descale, check_qv
 
 
 def refuse(beside: str = "", /, **given: object) -> None:
@@ -87,6 +87,33 @@ def dequantized(
         _Dequantize.apply(k, None, None),
         _Dequantize.apply(v, v_descale, cu_seqlens_k),
     )
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """Each row of the one and then that of the other: where they lie so in memory, they themselves.
+
+    Not where a gradient has to find its way back to both, nor where addresses are not known yet.
+    """
+    has_gradient = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
+    if not has_gradient and not torch.compiler.is_compiling():
+        starts = [x.untyped_storage().data_ptr() for x in (first, second)]
+        follows = second.storage_offset() == first.storage_offset() + first.size(-1)
+        alike = first.stride() == second.stride() and first.stride(-1) == 1
+        if starts[0] == starts[1] and follows and alike:
+            columns = first.size(-1) + second.size(-1)
+            return first.as_strided((*first.shape[:-1], columns), first.stride())
+    return torch.cat([first, second], -1)
+
+
+def joined(q: Tensor, qv: Tensor | None, keys: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a call whose scores are q·k + qv·v, as one product: with the columns of v in
+    front of k's, as caches of multi-head latent attention have them. keys: k and v, by name."""
+    k, v = keys.values()
+    if qv is None:
+        return q, k, v
+    check_qv(q, qv, keys)
+    rows = _side_by_side(v, k)
+    return torch.cat([qv, q], -1), rows, rows[..., : v.size(-1)]
 
 
 def _dequantized_beside_cache(q, k_cache, v_cache, k, v, q_descale, k_descale, v_descale):
@@ -465,13 +492,15 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of dense, varlen and cached calls, by what is given.
 
-    float8_e4m3fn and descales: as in flash_attn_func, and with a cache in flash_attn_with_kvcache.
-    scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here. qv: NotImplementedError.
+    float8_e4m3fn, descales and qv: as in flash_attn_func, and with a cache in
+    flash_attn_with_kvcache. scheduler_metadata, pack_gqa, sm_margin: for tuning, not needed here.
 
     Returns: out (out_ if given), softmax_lse, and two empty tensors where FlashAttention-3 has its
     unfinished pieces.
     """
-    refuse(qv=qv)
+    if k_new is not None:
+        refuse(" with k_new", qv=qv)
+    q, k, v = joined(q, qv, dict(k=k, v=v))
     options = {
         "softmax_scale": softmax_scale,
         "causal": causal,
