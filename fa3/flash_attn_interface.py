@@ -3,8 +3,8 @@
 Names, order and defaults are FlashAttention-3's (hopper/flash_attn_interface.py, 3.0.0); shapes,
 dtypes, devices and errors are those of the function of flash_attn that each one names. Those that
 attend also take q, k and v in float8_e4m3fn, called fp8 below, and dequantise them to bf16.
-num_splits, pack_gqa, sm_margin and scheduler_metadata are for tuning: they
-change no result but for rounding.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are for tuning: they change no result but for
+rounding.
 """
 
 from collections.abc import Sequence
