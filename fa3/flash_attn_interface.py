@@ -65,7 +65,8 @@ def flash_attn_func(
     Arguments:
         q, k, v: also fp8, all three of them, which have no backward.
         qv: (batch, seqlen_q, heads_q, d_v), dtype of q, not fp8: scores are softmax_scale · (q·k +
-            qv·v), and softmax_scale is 1/√(d + d_v) by default. k and v are copied into one.
+            qv·v), and softmax_scale is 1/√(d + d_v) by default. k and v are copied into one of a
+            head dim of d + d_v: above 512 the call runs on aten.
         q_descale, k_descale, v_descale: fp32 (batch, heads_kv), for fp8: value = stored * descale.
             Default: 1.
         attention_chunk: a query sees the keys of its own chunk of so many; needs O(seqlen²) bytes.

@@ -17,8 +17,8 @@
 // The two exchanges cost two barriers of 128 threads a tile, which is little beside its read. They
 // leave nothing to merge between the warps in the end but row sums.
 //
-// In multi-head latent attention values are the first columns of their keys. Where they lie there,
-// too, a tile of K is one of V as well, and the ring has tiles of K alone.
+// In multi-head latent attention values are the first columns of their keys. Where memory has them
+// once, a tile of K is one of V as well, and the ring has tiles of K alone.
 //
 // 8-bit caches are widened to fp16 between ldmatrix and mma (widened_gemm.cuh). Descales enter the
 // softmax scale and O.
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_piece(const typename Traits::Output& O,
   }
 }
 
-// Whether the values of a call are the first columns of its keys, in memory, too.
+// Whether the values of a call lie in memory as the first columns of its keys.
 template <typename Traits>
 __device__ __forceinline__ bool values_lie_in_keys(const DecodeParams& params) {
   if constexpr (!Traits::kLatent) {
