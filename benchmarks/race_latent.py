@@ -14,9 +14,9 @@ from benchmarks.race_caches import graph_of, microseconds
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 
-# ours, paged16: what the library chooses, dense and in pages of 16; aten: the backend of that name;
-# naive: plain PyTorch, two products and a softmax.
-NAMES = ("ours", "paged16", "aten", "naive")
+# ours, paged16: what the library chooses, dense and in pages of 16; cuda, aten: the backends of these
+# names; naive: plain PyTorch, two products and a softmax.
+NAMES = ("ours", "paged16", "cuda", "aten", "naive")
 COLUMNS, VALUES = 576, 512
 
 
@@ -35,10 +35,10 @@ class LatentCase:
 
 
 def cases(quick: bool = False) -> list[LatentCase]:
-    """All heads of DeepSeek-V3, and those of one GPU of eight."""
+    """All heads of DeepSeek-V3, and those of one GPU of two, four and eight."""
     listed = [
         LatentCase(heads, batch, length)
-        for heads in (16, 128)
+        for heads in (16, 32, 64, 128)
         for batch, length in ((1, 8192), (1, 32768), (16, 2048), (16, 16384), (128, 2048))
     ]
     return listed[:1] if quick else listed
@@ -60,7 +60,7 @@ def decode(
         caches, options["block_table"] = scattered(caches, 16)
 
     def call(cache: torch.Tensor) -> torch.Tensor:
-        with forced_backend("aten" if name == "aten" else None):
+        with forced_backend(name if name in ("cuda", "aten") else None):
             return flash_decode_func(q, cache, cache[..., :VALUES], **options)
 
     return [functools.partial(call, cache) for cache in caches]

@@ -81,6 +81,7 @@ class CacheCase:
     num_splits: int = 0
     batch_invariant: bool = False
     shared: bool = False  # leading pages with any sequence
+    latent: bool = False  # values are the first columns of their keys, in memory once
     bias: str = ""  # "bool", "fp32", "same" or "fp64": the dtype; "same": q's
     bias_shape: str = "bhqk"  # in other dimensions it has one number for all
     tree: str = ""  # "one", or "each" sequence its own
@@ -171,7 +172,10 @@ class CacheProblem:
         self.sink = self.normal(c.heads_q) if c.sink else None
         self.make_bias()
         self.k_pool = self.make_pool(c.d, self.k_descale)
-        self.v_pool = self.make_pool(d_v, self.v_descale)
+        if c.latent:
+            self.v_pool = self.k_pool[..., :d_v]
+        else:
+            self.v_pool = self.make_pool(d_v, self.v_descale)
 
     def make_bias(self) -> None:
         c = self.case
@@ -269,6 +273,15 @@ class CacheProblem:
                     if place is not None:
                         pool[place] = stored[i]
 
+    def stored(self) -> list[torch.Tensor]:
+        """The pools that lie in memory."""
+        return [self.k_pool] if self.case.latent else [self.k_pool, self.v_pool]
+
+    def given_pools(self, stored: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of a call, of copies of what is stored."""
+        values = [pool[..., : self.v_pool.size(-1)] for pool in stored]
+        return [stored[0], values[-1]]
+
     def options(self) -> dict:
         """The options that every function of the library takes."""
         c = self.case
@@ -336,13 +349,13 @@ class CacheProblem:
         """can_use of the call."""
         options = self.options() | overrides
         del options["return_softmax_lse"]
-        tensors = (x.to(self.device) for x in (self.q, self.k_pool, self.v_pool))
-        return flash_attn.can_use(*tensors, op="decode", **options)
+        pools = self.given_pools([pool.to(self.device) for pool in self.stored()])
+        return flash_attn.can_use(self.q.to(self.device), *pools, op="decode", **options)
 
     def run(self, backend: str, **overrides: object) -> tuple[torch.Tensor, ...]:
         """One call; the pools and their guard zones hold what they must afterwards."""
-        guards = [Guarded(pool.to(self.device)) for pool in (self.k_pool, self.v_pool)]
-        pools = [guard.tensor for guard in guards]
+        guards = [Guarded(pool.to(self.device)) for pool in self.stored()]
+        pools = self.given_pools([guard.tensor for guard in guards])
         new = {"k": self.k, "v": self.v, "rotary_cos": self.cos, "rotary_sin": self.sin}
         given = {n: x.to(self.device) for n, x in new.items() if x is not None}
         with flash_attn.use_backend(backend), dirty_allocator(self.device):
@@ -357,7 +370,7 @@ class CacheProblem:
         if self.case.new:
             self.append()
         exact = backend == "aten" or self.dtype == torch.float32 or not self.case.rotary
-        for name, guard, pool in zip("kv", guards, (self.k_pool, self.v_pool), strict=True):
+        for name, guard, pool in zip("kv", guards, self.stored(), strict=False):
             wanted = Guarded(pool.to(self.device)).buffer
             assert_stored(f"{name}_cache", guard.buffer, wanted, exact or name == "v")
             pool.copy_(guard.tensor)

@@ -307,6 +307,26 @@ def chunk_cases() -> list[CacheCase]:
     ]
 
 
+def latent_cases() -> list[CacheCase]:
+    """More rows than a tile of decode.cuh's has. Among them are tiles with few rows and with none
+    beyond, rings that go round, and narrower heads."""
+    deepseek = dict(d=576, d_v=512, heads_kv=1)
+    return [
+        CacheCase(latent=True, dtype=dtype, **form)
+        for dtype in ("fp16", "bf16")
+        for form in (
+            dict(**deepseek, heads_q=128, capacity=300, leftpad=True, sink=True),
+            dict(**deepseek, heads_q=20, seqlen_q=4, capacity=140, window=(40, 0)),
+            dict(**deepseek, heads_q=40, capacity=200, page_size=16, rows=True, num_splits=3),
+            dict(**deepseek, heads_q=33, capacity=140, page_size=7, garbage=True),
+            dict(**deepseek, heads_q=17, capacity=2100, batch_invariant=True),
+            dict(**deepseek, heads_q=64, batch=1, capacity=700, lengths="none", num_splits=1),
+            dict(d=544, d_v=504, heads_q=66, heads_kv=2, seqlen_q=2, capacity=130, causal=False),
+            dict(d=264, d_v=200, heads_q=70, heads_kv=1, capacity=130, page_size=16),
+        )
+    ]
+
+
 @each_decode(decode_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
 def test_decode(case: DecodeCase, target: Target, seed: int) -> None:
     check_decode(case, target, seed)
@@ -321,6 +341,13 @@ def check_cache(case: CacheCase, target: Target, seed: int) -> None:
 @each_cache(cache_kernel_cases(), [DECODE_CUDA], marks=[pytest.mark.sanitize])
 def test_caches(case: CacheCase, target: Target, seed: int) -> None:
     check_cache(case, target, seed)
+
+
+@each_cache(latent_cases(), [DECODE_CUDA, SM90], marks=[pytest.mark.sanitize])
+def test_latent_attention(case: CacheCase, target: Target, seed: int) -> None:
+    problem = CacheProblem(case, seed, target.device)
+    skip_unless_served(problem, target, return_max_logits=True)
+    problem.compare(*problem.run(target.backend, return_max_logits=True))
 
 
 @each_cache(chunk_cases(), PREFILL_TARGETS, marks=[pytest.mark.sanitize])

@@ -34,6 +34,7 @@ ALLOWED = {
         "core",
         "cuda",
         "cuda/attn",
+        "cuda/cache",
         "cuda/decode",
         "cuda/tile",
         "cuda/ptx",

@@ -72,7 +72,7 @@ BETWEEN_PRODUCTS = re.compile(
     r" [tTwW] void (flash_attn::cuda::(?:\(anonymous namespace\)::)?(?:softmax_step|gradient_step"
     r"|probabilities|finish_rows|keep_finite|restore|retake|row_delta)_kernel<.*?>)\("
 )
-OF_CACHES = re.compile(r"flash_attn::cuda::(decode|kvcache|prefix)_kernel<")
+OF_CACHES = re.compile(r"flash_attn::(cuda::(decode|kvcache|prefix)|sm90::latent)_kernel<")
 PLAIN_FORMS = {
     "kPlain",
     "kPieces",

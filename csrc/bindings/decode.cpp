@@ -6,6 +6,7 @@
 #include "../cuda/decode/decode.h"
 #include "../cuda/decode/kvcache.h"
 #include "../cuda/decode/prefix.h"
+#include "../sm90/latent.h"
 #include "cache_call.h"
 #include "checks.h"
 #include "mask.h"
@@ -106,6 +107,8 @@ DecodeResult launch_once(const Plan& plan, const CacheCall& call) {
                             stream_of(call.args.q));
   } else if (plan.kernel == Kernel::kDecode) {
     cuda::run_decode(params, stream_of(call.args.q));
+  } else if (plan.kernel == Kernel::kLatent) {
+    sm90::run_latent(params, plan.grid, stream_of(call.args.q));
   } else {
     cuda::run_kvcache(params, plan.grid, stream_of(call.args.q));
   }

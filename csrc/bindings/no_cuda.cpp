@@ -18,6 +18,7 @@
 #include "../sm80/fwd.h"
 #include "../sm90/bwd.h"
 #include "../sm90/fwd.h"
+#include "../sm90/latent.h"
 
 namespace flash_attn {
 namespace {
@@ -97,6 +98,7 @@ bool sm90::writes_wide_key_gradients(const BwdParams&) { not_built(); }
 int64_t sm90::mask_order_size(const Masked<FwdParams>&) { not_built(); }
 int64_t sm90::mask_order_size(const Masked<BwdParams>&) { not_built(); }
 void sm90::run_fwd(const FwdParams&, const cuda::DeviceInfo&, Stream) { not_built(); }
+void sm90::run_latent(const DecodeParams&, const KvcacheGrid&, Stream) { not_built(); }
 void sm90::run_fwd_in_pieces(const FwdInPieces&, const cuda::DeviceInfo&, Stream) { not_built(); }
 void sm90::run_fwd_masked(const Masked<FwdParams>&, int32_t*, const cuda::DeviceInfo&, Stream) {
   not_built();

@@ -23,6 +23,12 @@ namespace {
 
 constexpr int64_t kAlignBytes = 16;
 
+// Whether v is the first columns of k, row by row the same memory.
+bool lies_in(const at::Tensor& v, const at::Tensor& k) {
+  return v.is_alias_of(k) && v.sym_storage_offset() == k.sym_storage_offset() &&
+         v.sym_strides() == k.sym_strides() && v.sym_size(-1) <= k.sym_size(-1);
+}
+
 CallShape call_shape_of(Op op, const at::Tensor& q, const at::Tensor& v) {
   return {
       .op = op,
@@ -127,6 +133,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.num_splits = args.num_splits;
   call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
+  call.values_in_keys = lies_in(args.v_cache, args.k_cache);
   call.batch_invariant = args.batch_invariant;
   call.shares_prefix = args.prefix_source.has_value() && !args.leftpad_k;
   call.max_logits = args.return_max_logits;

@@ -118,7 +118,7 @@ std::vector<std::string> why_not_faster(Families families, const CallShape& call
 
 std::string describe(const Plan& plan) {
   if (plan.backend == Backend::kAten) return "ATen operations";
-  constexpr std::string_view kNames[] = {"fwd", "bwd", "decode", "kvcache"};
+  constexpr std::string_view kNames[] = {"fwd", "bwd", "decode", "kvcache", "latent"};
   std::string text(kNames[static_cast<int>(plan.kernel)]);
   const Splits& splits = plan.splits;
   if (plan.skips_tiles) text += ", the mask's hidden tiles skipped";

@@ -46,8 +46,9 @@ struct CallShape {
   // Decode only.
   int64_t num_splits = 0;
   bool batch_invariant = false;
-  bool appends = false;  // tokens to the cache, before
-  bool rotates = false;  // and the queries
+  bool appends = false;         // tokens to the cache, before
+  bool rotates = false;         // and the queries
+  bool values_in_keys = false;  // values are the first columns of their keys, in memory once
   // Sequences share leading pages, and none has a leftpad.
   bool shares_prefix = false;
 

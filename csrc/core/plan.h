@@ -9,14 +9,14 @@ namespace flash_attn {
 enum class Backend : uint8_t { kSm90, kSm80, kCuda, kAten };
 
 // Which kernel runs, by the name of its file.
-enum class Kernel : uint8_t { kFwd, kBwd, kDecode, kKvcache };
+enum class Kernel : uint8_t { kFwd, kBwd, kDecode, kKvcache, kLatent };
 
 struct Plan {
   Backend backend = Backend::kAten;
   Kernel kernel = Kernel::kFwd;
   Splits splits = Splits::alike(1);  // of decode, and of the forward against a cache
   int64_t workspace_rows = 0;        // of PartialResults
-  KvcacheGrid grid;                  // of kvcache
+  KvcacheGrid grid;                  // of kvcache, and of latent
   bool in_pieces = false;            // a forward may run as one whose keys are cut, even into one
   bool pieces_are_slower = false;    // and has tiles of another kind then
   bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias

@@ -1,6 +1,7 @@
 #include "capability.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -8,6 +9,7 @@
 #include "../cuda/decode/plan.h"
 #include "bwd_config.h"
 #include "config.h"
+#include "latent.h"
 
 namespace flash_attn::sm90 {
 namespace {
@@ -60,7 +62,22 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   refuse_there(call.dropout, "dropout_p");
 }
 
+// Whether the kernel of latent attention serves the call. It knows of no score terms, and rotates no
+// queries: values would be rotated with their keys.
+bool is_latent(const CallShape& call) {
+  const bool has_terms = call.softcap || call.alibi || call.bias;
+  return call.op == Op::kDecode && call.values_in_keys && !has_terms && !call.rotates &&
+         call.head_dim > cuda::kMostHeadDim && call.head_dim <= kLatentHeadDim &&
+         call.head_dim_v <= kLatentHeadDimV;
+}
+
 void refuse_call(Reasons& reasons, const CallShape& call) {
+  if (is_latent(call)) {
+    cuda::refuse_dtype(reasons, call);
+    cuda::refuse_cache(reasons, call);
+    reasons.refuse_if(call.cache_dtype != call.dtype, "a cache of 8 bits is not supported");
+    return;
+  }
   cuda::refuse_tensors(reasons, call);
   if (call.op == Op::kDecode) return cuda::refuse_cache_of_forward(reasons, call);
   reasons.refuse_if(call.return_probs, "return_attn_probs is not supported");
@@ -130,6 +147,35 @@ int best_num_splits(const CallShape& call) {
   return best;
 }
 
+// With few rows and much to read memory is what takes the time, and decode's kernel for tiles of 16
+// rows has a little more of it under way.
+double latent_cost(const CallShape& call) {
+  constexpr int64_t kFewRows = 16, kManyKeys = int64_t{1} << 18;
+  const bool reads = cuda::group_rows(call) <= kFewRows && call.batch * call.capacity >= kManyKeys;
+  return reads ? std::numeric_limits<double>::infinity() : 0;
+}
+
+// Into how many parts all keys are cut at most. None has fewer than two tiles. In one sequence, one
+// part more shortens the others' work and takes time to merge, for each of its rows: by the times
+// of both on an H200 (docs/kernels/decode.md) so many are the fastest.
+int64_t most_latent_parts(const CallShape& call) {
+  constexpr int64_t kLeastTiles = 2;
+  constexpr double kTileByMergedRow = 1536;
+  const int64_t tiles = call.batch * ceil_div(call.capacity, kLatentKeys);
+  const int64_t most = ceil_div(tiles, kLeastTiles);
+  if (call.batch > 1) return most;
+  const auto rows = static_cast<double>(cuda::group_rows(call));
+  return std::min(most, static_cast<int64_t>(std::sqrt(kTileByMergedRow * tiles / rows)));
+}
+
+Plan plan_latent(const CallShape& call) {
+  const int64_t items = call.heads_kv * ceil_div(cuda::group_rows(call), kLatentRows);
+  const int64_t parts =
+      items == 0 ? 0 : std::min(call.device->num_sms / items, most_latent_parts(call));
+  return cuda::plan_kvcache(call, Kernel::kLatent,
+                            {.parts = static_cast<int>(std::max<int64_t>(parts, 1))});
+}
+
 double cost(const CallShape& call) {
   if (skips_tiles(call)) return 0;
   constexpr double kBiasCost = 3 * cuda::kReadMaskCost;
@@ -139,6 +185,7 @@ double cost(const CallShape& call) {
   const bool is_cheap = (call.dense_bias || call.bias_of_keys) && !call.softcap && !call.dropout;
   if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kBiasCost;
   if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
+  if (is_latent(call)) return latent_cost(call);
   if (cuda::is_for_decode(call)) return std::numeric_limits<double>::infinity();
   return time_of_keys(call, best_num_splits(call));
 }
@@ -161,6 +208,7 @@ bool pieces_are_slower(const CallShape& call) {
 }
 
 Plan plan(const CallShape& call) {
+  if (is_latent(call)) return plan_latent(call);
   if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, best_num_splits(call));
   const bool in_pieces = may_cut_keys(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,

@@ -23,10 +23,16 @@ void combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream)
 }  // namespace
 
 void run_kvcache(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
+  with_kvcache_class(params.cache_dtype, params.widest_head_dim(),
+                     [&]<DType kCacheDType, int kHeadDim> {
+                       launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
+                     });
+  if (params.splits.count != 1) run_kvcache_combine(params, grid, stream);
+}
+
+void run_kvcache_combine(const DecodeParams& params, const KvcacheGrid& grid, Stream stream) {
   with_kvcache_class(
       params.cache_dtype, params.widest_head_dim(), [&]<DType kCacheDType, int kHeadDim> {
-        launch_kvcache<kCacheDType, kHeadDim>(params, grid, stream);
-        if (params.splits.count == 1) return;
         combine<kvcache_tile_keys(kCacheDType, kHeadDim), kCacheDType == DType::kFp32>(params, grid,
                                                                                        stream);
       });

@@ -276,12 +276,18 @@ Plan plan_decode(const CallShape& call) {
       plan.workspace_rows = decode_pieces(batch, plan.splits) * rows_of_sequence;
     return plan;
   }
-  plan.grid = kvcache_grid(call);
-  plan.splits = kvcache_splits(call, plan.grid);
+  return plan_kvcache(call, plan.kernel, kvcache_grid(call));
+}
+
+Plan plan_kvcache(const CallShape& call, Kernel kernel, const KvcacheGrid& grid) {
+  Plan plan = {.kernel = kernel,
+               .splits = kvcache_splits(call, grid),
+               .grid = grid,
+               .max_logits_apart = call.max_logits && changes_logits(call)};
   if (plan.splits.count == 1) return plan;
   const int64_t pieces =
-      plan.splits.count == 0 ? 2 * int64_t{plan.grid.parts} : call.batch * plan.splits.count;
-  plan.workspace_rows = pieces * rows_of_sequence;
+      plan.splits.count == 0 ? 2 * int64_t{grid.parts} : call.batch * plan.splits.count;
+  plan.workspace_rows = pieces * call.heads_q * call.tokens;
   return plan;
 }
 

@@ -1,4 +1,4 @@
-// How decode's kernels serve a call: which of the two, how the keys are cut, the room for pieces.
+// How decode's kernels serve a call: which of them, how the keys are cut, the room for pieces.
 #pragma once
 
 #include "../../core/plan.h"
@@ -6,6 +6,8 @@
 namespace flash_attn::cuda {
 
 Plan plan_decode(const CallShape& call);
+// Of a kernel that cuts keys as kvcache.cuh does, with a grid of its own.
+Plan plan_kvcache(const CallShape& call, Kernel kernel, const KvcacheGrid& grid);
 // Estimated, as in ../capability.h.
 double decode_time(const CallShape& call);
 
