@@ -311,6 +311,25 @@ def test_few_queries_run_where_they_are_fastest(
 
 
 @pytest.mark.parametrize(
+    ("gpu", "heads", "capacity", "features", "plan"),
+    [
+        (H100, 128, 8192, {}, "sm90; latent, the keys of all sequences dealt out evenly:"),
+        (H100, 16, 8192, {}, "sm90; latent"),
+        # Few rows, and so many keys that reading them is what takes the time.
+        (H100, 16, 65536, {}, "cuda; kvcache"),
+        (H100, 32, 65536, {}, "sm90; latent"),
+        (H100, 128, 8192, dict(softcap=True), "cuda; kvcache"),
+        (H100, 128, 8192, dict(values_in_keys=False), "cuda; kvcache"),
+        (B200, 128, 8192, {}, "cuda; kvcache"),
+    ],
+)
+def test_latent_attention(gpu: int, heads: int, capacity: int, features: dict, plan: str) -> None:
+    call = dict(cache="bf16", dtype="bf16", head_dim=576, heads=(heads, 1), capacity=capacity)
+    features = dict(values_in_keys=True) | features
+    assert explain(DEFAULT, gpu, "decode", **call, **features).startswith(plan)
+
+
+@pytest.mark.parametrize(
     ("heads", "head_dim", "tokens", "keys", "decode_time", "pieces"),
     [
         # Half of the device holds the tiles in one round, and a merge would come behind it.

@@ -67,10 +67,10 @@ def test_both_ask_the_same(tables, feature, dtype: str) -> None:
     portable = "cuda" if feature.op == "decode" else "sm80"
     for head_dim in (128, 512, 1024):
         *_, reasons = tables.choose((0, 0), feature, dtype, head_dim, BUILT)
-        q, k, options = support.call_of(
+        *tensors, options = support.call_of(
             feature, support.DTYPES[dtype], head_dim, torch.device("cpu")
         )
-        found = can_use(q, k, k, op=feature.op, **options)
+        found = can_use(*tensors, op=feature.op, **options)
         assert found.backend == "aten"
         assert "; ".join(found.reasons[portable]) == reasons
 

@@ -62,8 +62,8 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
   refuse_there(call.dropout, "dropout_p");
 }
 
-// Whether the kernel of latent attention serves the call. It knows of no score terms, and rotates no
-// queries: values would be rotated with their keys.
+// Whether the kernel of latent attention serves the call. It knows of no score terms, and rotates
+// no queries: values would be rotated with their keys.
 bool is_latent(const CallShape& call) {
   const bool has_terms = call.softcap || call.alibi || call.bias;
   return call.op == Op::kDecode && call.values_in_keys && !has_terms && !call.rotates &&

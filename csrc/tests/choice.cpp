@@ -59,6 +59,7 @@ void ask_for(CallShape& call, std::string_view features) {
       {"batch_invariant", &CallShape::batch_invariant},
       {"appends", &CallShape::appends},
       {"rotates", &CallShape::rotates},
+      {"values_in_keys", &CallShape::values_in_keys},
       {"shares_prefix", &CallShape::shares_prefix}};
   while (!features.empty()) {
     const std::string_view name = features.substr(0, features.find(','));
@@ -133,6 +134,8 @@ FLASH_ATTN_EXPORT const char* flash_attn_choose(const char* archs, int compute_c
     answer = std::string("unknown ") + error.what();
     return answer.c_str();
   }
+  // Seven columns of eight, in whole chunks, as flash_attn/cli/support.py has them.
+  if (call.values_in_keys) call.head_dim_v = head_dim - head_dim / 64 * 8;
   const Plan plan = plan_call(families(), call, std::nullopt);
   answer = std::string(name(plan.backend)) + "; " + describe(plan) + ": " +
            join(why_not_faster(families(), call), "; ");

@@ -44,9 +44,9 @@ def served_by(device: torch.device) -> str:
     for op, calls in TYPICAL.items():
         found = {}
         for name, dtype, d in calls:
-            q, k, options = support.call_of(features[op, name], support.DTYPES[dtype], d, device)
-            call = f"{name}; {dtype}, d {d}"
-            found[call] = flash_attn.can_use(q, k, k, op=op, **options)
+            feature, of = features[op, name], support.DTYPES[dtype]
+            *tensors, options = support.call_of(feature, of, d, device)
+            found[f"{name}; {dtype}, d {d}"] = flash_attn.can_use(*tensors, op=op, **options)
         parts.append(f"{titles[op]}\n{_served(found)}")
     return "\n".join(parts)
 

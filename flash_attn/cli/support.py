@@ -87,6 +87,7 @@ FEATURES = (
     Feature("decode", "largest logits with a bias", ("max_logits", "bias")),
     Feature("decode", "batch_invariant", ("batch_invariant",)),
     Feature("decode", "shared prefix", ("paged", "shares_prefix")),
+    Feature("decode", "values that lie in their keys", ("values_in_keys",)),
     Feature("decode", "cache of fp8", cache="fp8"),
     Feature("decode", "cache of int8", cache="int8"),
     Feature("decode", "1024 new tokens", tokens=1024),
@@ -170,8 +171,8 @@ def ask_here(device: torch.device) -> Ask:
     def ask(feature: Feature, dtype: str, head_dim: int) -> str | None:
         if is_no_call(feature, dtype):
             return None
-        q, k, options = call_of(feature, DTYPES[dtype], head_dim, device)
-        support = flash_attn.can_use(q, k, k, op=feature.op, **options)
+        *tensors, options = call_of(feature, DTYPES[dtype], head_dim, device)
+        support = flash_attn.can_use(*tensors, op=feature.op, **options)
         return named(support.backend, support.plan)
 
     return ask
@@ -184,8 +185,8 @@ def is_no_call(feature: Feature, dtype: str) -> bool:
 
 def call_of(
     feature: Feature, dtype: torch.dtype, head_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor, dict]:
-    """q, k and the options of can_use; nothing is read from them."""
+) -> tuple[Tensor, Tensor, Tensor, dict]:
+    """q, k, v and the options of can_use; nothing is read from them."""
     rows = 128
     asked = set(feature.fields)
 
@@ -215,13 +216,16 @@ def call_of(
             options["batch_invariant"] = True
         if "bias" in asked:
             options["attn_bias"] = tensor(HEADS, feature.tokens, CAPACITY)
-        if "paged" not in asked:
-            return q, tensor(BATCH, CAPACITY, KV_HEADS, head_dim, of=of), options
-        page = 16
-        options["block_table"] = numbers(BATCH, CAPACITY // page)
+        outer, page = (BATCH, CAPACITY), 16
+        if "paged" in asked:
+            outer = CAPACITY, page
+            options["block_table"] = numbers(BATCH, CAPACITY // page)
         if "shares_prefix" in asked:
             options["shared_prefix"] = _prefix(numbers)
-        return q, tensor(CAPACITY, page, KV_HEADS, head_dim, of=of), options
+        k, v = (tensor(*outer, KV_HEADS, head_dim, of=of) for _ in "kv")
+        if "values_in_keys" in asked:
+            v = k[..., : head_dim - head_dim // 64 * 8]
+        return q, k, v, options
     q, k = tensor(1, rows, HEADS, head_dim), tensor(1, rows, KV_HEADS, head_dim)
     if "dropout" in asked:
         options["dropout_p"] = 0.1
@@ -238,7 +242,7 @@ def call_of(
         options["attn_bias"] = bias.requires_grad_("bias_gradient" in asked)
     if "ragged" in asked:
         options["seqused_k"] = numbers(1)
-    return q, k, options
+    return q, k, k, options
 
 
 def _other_than(dtype: torch.dtype) -> torch.dtype:
