@@ -182,14 +182,17 @@ def garbage(draw: random.Random, device: str, seed: int) -> int:
 def cache(draw: random.Random, device: str, seed: int) -> int:
     new, page_size = draw.choice([0, 1, 3]), draw.choice([0, 16, 64])
     bias = draw.choice(["", "", "", "same", "fp32", "bool"])
+    latent = not new and draw.random() < 0.2
     case = CacheCase(
         seqlen_q=draw.choice([1, 1, 2, 5, 40]),
         new=new,
         capacity=draw.choice([70, 200]),
         heads_q=draw.choice([2, 4, 8]),
-        d=draw.choice([32, 64, 128]),
+        d=576 if latent else draw.choice([32, 64, 128]),
+        d_v=512 if latent else None,
+        latent=latent,
         dtype=draw.choice(["fp16", "bf16"]),
-        cache=draw.choice(["", "", *EIGHT_BITS]),
+        cache="" if latent else draw.choice(["", "", *EIGHT_BITS]),
         page_size=page_size,
         shared=page_size > 0 and draw.random() < 0.4,
         rows=draw.random() < 0.4,

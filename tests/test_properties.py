@@ -132,20 +132,23 @@ def test_random_combinations(target: Target, number: int) -> None:
 
 def random_cache_case(draw: random.Random) -> CacheCase:
     """A call against a cache. An append and pages bring what goes with them."""
-    heads_kv, d = draw.choice([1, 2]), draw.choice([16, 32, 64, 72, 96, 128, 192, 256, 512])
+    heads_kv, d = draw.choice([1, 2]), draw.choice([16, 32, 64, 72, 96, 128, 192, 256, 512, 576])
     new, page_size = draw.choice([0, 0, 1, 3]), draw.choice([0, 0, 8, 16, 64])
     dtype = draw.choice(["fp16", "bf16", "bf16", "fp32"])
     bias = draw.choice(["", "", "", "same", "fp32", "bool"])
+    cache = "" if dtype == "fp32" else draw.choice(["", "", *EIGHT_BITS])
+    latent = not cache and not new and draw.random() < 0.3
     return CacheCase(
         seqlen_q=max(new, draw.choice([1, 1, 2, 5, 40])),
         new=new,
         capacity=draw.choice([70, 200]),
-        heads_q=heads_kv * draw.choice([1, 2, 4, 7]),
+        heads_q=heads_kv * draw.choice([1, 2, 4, 7, 40]),
         heads_kv=heads_kv,
         d=d,
-        d_v=draw.choice([None, None, None, 64, 128]),
+        d_v=d - d // 64 * 8 if latent else draw.choice([None, None, None, 64, 128]),
         dtype=dtype,
-        cache="" if dtype == "fp32" else draw.choice(["", "", *EIGHT_BITS]),
+        cache=cache,
+        latent=latent,
         page_size=page_size,
         shared=page_size > 0 and draw.random() < 0.4,
         rows=draw.random() < 0.4,
