@@ -256,7 +256,9 @@ def flash_attn_with_kvcache(
             cache_seqlens.
         q_descale, k_descale, v_descale: fp32 (batch, heads_kv), for fp8: value = stored * descale.
             Default: 1. With q of 16 bits or more, those of caches are as in flash_attn's function.
-            Neither they nor q in fp8 go with cu_seqlens_q, cu_seqlens_k_new or attention_chunk.
+            Neither they nor q in fp8 go with attention_chunk, nor with cu_seqlens_q or
+            cu_seqlens_k_new beside k and v. Queries of different lengths beside a cache of 8 bits
+            are computed as if all were as many as max_seqlen_q.
 
     Returns: out, which is bf16 for q in fp8; with return_softmax_lse also softmax_lse and two empty
     tensors where FlashAttention-3 has its unfinished pieces.

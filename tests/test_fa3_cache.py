@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from importlib import import_module
 
 import pytest
@@ -371,6 +372,60 @@ def test_queries_of_16_bits_beside_a_cache_of_8(dtype: torch.dtype, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", ["fp8", "bf16"])
+@pytest.mark.parametrize("form", ["dense", "rows", "leftpad", "paged", "paged rows"])
+@pytest.mark.parametrize("lens", [(3, 0, 4), (1, 1, 1), (1, 1, 9)], ids=str)
+def test_queries_of_different_lengths_beside_a_cache_of_8_bits(
+    lens: tuple[int, ...], form: str, queries: str, device: str
+) -> None:
+    """Each sequence as if it were alone, a descale of its own with it; a token behind the last one
+    is of none. The longest may be much longer than the others."""
+    paged, batch = form.startswith("paged"), len(lens)
+
+    def ints(values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    rows = ints([3, 1, 0]) if form.endswith("rows") else None
+    table = ints([[4, 1], [0, 5], [2, 3], [6, 7]]) if paged else None
+    caches = torch.stack([quantized(8, 8 if paged else 16, 2, 16, device=device) for _ in "kv"])
+    if form in ("dense", "leftpad"):
+        caches = caches[:, :batch]
+    elif form == "paged":
+        table = table[:batch]
+    used, cu = ints([9, 12, 16]), ints([0, *itertools.accumulate(lens)])
+    leftpad = ints([2, 0, 1]) if form == "leftpad" else None
+    q = quantized(sum(lens) + 1, 4, 16, device=device)
+    q = q if queries == "fp8" else q.bfloat16()
+    given = descales(batch, device)
+    if queries == "bf16":
+        del given["q_descale"]
+    options = dict(cache_leftpad=leftpad, cache_batch_idx=rows, page_table=table)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q,
+        *caches,
+        cache_seqlens=used,
+        cu_seqlens_q=cu,
+        max_seqlen_q=max(lens),
+        causal=True,
+        return_softmax_lse=True,
+        **options,
+        **given,
+    )
+    assert out.shape == (*q.shape[:2], 16) and lse.shape == (4, q.size(0))
+    assert not out[-1].any() and (lse[:, -1] == -torch.inf).all()
+    for b, first in enumerate(cu[:-1].tolist()):
+        own = slice(first, first + lens[b])
+        row = b if rows is None else rows[b]
+        keys, values = (
+            cache[table[row].long()].flatten(0, 1) if paged else cache[row] for cache in caches
+        )
+        seen = slice(0 if leftpad is None else leftpad[b], used[b])
+        of_b = {name: x[b : b + 1] for name, x in given.items()}
+        expected = attended(q[None, own], keys[None, seen], values[None, seen], of_b, (-1, 0))
+        assert_attended((out[own], lse[:, own]), [x[0] for x in expected])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_qv_beside_a_cache(tokens: int, page_size: int, device: str) -> None:
@@ -425,3 +480,17 @@ def test_what_a_cache_in_fp8_refuses() -> None:
     for caches in (cache, wide):
         with pytest.raises(RuntimeError, match="flash_attn: q_descale: expected with q, k and v"):
             call(q.to(torch.bfloat16), caches, caches, q_descale=torch.ones(2, 2))
+    cu = torch.tensor([0, 2, 3], dtype=torch.int32)
+    call = functools.partial(call, cu_seqlens_q=cu, max_seqlen_q=2)
+    for wrong, expected in (
+        (dict(q=q), r"q: expected shape \(total, heads, d\) beside cu_seqlens_q, got"),
+        (dict(cu_seqlens_q=cu.long()), "cu_seqlens_q: expected torch.int32 and 1 dimensions on"),
+        (dict(v_cache=wide), "v_cache: expected torch.float8_e4m3fn and 4 dimensions on cpu as q"),
+        (dict(q_descale=torch.ones(2, 4)), "q_descale: expected torch.float32 and shape"),
+        (dict(q=wide[0], q_descale=torch.ones(2, 2)), "q_descale: expected with q, k and v in"),
+        (dict(k_descale=torch.ones(3, 2)), "k_descale: "),
+    ):
+        with pytest.raises(RuntimeError, match=f"flash_attn: {expected}"):
+            call(**dict(q=q[0], k_cache=cache, v_cache=cache) | wrong)
+    with pytest.raises(TypeError, match="flash_attn: max_seqlen_q: expected an int, got NoneType"):
+        call(q[0], cache, cache, max_seqlen_q=None)

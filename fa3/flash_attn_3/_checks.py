@@ -52,6 +52,20 @@ def _check_exactly(
         )
 
 
+def check_queries_of_lengths(
+    q: Tensor, cu_seqlens_q: Tensor, q_descale: Tensor | None, caches: Mapping
+) -> None:
+    """What has to fit before queries (total, heads, d) are dealt out to their sequences."""
+    expect(q.dim() == 3, "q", "shape (total, heads, d) beside cu_seqlens_q", shown(q))
+    _check_form("cu_seqlens_q", cu_seqlens_q, torch.int32, 1, q.device)
+    if q.dtype != FP8:
+        return check_no_descale(q, q_descale=q_descale)
+    for name, x in caches.items():
+        _check_form(name, x, FP8, 4, q.device)
+    shape = (cu_seqlens_q.numel() - 1, caches["k_cache"].size(2))
+    _check_exactly("q_descale", q_descale, torch.float32, shape, q.device)
+
+
 def check_qv(q: Tensor, qv: Tensor, keys: Mapping[str, Tensor]) -> None:
     """What has to fit before the columns of two products are joined. keys: k and v, by name."""
     for name, x in {"q": q, **keys}.items():

@@ -15,7 +15,14 @@ from flash_attn._call import as_int, window_sides
 from flash_attn._errors import expect, explained, shown
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.masks import Mask
-from flash_attn_3._checks import FP8, check_cached, check_fp8, check_no_descale, check_qv
+from flash_attn_3._checks import (
+    FP8,
+    check_cached,
+    check_fp8,
+    check_no_descale,
+    check_queries_of_lengths,
+    check_qv,
+)
 
 
 def refuse(beside: str = "", /, **given: object) -> None:
@@ -363,6 +370,69 @@ def _with_cache_as_varlen(
     return out, softmax_lse
 
 
+def _with_8bit_cache_of_lengths(
+    q,
+    k_cache,
+    v_cache,
+    lengths,
+    rows,
+    leftpad,
+    page_table,
+    cu_seqlens_q,
+    max_seqlen_q,
+    q_descale,
+    k_descale,
+    v_descale,
+    num_splits,
+    options,
+):
+    """with_cache for queries of different lengths beside a cache of 8 bits, which only decode's
+    kernels read. Each sequence has room for max_seqlen_q queries, and its own are the last ones, as
+    masks count from there. A few sequences at a time, so that the room is O(total_q)."""
+    room = as_int(max_seqlen_q, "max_seqlen_q")
+    check_queries_of_lengths(q, cu_seqlens_q, q_descale, dict(k_cache=k_cache, v_cache=v_cache))
+    total, batch = q.size(0), cu_seqlens_q.numel() - 1
+    if q.dtype == FP8:
+        q = _scaled(q, q_descale, cu_seqlens_q)
+    if total == 0 or batch == 0 or room == 0:
+        out = q.new_zeros(*q.shape[:2], v_cache.size(-1))
+        return out, out.new_full((q.size(1), total), -torch.inf, dtype=torch.float32)
+    token = cu_seqlens_q[1:, None] + torch.arange(-room, 0, device=q.device)
+    token = token.clamp(0, total - 1)
+    at_once = max(2 * total // room, 1)
+    if rows is None and at_once < batch:
+        rows = torch.arange(batch, dtype=torch.int32, device=q.device)
+    found = []
+    for first in range(0, batch, at_once):
+
+        def of_part(x, dims=1, part=slice(first, first + at_once)):
+            return x[part] if isinstance(x, Tensor) and x.dim() == dims else x
+
+        found.append(
+            flash_attn.flash_attn_with_kvcache(
+                q[of_part(token, 2)],
+                k_cache,
+                v_cache,
+                cache_seqlens=of_part(lengths),
+                cache_batch_idx=of_part(rows),
+                cache_leftpad=of_part(leftpad),
+                block_table=page_table,
+                num_splits=num_splits,
+                return_softmax_lse=True,
+                k_descale=of_part(k_descale, 2),
+                v_descale=of_part(v_descale, 2),
+                **options,
+            )
+        )
+    out, lse = (torch.cat(each) for each in zip(*found, strict=True))
+    _, _, sequence, place = _one_after_the_other(q, cu_seqlens_q)
+    own = cu_seqlens_q.diff()[sequence]
+    row = (room - own + place).clamp(0, room - 1)
+    behind = place >= own  # the last sequence
+    out = out[sequence, row].masked_fill(behind[:, None, None], 0.0)
+    return out, lse[sequence, :, row].masked_fill(behind[:, None], -torch.inf).transpose(0, 1)
+
+
 def _rotated(q, k, cos, sin, rotary_seqlens, interleaved, *, each_query_at_its_own):
     """q and k turned by the positions from rotary_seqlens on; without a mask by positions, every
     query is at the first."""
@@ -428,9 +498,30 @@ def with_cache(
             v_descale=v_descale,
             **options,
         )
-    beside = " with cu_seqlens_q, cu_seqlens_k_new or attention_chunk"
-    refuse(beside, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_append(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    only_reads = k is None and cu_seqlens_q is not None and not attention_chunk
+    if only_reads and k_cache.element_size() == 1:
+        return _with_8bit_cache_of_lengths(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            page_table,
+            cu_seqlens_q,
+            max_seqlen_q,
+            q_descale,
+            k_descale,
+            v_descale,
+            num_splits,
+            options,
+        )
+    beside = (
+        " with attention_chunk, nor with cu_seqlens_q or cu_seqlens_k_new unless a cache of 8 bits"
+        " is only read"
+    )
+    refuse(beside, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _with_cache_as_varlen(
         q,
         k_cache,
