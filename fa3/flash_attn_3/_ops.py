@@ -394,43 +394,37 @@ def _with_8bit_cache_of_lengths(
     total, batch = q.size(0), cu_seqlens_q.numel() - 1
     if q.dtype == FP8:
         q = _scaled(q, q_descale, cu_seqlens_q)
-    if total == 0 or batch == 0 or room == 0:
-        out = q.new_zeros(*q.shape[:2], v_cache.size(-1))
-        return out, out.new_full((q.size(1), total), -torch.inf, dtype=torch.float32)
+    # One row more, for what is computed in the place of queries that a sequence lacks.
+    out = q.new_zeros(total + 1, q.size(1), v_cache.size(-1))
+    lse = out.new_full(out.shape[:2], -torch.inf, dtype=torch.float32)
     token = cu_seqlens_q[1:, None] + torch.arange(-room, 0, device=q.device)
-    token = token.clamp(0, total - 1)
-    at_once = max(2 * total // room, 1)
+    exists = (token >= cu_seqlens_q[:-1, None].clamp(min=0)) & (token < total)
+    place = token.where(exists, total)
+    at_once = max(2 * total // max(room, 1), 1)
     if rows is None and at_once < batch:
         rows = torch.arange(batch, dtype=torch.int32, device=q.device)
-    found = []
-    for first in range(0, batch, at_once):
+    for first in range(0, batch if total and room else 0, at_once):
 
         def of_part(x, dims=1, part=slice(first, first + at_once)):
             return x[part] if isinstance(x, Tensor) and x.dim() == dims else x
 
-        found.append(
-            flash_attn.flash_attn_with_kvcache(
-                q[of_part(token, 2)],
-                k_cache,
-                v_cache,
-                cache_seqlens=of_part(lengths),
-                cache_batch_idx=of_part(rows),
-                cache_leftpad=of_part(leftpad),
-                block_table=page_table,
-                num_splits=num_splits,
-                return_softmax_lse=True,
-                k_descale=of_part(k_descale, 2),
-                v_descale=of_part(v_descale, 2),
-                **options,
-            )
+        to = of_part(place, 2)
+        found, lse_found = flash_attn.flash_attn_with_kvcache(
+            q[to.clamp(max=total - 1)],
+            k_cache,
+            v_cache,
+            cache_seqlens=of_part(lengths),
+            cache_batch_idx=of_part(rows),
+            cache_leftpad=of_part(leftpad),
+            block_table=page_table,
+            num_splits=num_splits,
+            return_softmax_lse=True,
+            k_descale=of_part(k_descale, 2),
+            v_descale=of_part(v_descale, 2),
+            **options,
         )
-    out, lse = (torch.cat(each) for each in zip(*found, strict=True))
-    _, _, sequence, place = _one_after_the_other(q, cu_seqlens_q)
-    own = cu_seqlens_q.diff()[sequence]
-    row = (room - own + place).clamp(0, room - 1)
-    behind = place >= own  # the last sequence
-    out = out[sequence, row].masked_fill(behind[:, None, None], 0.0)
-    return out, lse[sequence, :, row].masked_fill(behind[:, None], -torch.inf).transpose(0, 1)
+        out[to], lse[to] = found, lse_found.transpose(1, 2)
+    return out[:total], lse[:total].transpose(0, 1)
 
 
 def _rotated(q, k, cos, sin, rotary_seqlens, interleaved, *, each_query_at_its_own):
