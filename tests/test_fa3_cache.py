@@ -488,7 +488,9 @@ def test_what_a_cache_in_fp8_refuses() -> None:
         (dict(v_cache=wide), "v_cache: expected torch.float8_e4m3fn and 4 dimensions on cpu as q"),
         (dict(q_descale=torch.ones(2, 4)), "q_descale: expected torch.float32 and shape"),
         (dict(q=wide[0], q_descale=torch.ones(2, 2)), "q_descale: expected with q, k and v in"),
-        (dict(k_descale=torch.ones(3, 2)), "k_descale: "),
+        (dict(k_descale=torch.ones(2)), "k_descale: expected torch.float32 and shape"),
+        (dict(v_descale=torch.ones(3, 2)), "v_descale: expected torch.float32 and shape"),
+        (dict(q=q[0, :, :3]), "k_cache: expected heads that divide the 3 of q, got 2"),
     ):
         with pytest.raises(RuntimeError, match=f"flash_attn: {expected}"):
             call(**dict(q=q[0], k_cache=cache, v_cache=cache) | wrong)

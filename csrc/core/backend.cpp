@@ -119,6 +119,7 @@ std::vector<std::string> why_not_faster(Families families, const CallShape& call
 std::string describe(const Plan& plan) {
   if (plan.backend == Backend::kAten) return "ATen operations";
   constexpr std::string_view kNames[] = {"fwd", "bwd", "decode", "kvcache", "latent"};
+  static_assert(std::size(kNames) == static_cast<size_t>(Kernel::kLatent) + 1);
   std::string text(kNames[static_cast<int>(plan.kernel)]);
   const Splits& splits = plan.splits;
   if (plan.skips_tiles) text += ", the mask's hidden tiles skipped";

@@ -147,8 +147,7 @@ int best_num_splits(const CallShape& call) {
   return best;
 }
 
-// With few rows and much to read memory is what takes the time, and decode's kernel for tiles of 16
-// rows has a little more of it under way.
+// With few rows and much to read decode's kernel for tiles of 16 rows is a little faster.
 double latent_cost(const CallShape& call) {
   constexpr int64_t kFewRows = 16, kManyKeys = int64_t{1} << 18;
   const bool reads = cuda::group_rows(call) <= kFewRows && call.batch * call.capacity >= kManyKeys;

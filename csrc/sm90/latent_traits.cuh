@@ -21,6 +21,11 @@ struct LatentTraits {
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = kConsumerThreads + 32 * kProducerWarps;
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
+  // setmaxnreg deals out what a block is launched with, and waits for more for ever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kConsumerRegisters * kConsumerThreads +
+                    kProducerRegisters * (kThreads - kConsumerThreads) <=
+                kLaunchRegisters * kThreads);
   // Of a consumer: keys of each tile whose scores it computes, and columns of O.
   static constexpr int kKeys = kLatentKeys / kConsumers;
   static constexpr int kOutputCols = kLatentHeadDimV / kConsumers;

@@ -52,18 +52,25 @@ def _check_exactly(
         )
 
 
+def _check_heads(q: Tensor, name: str, heads_kv: int) -> None:
+    divides = heads_kv > 0 and q.size(-2) % heads_kv == 0
+    expect(divides, name, f"heads that divide the {q.size(-2)} of q", heads_kv)
+
+
 def check_queries_of_lengths(
-    q: Tensor, cu_seqlens_q: Tensor, q_descale: Tensor | None, caches: Mapping
+    q: Tensor, cu_seqlens_q: Tensor, descales: Mapping, caches: Mapping
 ) -> None:
     """What has to fit before queries (total, heads, d) are dealt out to their sequences."""
     expect(q.dim() == 3, "q", "shape (total, heads, d) beside cu_seqlens_q", shown(q))
     _check_form("cu_seqlens_q", cu_seqlens_q, torch.int32, 1, q.device)
     if q.dtype != FP8:
-        return check_no_descale(q, q_descale=q_descale)
+        return check_no_descale(q, q_descale=descales["q_descale"])
     for name, x in caches.items():
         _check_form(name, x, FP8, 4, q.device)
-    shape = (cu_seqlens_q.numel() - 1, caches["k_cache"].size(2))
-    _check_exactly("q_descale", q_descale, torch.float32, shape, q.device)
+    heads_kv = caches["k_cache"].size(2)
+    _check_heads(q, "k_cache", heads_kv)
+    for name, x in descales.items():
+        _check_exactly(name, x, torch.float32, (cu_seqlens_q.numel() - 1, heads_kv), q.device)
 
 
 def check_qv(q: Tensor, qv: Tensor, keys: Mapping[str, Tensor]) -> None:
@@ -90,15 +97,14 @@ def check_fp8(inputs: Mapping, descales: Mapping, cu_seqlens: Mapping) -> None:
     for name, x in inputs.items():
         _check_form(name, x, FP8, 4 if is_dense else 3, q.device)
     batch = q.size(0) if is_dense else cu_seqlens["cu_seqlens_q"].numel() - 1
-    heads_q, heads_kv = q.size(-2), inputs[keys].size(-2)
+    heads_kv = inputs[keys].size(-2)
     for name in ("k", "v"):
         x = inputs[name]
         if x is not None:
             expect(x.size(-2) == heads_kv, name, f"{heads_kv} heads as {keys} has", x.size(-2))
             fits = not is_dense or x.size(0) == batch
             expect(fits, name, f"batch {batch} as q has", x.size(0))
-    divides = heads_kv > 0 and heads_q % heads_kv == 0
-    expect(divides, keys, f"heads that divide the {heads_q} of q", heads_kv)
+    _check_heads(q, keys, heads_kv)
     for name, x in cu_seqlens.items():
         _check_exactly(name, x, torch.int32, (batch + 1,), q.device)
     for name, x in descales.items():

@@ -390,7 +390,8 @@ def _with_8bit_cache_of_lengths(
     kernels read. Each sequence has room for max_seqlen_q queries, and its own are the last ones, as
     masks count from there. A few sequences at a time, so that the room is O(total_q)."""
     room = as_int(max_seqlen_q, "max_seqlen_q")
-    check_queries_of_lengths(q, cu_seqlens_q, q_descale, dict(k_cache=k_cache, v_cache=v_cache))
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_queries_of_lengths(q, cu_seqlens_q, descales, dict(k_cache=k_cache, v_cache=v_cache))
     total, batch = q.size(0), cu_seqlens_q.numel() - 1
     if q.dtype == FP8:
         q = _scaled(q, q_descale, cu_seqlens_q)
