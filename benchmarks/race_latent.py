@@ -14,9 +14,9 @@ from benchmarks.race_caches import graph_of, microseconds
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 
-# ours, paged16: what the library chooses, dense and in pages of 16; cuda, aten: backends by name;
+# ours, paged16, paged64: what the library chooses, dense and in pages; cuda, aten: backends by name;
 # naive: plain PyTorch, two products and a softmax.
-NAMES = ("ours", "paged16", "cuda", "aten", "naive")
+NAMES = ("ours", "paged16", "paged64", "cuda", "aten", "naive")
 COLUMNS, VALUES = 576, 512
 
 
@@ -39,7 +39,10 @@ def cases(quick: bool = False) -> list[LatentCase]:
     listed = [
         LatentCase(heads, batch, length)
         for heads in (16, 32, 64, 128)
-        for batch, length in ((1, 8192), (1, 32768), (16, 2048), (16, 16384), (128, 2048))
+        for batch, length in (
+            *((1, 8192), (1, 32768), (16, 2048), (16, 16384), (128, 2048)),
+            (128, 8192),
+        )
     ]
     return listed[:1] if quick else listed
 
@@ -56,8 +59,8 @@ def decode(
         return [lambda x=x: attend(x, x[..., :VALUES]).transpose(1, 2) for x in caches]
     lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device=q.device)
     options = {"cache_seqlens": lengths}
-    if name == "paged16":
-        caches, options["block_table"] = scattered(caches, 16)
+    if name.startswith("paged"):
+        caches, options["block_table"] = scattered(caches, int(name.removeprefix("paged")))
 
     def call(cache: torch.Tensor) -> torch.Tensor:
         with forced_backend(name if name in ("cuda", "aten") else None):

@@ -315,9 +315,8 @@ def test_few_queries_run_where_they_are_fastest(
     [
         (H100, 128, 8192, {}, "sm90; latent, the keys of all sequences dealt out evenly:"),
         (H100, 16, 8192, {}, "sm90; latent"),
-        # Few rows, and so many keys that reading them is what takes the time.
-        (H100, 16, 65536, {}, "cuda; kvcache"),
-        (H100, 32, 65536, {}, "sm90; latent"),
+        (H100, 16, 65536, dict(paged=True), "sm90; latent"),
+        (H100, 16, 65536, dict(paged=True, odd_pages=True), "cuda; kvcache"),
         (H100, 128, 8192, dict(softcap=True), "cuda; kvcache"),
         (H100, 128, 8192, dict(values_in_keys=False), "cuda; kvcache"),
         (B200, 128, 8192, {}, "cuda; kvcache"),

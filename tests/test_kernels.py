@@ -309,7 +309,8 @@ def chunk_cases() -> list[CacheCase]:
 
 def latent_cases() -> list[CacheCase]:
     """More rows than a tile of decode.cuh's has. Among them are tiles with few rows and with none
-    beyond, rings that go round, and narrower heads."""
+    beyond, rings that go round, pages that TMA reads in boxes and one that it cannot, and narrower
+    heads."""
     deepseek = dict(d=576, d_v=512, heads_kv=1)
     return [
         CacheCase(latent=True, dtype=dtype, **form)
@@ -319,6 +320,9 @@ def latent_cases() -> list[CacheCase]:
             dict(**deepseek, heads_q=20, seqlen_q=4, capacity=140, window=(40, 0)),
             dict(**deepseek, heads_q=40, capacity=200, page_size=16, rows=True, num_splits=3),
             dict(**deepseek, heads_q=33, capacity=140, page_size=7, garbage=True),
+            dict(**deepseek, heads_q=33, capacity=140, page_size=8, garbage=True),
+            dict(**deepseek, heads_q=70, capacity=700, page_size=48, leftpad=True),
+            dict(**deepseek, heads_q=128, capacity=700, page_size=128),
             dict(**deepseek, heads_q=17, capacity=2100, batch_invariant=True),
             dict(**deepseek, heads_q=64, batch=1, capacity=700, lengths="none", num_splits=1),
             dict(d=544, d_v=504, heads_q=66, heads_kv=2, seqlen_q=2, capacity=130, causal=False),

@@ -133,6 +133,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.num_splits = args.num_splits;
   call.window_left = value(args.window_left);
   call.paged = args.block_table.has_value();
+  call.odd_pages = call.paged && value(args.k_cache.sym_size(1)) % PageTable::kMultiple != 0;
   call.values_in_keys = lies_in(args.v_cache, args.k_cache);
   call.batch_invariant = args.batch_invariant;
   call.shares_prefix = args.prefix_source.has_value() && !args.leftpad_k;

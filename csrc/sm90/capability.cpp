@@ -63,11 +63,11 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
 }
 
 // Whether the kernel of latent attention serves the call. It knows of no score terms, and rotates
-// no queries: values would be rotated with their keys.
+// no queries: values would be rotated with their keys. TMA reads no other pages (latent_loads.cuh).
 bool is_latent(const CallShape& call) {
   const bool has_terms = call.softcap || call.alibi || call.bias;
   return call.op == Op::kDecode && call.values_in_keys && !has_terms && !call.rotates &&
-         call.head_dim > cuda::kMostHeadDim && call.head_dim <= kLatentHeadDim &&
+         !call.odd_pages && call.head_dim > cuda::kMostHeadDim && call.head_dim <= kLatentHeadDim &&
          call.head_dim_v <= kLatentHeadDimV;
 }
 
@@ -147,13 +147,6 @@ int best_num_splits(const CallShape& call) {
   return best;
 }
 
-// With few rows and much to read decode's kernel for tiles of 16 rows is a little faster.
-double latent_cost(const CallShape& call) {
-  constexpr int64_t kFewRows = 16, kManyKeys = int64_t{1} << 18;
-  const bool reads = cuda::group_rows(call) <= kFewRows && call.batch * call.capacity >= kManyKeys;
-  return reads ? std::numeric_limits<double>::infinity() : 0;
-}
-
 // Into how many parts all keys are cut at most. None has fewer than two tiles. In one sequence, one
 // part more shortens the others' work and takes time to merge, for each of its rows: by the times
 // of both on an H200 (docs/kernels/decode.md) so many are the fastest.
@@ -184,7 +177,7 @@ double cost(const CallShape& call) {
   const bool is_cheap = (call.dense_bias || call.bias_of_keys) && !call.softcap && !call.dropout;
   if (call.op == Op::kBackward && call.bias && !is_cheap && widest <= 64) return kBiasCost;
   if (call.op != Op::kDecode) return call.tile_mask ? cuda::kReadMaskCost : 0;
-  if (is_latent(call)) return latent_cost(call);
+  if (is_latent(call)) return 0;
   if (cuda::is_for_decode(call)) return std::numeric_limits<double>::infinity();
   return time_of_keys(call, best_num_splits(call));
 }
@@ -196,8 +189,8 @@ bool may_cut_keys(const CallShape& call) {
          call.portable_code() != 0;
 }
 
-// Kernels whose keys are cut have fewer classes of head dims, and d_v = d. In the narrowest one they
-// have tiles for few queries.
+// Kernels whose keys are cut have fewer classes of head dims, and d_v = d. In the narrowest one
+// they have tiles for few queries.
 bool pieces_are_slower(const CallShape& call) {
   const int head_dim = static_cast<int>(call.head_dim);
   const int own =

@@ -11,8 +11,9 @@ namespace flash_attn::sm90 {
 inline constexpr int kLatentRows = 64, kLatentKeys = 64;
 inline constexpr int kLatentHeadDim = 576, kLatentHeadDimV = 512;
 
-// Compute capability 9.0 only, fp16 and bf16, without softcap, ALiBi, bias, rotary and append. The
-// values are the first columns of k_cache, wherever v_cache points.
+// Compute capability 9.0 only, fp16 and bf16, without softcap, ALiBi, bias, rotary and append.
+// Pages have whole eights of keys (PageTable::kMultiple). The values are the first columns of
+// k_cache, wherever v_cache points.
 void run_latent(const DecodeParams& params, const KvcacheGrid& grid, Stream stream);
 
 template <DType kDType>

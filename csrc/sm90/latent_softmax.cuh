@@ -1,11 +1,9 @@
-// Turns Q Kᵀ into P, between the two consumers of latent.cuh that have half of the keys each.
+// Turns Q Kᵀ into P, in the two consumers of latent.cuh that have every other tile of keys.
 #pragma once
 
 #include <cfloat>
 
 #include "../cuda/attn/constants.cuh"
-#include "../cuda/attn/mask.cuh"
-#include "../cuda/cache/absent_keys.cuh"
 #include "../cuda/ptx/math.cuh"
 #include "latent_traits.cuh"
 #include "ptx/warpgroup.cuh"
@@ -31,59 +29,77 @@ struct LatentRows {
     }
   }
 
-  // Scores of keys that a row does not see, or that do not exist, become -inf. key: of S's first
-  // column.
-  template <int kKeys>
-  __device__ __forceinline__ void mask(Accumulator<1, kKeys>& S, uint32_t valid, int key,
+  // Scores of keys that a row does not see, or that do not exist, become -inf. exists: a bit for
+  // each key. key: of S's first column.
+  __device__ __forceinline__ void mask(Accumulator<1, kLatentKeys>& S, uint64_t exists, int key,
                                        int lane) const {
     const bool inside =
-        max(first_key[0], first_key[1]) <= key && min(end_key[0], end_key[1]) >= key + kKeys;
-    if (!__all_sync(~0u, inside)) {
-      mask_outside(S, {first_key[0] - key, first_key[1] - key},
-                   {end_key[0] - key, end_key[1] - key}, lane);
+        max(first_key[0], first_key[1]) <= key && min(end_key[0], end_key[1]) >= key + kLatentKeys;
+    if (__all_sync(~0u, inside) && exists == ~uint64_t{0}) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint64_t visible = exists & ~below(first_key[half] - key) & below(end_key[half] - key);
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        // Column fragment_col(i, 0) of this lane.
+        const uint32_t bits = static_cast<uint32_t>(visible >> 32 * word) >> fragment_col(0, lane);
+#pragma unroll
+        for (int i = 0; i < S.kRowElements / 2; ++i) {
+          float& score = S.at(half, word * S.kRowElements / 2 + i);
+          if ((bits >> fragment_col(i, 0) & 1) == 0) score = -INFINITY;
+        }
+      }
     }
-    cuda::mask_absent(S, valid, lane);
+  }
+
+ private:
+  // The bits below `end`, which may be anything.
+  __device__ __forceinline__ static uint64_t below(int end) {
+    return end <= 0 ? 0 : ~uint64_t{0} >> max(64 - end, 0);
   }
 };
 
-// The running softmax of the thread's two rows, of scores in units of log 2. Each consumer has the
-// maxima of all keys, and sums over its own half, in this lane.
+// The running softmax of the thread's two rows, with row_max in units of log 2. Tiles of keys go to
+// the consumers in turns. Both know the maxima of all keys so far, and each sums over its own tiles
+// alone, in this lane.
 struct LatentSoftmax {
+  float scale_log2;
   float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0.f, 0.f};
 
-  // S becomes P. Returns whether O, by `correction`, has to follow a new maximum. warp_row: of the
-  // warp, in the tile.
-  template <typename Traits>
-  __device__ __forceinline__ bool step(typename Traits::Scores& S, float (&correction)[2],
-                                       LatentStorage<Traits>& smem, int consumer, int warp_row,
-                                       int lane) {
-    float maximum[2] = {S.at(0, 0), S.at(1, 0)};
+  // S, of a tile of this consumer, becomes P. What was accumulated with earlier P must be
+  // multiplied by `correction`.
+  template <int kKeys>
+  __device__ __forceinline__ void step(Accumulator<1, kKeys>& S, float (&correction)[2]) {
+    float maximum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      maximum[half] = S.at(half, 0);
 #pragma unroll
       for (int i = 1; i < S.kRowElements; ++i) maximum[half] = fmaxf(maximum[half], S.at(half, i));
       maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], 1));
       maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], 2));
-      const int row = warp_row + fragment_row(half, lane);
-      if (lane % 4 == 0) smem.row_max[consumer][row] = maximum[half];
+      maximum[half] = fmaxf(row_max[half], maximum[half] * scale_log2);
     }
-    ptx::barrier_sync<Traits::kConsumerThreads>(kLatentMaxima);
-    bool moved = false;
+    raise(maximum, correction);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float others = smem.row_max[1 - consumer][warp_row + fragment_row(half, lane)];
-      const float new_max = fmaxf(row_max[half], fmaxf(maximum[half], others));
-      moved |= new_max != row_max[half];
-      correction[half] = flash_attn::ptx::exp2(row_max[half] - new_max);
-      row_max[half] = new_max;
-      row_sum[half] *= correction[half];
 #pragma unroll
       for (int i = 0; i < S.kRowElements; ++i) {
-        S.at(half, i) = flash_attn::ptx::exp2(S.at(half, i) - new_max);
+        S.at(half, i) = flash_attn::ptx::exp2(fmaf(S.at(half, i), scale_log2, -row_max[half]));
         row_sum[half] += S.at(half, i);
       }
     }
-    return __any_sync(~0u, moved);
+  }
+
+  // Goes on from the maxima that the other consumer has found, of rows warp_row ….
+  __device__ __forceinline__ void follow(const float* row_maxima, float (&correction)[2],
+                                         int warp_row, int lane) {
+    float maximum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      maximum[half] = row_maxima[warp_row + fragment_row(half, lane)];
+    }
+    raise(maximum, correction);
   }
 
   // Makes row_sum the sum over all keys of the piece.
@@ -97,12 +113,37 @@ struct LatentSoftmax {
       const int row = warp_row + fragment_row(half, lane);
       if (lane % 4 == 0) smem.row_sum[consumer][row] = row_sum[half];
     }
-    ptx::barrier_sync<Traits::kConsumerThreads>(kLatentMaxima);
+    ptx::barrier_sync<Traits::kConsumerThreads>(kLatentSums);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_sum[half] += smem.row_sum[1 - consumer][warp_row + fragment_row(half, lane)];
     }
   }
+
+ private:
+  __device__ __forceinline__ void raise(const float (&maximum)[2], float (&correction)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      correction[half] = flash_attn::ptx::exp2(row_max[half] - maximum[half]);
+      row_max[half] = maximum[half];
+      row_sum[half] *= correction[half];
+    }
+  }
 };
+
+// O[row] *= correction[row]. Most maxima stay where they are, and then nothing is to do.
+template <int kParts, int kCols>
+__device__ __forceinline__ void correct(Accumulator<1, kCols> (&O)[kParts],
+                                        const float (&correction)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (!__any_sync(~0u, correction[half] != 1.f)) continue;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < O[part].kRowElements; ++i) O[part].at(half, i) *= correction[half];
+    }
+  }
+}
 
 }  // namespace flash_attn::sm90

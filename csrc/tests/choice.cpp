@@ -56,6 +56,7 @@ void ask_for(CallShape& call, std::string_view features) {
       {"bias_gradient", &CallShape::bias_gradient},
       {"bias_of_keys", &CallShape::bias_of_keys},
       {"paged", &CallShape::paged},
+      {"odd_pages", &CallShape::odd_pages},
       {"batch_invariant", &CallShape::batch_invariant},
       {"appends", &CallShape::appends},
       {"rotates", &CallShape::rotates},

@@ -118,6 +118,20 @@ __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& 
   }
 }
 
+// Goes on with C += A B that gemm_ss() has started, over another k of as many columns as kK says.
+template <typename Element, int kK, int kN, Layout kLayoutA, typename TileA, Layout kLayoutB,
+          typename TileB>
+__device__ __forceinline__ void gemm_ss_more(Accumulator<1, kN>& C,
+                                             const WgmmaOperand<kLayoutA, TileA>& A,
+                                             const WgmmaOperand<kLayoutB, TileB>& B) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kK; k += 16) {
+    ptx::Wgmma<Element, kN>::template ss<A.kMajor, B.kMajor>(C.data[0], A.descriptor(k),
+                                                             B.descriptor(k), 1);
+  }
+}
+
 // Starts C[first_col …] += A B, A in registers, B in shared memory with k in its rows: of the
 // columns of C that B's tile has, over k from kFirstK to kEndK (-1: to the end).
 template <typename Element, int kFirstK = 0, int kEndK = -1, int kN, int kK, typename TileB>
