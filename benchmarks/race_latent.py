@@ -14,8 +14,8 @@ from benchmarks.race_caches import graph_of, microseconds
 from flash_attn.cli import peers
 from flash_attn.cli.common import forced_backend
 
-# ours, paged16, paged64: what the library chooses, dense and in pages; cuda, aten: backends by name;
-# naive: plain PyTorch, two products and a softmax.
+# ours, paged16, paged64: what the library chooses, dense and in pages; cuda, aten: backends by
+# name; naive: plain PyTorch, two products and a softmax.
 NAMES = ("ours", "paged16", "paged64", "cuda", "aten", "naive")
 COLUMNS, VALUES = 576, 512
 
