@@ -36,14 +36,8 @@ class LatentCase:
 
 def cases(quick: bool = False) -> list[LatentCase]:
     """All heads of DeepSeek-V3, and those of one GPU of two, four and eight."""
-    listed = [
-        LatentCase(heads, batch, length)
-        for heads in (16, 32, 64, 128)
-        for batch, length in (
-            *((1, 8192), (1, 32768), (16, 2048), (16, 16384), (128, 2048)),
-            (128, 8192),
-        )
-    ]
+    shapes = ((1, 8192), (1, 32768), (16, 2048), (16, 16384), (128, 2048), (128, 8192))
+    listed = [LatentCase(heads, *shape) for heads in (16, 32, 64, 128) for shape in shapes]
     return listed[:1] if quick else listed
 
 

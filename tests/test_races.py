@@ -260,11 +260,11 @@ def test_latent_attention_is_the_same_call():
     from benchmarks import race_latent
 
     assert len(race_latent.cases()) == len(set(race_latent.cases()))
-    case = race_latent.LatentCase(6, 2, 48)
-    q, cache = torch.randn(2, 1, 6, 576), torch.randn(2, 48, 1, 576)
+    case = race_latent.LatentCase(6, 2, 64)
+    q, cache = torch.randn(2, 1, 6, 576), torch.randn(2, 64, 1, 576)
     (expected,) = (call() for call in race_latent.decode("naive", case, q, [cache]))
     assert expected.shape == (2, 1, 6, 512)
-    for name in ("ours", "paged16", "aten"):
+    for name in ("ours", "paged16", "paged64", "aten"):
         (call,) = race_latent.decode(name, case, q, [cache])
         torch.testing.assert_close(call(), expected)
 

@@ -30,7 +30,7 @@ struct CallShape {
   bool bool_mask = false;   // the bias hides keys and adds nothing; of tile_mask too
   bool ragged = false;      // varlen, or seqused or leftpad
   bool paged = false;       // of decode, and of a forward that reads pages in place
-  bool odd_pages = false;   // of decode: they have no whole eights of keys
+  bool odd_pages = false;   // of decode: the keys of a page are no multiple of eight
   bool return_probs = false, max_logits = false;
   bool deterministic = false, bias_gradient = false;  // backward only
   bool bias_of_keys = false;  // one number for all queries, and not for all keys

@@ -63,7 +63,8 @@ void refuse_backward(Reasons& reasons, const CallShape& call) {
 }
 
 // Whether the kernel of latent attention serves the call. It knows of no score terms, and rotates
-// no queries: values would be rotated with their keys. TMA reads no other pages (latent_loads.cuh).
+// no queries: values would be rotated with their keys. TMA reads whole eights of keys of a page
+// (latent_loads.cuh).
 bool is_latent(const CallShape& call) {
   const bool has_terms = call.softcap || call.alibi || call.bias;
   return call.op == Op::kDecode && call.values_in_keys && !has_terms && !call.rotates &&

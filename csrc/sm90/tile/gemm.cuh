@@ -118,7 +118,7 @@ __device__ __forceinline__ void gemm_rs(Accumulator<1, kN>& C, OperandA<1, kK>& 
   }
 }
 
-// Goes on with C += A B that gemm_ss() has started, over another k of as many columns as kK says.
+// Goes on with a sum C that gemm_ss() has started: C += A B over kK columns of another A.
 template <typename Element, int kK, int kN, Layout kLayoutA, typename TileA, Layout kLayoutB,
           typename TileB>
 __device__ __forceinline__ void gemm_ss_more(Accumulator<1, kN>& C,
