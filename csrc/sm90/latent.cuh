@@ -234,7 +234,7 @@ __device__ __forceinline__ void latent_consumer_loop(const DecodeParams& params,
   const int first_row = blockIdx.x * kLatentRows + warp_row;
   unsigned visit = 0;  // of the ring, at the piece's first tile
   cuda::KvcachePiece piece;
-  while (schedule.next(piece)) {
+  for (unsigned number = 0; schedule.next(piece); ++number) {
     ptx::barrier_sync<Traits::kConsumerThreads>(kLatentQueries);
     load_latent_queries(smem, params, piece);
     ptx::barrier_sync<Traits::kConsumerThreads>(kLatentQueries);
@@ -265,7 +265,7 @@ __device__ __forceinline__ void latent_consumer_loop(const DecodeParams& params,
       self.finish_others_values();
     }
     visit = visit_of_0 + piece.end_tile;
-    self.softmax.template finish<Traits>(smem, consumer, warp_row, lane);
+    self.softmax.template finish<Traits>(smem, number, consumer, warp_row, lane);
     store_latent<Traits>(self.O, self.softmax, params, piece, first_row, consumer, lane);
   }
 }

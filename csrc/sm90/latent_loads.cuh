@@ -150,15 +150,14 @@ __device__ __forceinline__ void load_latent_loop(const DecodeParams& params,
 template <typename Traits>
 __device__ __forceinline__ void clear_absent_columns(const DecodeParams& params,
                                                      LatentStorage<Traits>& smem) {
-  constexpr int kSlabCols = Traits::PartTile::kSlabCols;
-  const int first_col = (params.head_dim + kSlabCols - 1) / kSlabCols * kSlabCols;
-  const int chunks = (kLatentHeadDim - first_col) / kChunk;
-  if (chunks == 0) return;
-  for (int i = threadIdx.x; i < kLatentKeys * chunks; i += Traits::kThreads) {
-#pragma unroll
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      smem.k[stage].chunk(i / chunks, first_col + i % chunks * kChunk) = {};
+  const auto zero = [&](auto& tile, int first_col) {
+    zero_absent_slabs(tile, params.head_dim - first_col, threadIdx.x, Traits::kThreads);
+  };
+  for (auto& K : smem.k) {
+    for (int i = 0; i < Traits::kConsumers * Traits::kParts; ++i) {
+      zero(K.part[i], i * Traits::kPartCols);
     }
+    zero(K.rest, kLatentHeadDimV);
   }
   ptx::fence_async_shared();
 }

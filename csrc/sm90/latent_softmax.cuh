@@ -102,10 +102,12 @@ struct LatentSoftmax {
     raise(maximum, correction);
   }
 
-  // Makes row_sum the sum over all keys of the piece.
+  // Makes row_sum the sum over all keys of a piece, the number-th of the thread block. When the next
+  // one's queries have come, both consumers have read what was exchanged.
   template <typename Traits>
-  __device__ __forceinline__ void finish(LatentStorage<Traits>& smem, int consumer, int warp_row,
-                                         int lane) {
+  __device__ __forceinline__ void finish(LatentStorage<Traits>& smem, unsigned number, int consumer,
+                                         int warp_row, int lane) {
+    const unsigned visit = number * Traits::kStages;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_sum[half] += __shfl_xor_sync(~0u, row_sum[half], 1);
@@ -113,7 +115,8 @@ struct LatentSoftmax {
       const int row = warp_row + fragment_row(half, lane);
       if (lane % 4 == 0) smem.row_sum[consumer][row] = row_sum[half];
     }
-    ptx::barrier_sync<Traits::kConsumerThreads>(kLatentSums);
+    Ring<Traits::kStages>(smem.sums, visit + consumer).arrive_full();
+    Ring<Traits::kStages>(smem.sums, visit + 1 - consumer).wait_full();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_sum[half] += smem.row_sum[1 - consumer][warp_row + fragment_row(half, lane)];

@@ -11,7 +11,7 @@ namespace flash_attn::sm90 {
 
 // Named barriers of the consumers; barrier 0 is __syncthreads. Of the last one each consumer has
 // its own, by its number.
-enum LatentBarrier { kLatentQueries = 1, kLatentSums, kLatentAbsentKeys };
+enum LatentBarrier { kLatentQueries = 1, kLatentAbsentKeys };
 
 template <DType kDTypeOfCache>
 struct LatentTraits {
@@ -67,6 +67,7 @@ struct LatentStorage {
   RingBarriers<Traits::kStages> own_parts[Traits::kParts], other_parts[Traits::kParts];
 
   RingBarriers<Traits::kStages> probabilities;  // in p and row_max, of a stage's tile; never empty
+  RingBarriers<Traits::kStages> sums;           // in row_sum, of each consumer; never empty
 
   // One thread calls it.
   __device__ __forceinline__ void init_barriers() {
@@ -76,6 +77,7 @@ struct LatentStorage {
       other_parts[part].init(1, 128);
     }
     probabilities.init(128, 1);
+    sums.init(128, 1);
   }
 };
 
