@@ -132,6 +132,22 @@ def test_many_tokens(case: CacheCase, target: Target, seed: int) -> None:
     check(case, target, seed)
 
 
+GROUPS = MANY | dict(
+    seqlen_q=[1, 2, 3, 5, 8, 13, 16, 31, 33, 64],
+    new=[0, 1, 16, 64],
+    heads=[(8, 1), (14, 2), (40, 1), (12, 4), (24, 3)],
+    d=[48, 64, 128, 200, 256],
+    d_v=[None, None, None, 40],
+    page_size=[0, 0, 3, 16, 64],
+)
+
+
+@each_cache(cache_cases(60, 3, **GROUPS))
+def test_heads_that_share_tiles(case: CacheCase, target: Target, seed: int) -> None:
+    """On sm90 heads that read one kv head are rows of one tile, each with a power of two of them."""
+    check(case, target, seed)
+
+
 @each_cache(
     [
         CacheCase(seqlen_q=n, new=n, capacity=400, rotary="halves", **form, **terms)

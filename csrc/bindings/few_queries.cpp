@@ -185,10 +185,14 @@ std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args) {
   FewQueriesCall call = {
       .args = decode_args(attn), .shape = {}, .plan = {}, .serves_all = !is_mixed(attn)};
   call.shape = call_shape(call.args);
-  if (attn.is_varlen()) call.shape.longest = value(attn.max_seqlen_k);
+  if (attn.is_varlen()) {
+    call.shape.longest = value(attn.max_seqlen_k);
+    call.shape.ragged = true;  // gets a leftpad (VarlenDecode)
+  }
   call.plan = plan_call(families(), call.shape, {});
-  const bool cuts_keys = !attn.is_varlen() && call.plan.splits.count > 1;
-  const bool is_faster = call.plan.kernel != Kernel::kFwd || cuts_keys;
+  const bool cuts_keys = call.plan.splits.count > 1, shares_tiles = call.plan.tile_tokens > 0;
+  const bool is_faster = call.plan.kernel != Kernel::kFwd ||
+                         (!attn.is_varlen() && (cuts_keys || shares_tiles));
   if (call.plan.backend == Backend::kAten || !is_faster) return std::nullopt;
   if (is_named && (call.plan.backend != Backend::kCuda || !call.serves_all)) return std::nullopt;
   return call;

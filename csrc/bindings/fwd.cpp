@@ -2,6 +2,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <limits>
 
@@ -208,7 +209,14 @@ void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out) {
     return sm80::run_fwd(params, *plan.device, stream_of(out));
   }
   const at::Tensor tile_counter = start_tile_counter(params, out);
-  sm90::run_fwd(params, *plan.device, stream_of(out));
+  if (plan.tile_tokens == 0 && plan.splits.count == 1) {
+    return sm90::run_fwd(params, *plan.device, stream_of(out));
+  }
+  sm90::FwdInPieces in_pieces = {params};
+  if (plan.tile_tokens > 0) {
+    in_pieces.packed = {std::countr_zero(static_cast<unsigned>(plan.tile_tokens))};
+  }
+  sm90::run_fwd_in_pieces(in_pieces, *plan.device, stream_of(out));
 }
 
 FwdResult fwd_wanted(const FwdArgs& args) {

@@ -138,6 +138,7 @@ CallShape call_shape(const DecodeArgs& args) {
   call.batch_invariant = args.batch_invariant;
   call.shares_prefix = args.prefix_source.has_value() && !args.leftpad_k;
   call.max_logits = args.return_max_logits;
+  call.ragged = args.leftpad_k.has_value();
   return call;
 }
 

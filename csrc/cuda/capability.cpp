@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "decode/workspace.h"
+
 namespace flash_attn::cuda {
 namespace {
 
@@ -94,8 +96,11 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.sink, "learnable_sink is not supported");
 }
 
-int64_t forward_tiles(const CallShape& call) {
-  return call.batch * call.heads_q * ceil_div(call.tokens, kForwardTileQueries);
+int64_t forward_tiles(const CallShape& call, int64_t tile_tokens) {
+  if (call.heads_kv == 0) return 0;
+  const int64_t heads = kForwardTileQueries / tile_tokens;
+  const int64_t tiles_of_group = ceil_div(call.heads_q / call.heads_kv, heads);
+  return call.batch * call.heads_kv * tiles_of_group * ceil_div(call.tokens, tile_tokens);
 }
 
 int64_t most_keys(const CallShape& call) {
@@ -103,9 +108,23 @@ int64_t most_keys(const CallShape& call) {
   return call.window_left < 0 ? keys : std::min(keys, call.window_left + call.tokens);
 }
 
-bool is_for_decode(const CallShape& call) {
+bool has_few_tokens(const CallShape& call) {
   constexpr int64_t kFewTokens = 16;
   return call.device == nullptr || call.tokens <= kFewTokens;
+}
+
+bool is_for_decode(const CallShape& call) {
+  // What the forward would have to copy first.
+  const bool is_copied = call.paged && (call.odd_pages || call.window_left >= 0);
+  const bool shares_reads = group_rows(call) > kDecodeRows && call.heads_q > call.heads_kv &&
+                            call.head_dim == call.head_dim_v;
+  return has_few_tokens(call) && (call.ragged || call.shares_prefix || is_copied || !shares_reads);
+}
+
+double read_time(const CallShape& call) {
+  const auto bytes = static_cast<double>(2 * call.batch * call.heads_kv * most_keys(call) *
+                                         (call.head_dim + call.head_dim_v));
+  return kReadTime * bytes / static_cast<double>(kReadBytes * call.device->num_sms);
 }
 
 double decode_key_time(const CallShape& call) {
@@ -125,7 +144,7 @@ struct Pieces {
   double merge_time;
 
   Pieces(const CallShape& call, const ForwardTile& tile, int splits, bool shares_sms)
-      : count(forward_tiles(call) * splits), at_once(call.device->num_sms), merge_time(0) {
+      : count(forward_tiles(call, tile.tokens) * splits), at_once(call.device->num_sms), merge_time(0) {
     constexpr int64_t kLeastKeys = 128;   // of a piece
     constexpr double kTwoAnSm = 1.6;      // the time of two on one SM
     constexpr double kLookUpPages = 1.2;  // the time of keys in pages
@@ -158,7 +177,7 @@ double forward_time(const CallShape& call, const ForwardTile& tile, int splits) 
 
   const Pieces pieces(call, tile, splits, /*shares_sms=*/false);
   const auto waves = static_cast<double>(ceil_div(pieces.count, pieces.at_once));
-  double time = kLaunch + waves * pieces.time + pieces.merge_time;
+  double time = kLaunch + std::max(waves * pieces.time, read_time(call)) + pieces.merge_time;
   if (call.paged) time += kMissingPages;
   if (call.paged && tile.copies_pages) {
     const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * most_keys(call));

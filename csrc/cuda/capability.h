@@ -34,21 +34,30 @@ inline constexpr double kReadMaskCost = 1;
 // Costs of decode calls are estimated times on an H200, in µs (docs/kernels/decode.md). The lengths
 // are on the device; the host knows what bounds them. Windows count from the end.
 int64_t most_keys(const CallShape& call);
-// Decode's kernels are the fastest, whatever the estimates say: of few tokens.
+// So few tokens that sm80's forward is no choice.
+bool has_few_tokens(const CallShape& call);
+// Decode's kernels are the fastest, whatever the estimates say: of few tokens, unless more rows of q
+// than one of its thread blocks has read the same keys, and sm90's forward may take them together.
 bool is_for_decode(const CallShape& call);
+// In which an H200 reads so many bytes for each SM.
+inline constexpr double kReadTime = 1.9;
+inline constexpr int64_t kReadBytes = 64 * 1024;
+// What the device takes to read all keys and values once.
+double read_time(const CallShape& call);
 // What a thread block of decode's, with 16 rows of one kv head, takes for a key.
 double decode_key_time(const CallShape& call);
 
-// A thread block of a forward kernel, with kForwardTileQueries queries of one head.
+// A thread block of a forward kernel, with kForwardTileQueries rows of queries.
+inline constexpr int kForwardTileQueries = 128;
 struct ForwardTile {
   double key_time;    // that it takes for a key
   double start_time;  // and for its queries and its results
   bool two_an_sm;     // two share an SM where there are more blocks than SMs
   bool copies_pages;  // side by side, before
+  int64_t tokens = kForwardTileQueries;  // of each head: with fewer, several share the tile
 };
-inline constexpr int kForwardTileQueries = 128;
-// Tiles of the whole call, not cut.
-int64_t forward_tiles(const CallShape& call);
+// Tiles of the whole call, not cut. tile_tokens: ForwardTile::tokens.
+int64_t forward_tiles(const CallShape& call, int64_t tile_tokens = kForwardTileQueries);
 // With the keys of each tile in `splits` pieces, which decode's kernel merges.
 double forward_time(const CallShape& call, const ForwardTile& tile, int splits);
 // The same beside decode of other sequences, which takes call.decode_time: half of the SMs begin with

@@ -1,6 +1,7 @@
 #include "capability.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -89,6 +90,16 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 
+// So many rows of a tile has each of the heads that share it, a power of two: query heads of few
+// tokens that read one kv head. Else a tile has one head.
+int64_t tile_tokens(const CallShape& call) {
+  constexpr int64_t kTile = cuda::kForwardTileQueries;
+  const bool share = call.op == Op::kDecode && call.heads_q > call.heads_kv && call.tokens > 0 &&
+                     call.tokens <= kTile / 2 && call.head_dim == call.head_dim_v;
+  return share ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(call.tokens))) : kTile;
+}
+bool shares_tiles(const CallShape& call) { return tile_tokens(call) < cuda::kForwardTileQueries; }
+
 // How long a tile takes whose keys may be cut. Narrow is what runs as d = 64, with cut keys d <= 48
 // too: its exponentials take longer than the products of wider tiles.
 cuda::ForwardTile key_tile(const CallShape& call, int splits) {
@@ -97,12 +108,14 @@ cuda::ForwardTile key_tile(const CallShape& call, int splits) {
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   const int64_t cut_class =
       with_pieces_class(static_cast<int>(widest), []<int kHeadDim> { return kHeadDim; });
-  const auto width = static_cast<double>(splits > 1 ? cut_class : widest);
-  const bool narrow = widest <= 64 && (widest > 48 || splits > 1);
+  const bool in_pieces = splits > 1 || shares_tiles(call);
+  const auto width = static_cast<double>(in_pieces ? cut_class : widest);
+  const bool narrow = widest <= 64 && (widest > 48 || in_pieces);
   return {.key_time = narrow ? kNarrowKey : kKey * std::max(1.0, width / 128),
           .start_time = kStartColumn * width,
           .two_an_sm = narrow && kPiecesTile<64>.blocks == 2,
-          .copies_pages = false};
+          .copies_pages = false,
+          .tokens = tile_tokens(call)};
 }
 
 double time_of_keys(const CallShape& call, int splits) {
@@ -129,13 +142,13 @@ int best_num_splits_beside_decode(const CallShape& call) {
 // Into how many pieces the keys of each tile are cut, all of which run at a time. With 1 they are
 // not cut.
 int best_num_splits(const CallShape& call) {
-  constexpr int64_t kMaxSplits = 16;
+  const int64_t most_splits = shares_tiles(call) ? 64 : 16;
   const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
   if (call.decode_time > 0) return best_num_splits_beside_decode(call);
-  const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call), 1);
+  const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call, tile_tokens(call)), 1);
   const int64_t resident = call.device->num_sms * (key_tile(call, 2).two_an_sm ? 2 : 1);
-  const int64_t most = std::min(kMaxSplits, resident / tiles);
+  const int64_t most = std::min(most_splits, resident / tiles);
   int best = 1;
   double best_time = time_of_keys(call, 1);
   for (int splits = 2; splits <= most; ++splits) {
@@ -202,7 +215,11 @@ bool pieces_are_slower(const CallShape& call) {
 
 Plan plan(const CallShape& call) {
   if (is_latent(call)) return plan_latent(call);
-  if (call.op == Op::kDecode) return cuda::plan_forward_on_cache(call, best_num_splits(call));
+  if (call.op == Op::kDecode) {
+    Plan plan = cuda::plan_forward_on_cache(call, best_num_splits(call));
+    if (shares_tiles(call)) plan.tile_tokens = static_cast<int>(tile_tokens(call));
+    return plan;
+  }
   const bool in_pieces = may_cut_keys(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
           .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),

@@ -28,7 +28,6 @@ void run_fwd_in_pieces(const FwdInPieces& params, const cuda::DeviceInfo& device
 }
 
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream) {
-  if (params.num_splits > 1) return run_fwd_in_pieces({params}, device, stream);
   with_dtype(params.dtype, [&]<DType kDType> {
     if (params.max_logits != nullptr) {
       with_max_logits_class(params.head_dim, params.head_dim_v, [&]<int kHeadDim, int kHeadDimV> {

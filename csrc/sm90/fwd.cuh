@@ -51,7 +51,8 @@
 namespace flash_attn::sm90 {
 
 template <typename Traits>
-__device__ __forceinline__ void consumer_loop(const FwdParams& params, const CUtensorMap& out_map,
+__device__ __forceinline__ void consumer_loop(const typename Traits::Params& params,
+                                              const CUtensorMap& out_map,
                                               FwdSharedStorage<Traits>& smem, int consumer) {
   FwdConsumer<Traits> self(params, out_map, smem, consumer);
   typename Traits::Scores S;
@@ -164,15 +165,17 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
                   const MaskOrder& order = {}) {
   using Storage = FwdSharedStorage<Traits>;
   static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
-  const int64_t group = params.heads_q / params.heads_kv;
+  const PackedHeads packed = packed_heads<Traits>(params);
+  const int tiles_of_group = packed.tiles(params.heads_q / params.heads_kv);
   // Keys that the tiles under way at one time read: with a window, about as many as one tile sees.
   int64_t keys = params.seqlen_k;
   if (params.window_left >= 0 && params.window_right >= 0) {
     keys = std::min(keys, int64_t{params.window_left} + params.window_right + Traits::kBlockM);
   }
   auto scheduler = Traits::Scheduler::make(
-      params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch, params.heads_q,
-      keys * (params.head_dim + params.head_dim_v) * 2 / group);
+      params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch,
+      params.heads_kv * tiles_of_group,
+      keys * (params.head_dim + params.head_dim_v) * 2 / tiles_of_group);
   // Tiles of one length need no counter.
   const bool alike = !Traits::kMasked && sequences_are_alike(params);
   // They come head after head, as no length has to come first: the thread blocks walk over the same

@@ -40,7 +40,7 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   using Q = WgmmaOperand<Layout::kKInner, typename Traits::QTile>;
   using K = WgmmaOperand<Layout::kKInner, typename Traits::KTile>;
 
-  const FwdParams& params;
+  const typename Traits::Params& params;
   const CUtensorMap& out_map;
   FwdSharedStorage<Traits>& smem;
   int warpgroup, lane;
@@ -50,7 +50,8 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   Ring<Traits::kQStages> q_ring;
   Ring<Traits::kStages> k_ring, v_ring;
 
-  __device__ __forceinline__ FwdConsumer(const FwdParams& params, const CUtensorMap& out_map,
+  __device__ __forceinline__ FwdConsumer(const typename Traits::Params& params,
+                                         const CUtensorMap& out_map,
                                          FwdSharedStorage<Traits>& smem, int consumer)
       : FwdBiasRing<Traits>(smem, consumer),
         params(params),
@@ -64,6 +65,14 @@ struct FwdConsumer : FwdBiasRing<Traits> {
         k_ring(smem.k_ring),
         v_ring(smem.v_ring) {
     if (Traits::kTile.ordered && warpgroup == Traits::kConsumers - 1) pass_turn();
+  }
+
+  // The query, within the sequence, of one of the lane's two rows of a tile.
+  __device__ __forceinline__ int query(const FwdWork& work, int half) const {
+    if constexpr (Traits::kPieces) {
+      return work.first_row + params.packed.token(warp_row + fragment_row(half, lane));
+    }
+    return work.first_row + warp_row + fragment_row(half, lane);
   }
 
   // Turns go round: whoever has waited issues its products and passes on.

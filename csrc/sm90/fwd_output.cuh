@@ -77,16 +77,16 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
                                             typename Traits::Output& O,
                                             typename Traits::Softmax& softmax) {
   using Element = typename Traits::Element;
-  const FwdParams& params = self.params;
-  const int first_row = work.first_row + self.warp_row;  // of the warp
-  const int rows_that_count = work.window.len_q() - first_row, rows = work.segment_q - first_row;
+  const FwdInPieces& params = self.params;
   const int cols = params.head_dim_v;
-  float* const lse = work.lse + first_row;
+  const int heads = (work.kv.head + 1) * (params.heads_q / params.heads_kv) - work.q.head;
   const bool is_partial = params.num_splits > 1;
-  const int64_t partial_row = is_partial ? lse - params.partial.lse : 0;
+  const bool varlen = params.cu_seqlens_q != nullptr;
+  const int64_t partial_row = is_partial ? work.lse - params.partial.lse : 0;
+  const int64_t rows_of_head = varlen ? params.total_q : params.seqlen_q;  // of partial results
   Element* const out = static_cast<Element*>(params.out) +
                        SeqlenInfo::offset(params.out_strides, work.q.batch, work.q.head,
-                                          int64_t{work.q.box.last} - work.segment_q + first_row);
+                                          int64_t{work.q.box.last} - work.segment_q);
   softmax.finish();
   const float* const sinks = params.score.learnable_sink;
   if (sinks != nullptr && partial_row < params.heads_q * params.total_q) {
@@ -95,18 +95,22 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(half, self.lane);
-    if (row >= rows) continue;
-    const bool counts = row < rows_that_count;
-    if (self.lane % 4 == 0) lse[row] = counts ? softmax.log_sum_exp(half) : -INFINITY;
+    const int query = self.query(work, half);
+    const int head = params.packed.head(self.warp_row + fragment_row(half, self.lane));
+    if (query >= work.segment_q || head >= heads) continue;
+    const bool counts = query < work.window.len_q();
+    float* const lse =
+        work.lse + head * (is_partial ? rows_of_head : params.lse_head_stride) + query;
+    if (self.lane % 4 == 0) *lse = counts ? softmax.log_sum_exp(half) : -INFINITY;
     if (!counts) {
 #pragma unroll
       for (int i = 0; i < O.kRowElements; ++i) O.at(half, i) = 0.f;
     }
     if (is_partial) {
-      store_row(params.partial.o + (partial_row + row) * cols, O, half, cols, self.lane);
+      store_row(params.partial.o + (lse - params.partial.lse) * cols, O, half, cols, self.lane);
     } else {
-      store_row(out + row * params.out_strides.row, O, half, cols, self.lane);
+      store_row(out + head * params.out_strides.head + query * params.out_strides.row, O, half,
+                cols, self.lane);
     }
   }
 }

@@ -8,6 +8,7 @@
 #include "../cuda/attn/online_softmax.cuh"
 #include "../cuda/attn/seqlen.cuh"
 #include "config.h"
+#include "fwd.h"
 #include "fwd_forms.cuh"
 #include "fwd_pages.cuh"
 #include "ordered_scheduler.cuh"
@@ -103,6 +104,14 @@ __host__ __device__ __forceinline__ int num_pieces(const FwdParams& params) {
   return 1;
 }
 
+// How the rows of a tile of the call are dealt out to heads.
+template <typename Traits>
+__host__ __device__ __forceinline__ PackedHeads packed_heads(
+    const typename Traits::Params& params) {
+  if constexpr (Traits::kPieces) return params.packed;
+  return {};
+}
+
 // Whether Q takes on the softmax_scale of the call: a power of two near enough to 1 for bf16 to
 // lose nothing.
 template <typename Traits>
@@ -163,10 +172,17 @@ __device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, i
 }
 
 template <typename Traits>
-__device__ __forceinline__ FwdWork make_work(const FwdParams& params, const TileCoordinates& tile,
-                                             int piece, const SeqlenInfo& seqlen,
-                                             int key_alignment) {
+__device__ __forceinline__ FwdWork make_work(const typename Traits::Params& params,
+                                             const TileCoordinates& tile, int piece,
+                                             const SeqlenInfo& seqlen, int key_alignment) {
   const int first_row = tile.block * Traits::kBlockM;
+  const int group = params.heads_q / params.heads_kv;
+  int head = tile.head, kv_head = tile.head / group;
+  if constexpr (Traits::kPieces) {
+    const int tiles = params.packed.tiles(group);  // of a kv head
+    kv_head = tile.head / tiles;
+    head = kv_head * group + tile.head % tiles * params.packed.heads();
+  }
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
   // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
@@ -179,23 +195,23 @@ __device__ __forceinline__ FwdWork make_work(const FwdParams& params, const Tile
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
   BlockRange range = BlockRange::of_keys<Traits::kBlockM, Traits::kBlockN>(window, first_row);
   float* lse = params.lse + tile.batch_idx * params.lse_batch_stride +
-               tile.head * params.lse_head_stride + seqlen.q_begin;
+               head * params.lse_head_stride + seqlen.q_begin;
   if (Traits::kPieces && params.num_splits > 1) {
     range = range.piece(piece, params.num_splits);
     const int sequences = varlen_q ? 1 : params.batch, sequence = varlen_q ? 0 : tile.batch_idx;
     const int64_t rows = varlen_q ? params.total_q : params.seqlen_q;
     const int64_t result = int64_t{piece} * sequences + sequence;
-    lse = params.partial.lse + (result * params.heads_q + tile.head) * rows + seqlen.q_begin;
+    lse = params.partial.lse + (result * params.heads_q + head) * rows + seqlen.q_begin;
   }
   return {
       .window = window,
       .range = range,
       .q = {.box = {varlen_q ? params.total_q : params.seqlen_q, seqlen.q_begin, seqlen.segment_q},
-            .head = tile.head,
+            .head = head,
             .batch = varlen_q ? 0 : tile.batch_idx},
       .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin + first_key,
                      num_keys},
-             .head = tile.head / (params.heads_q / params.heads_kv),
+             .head = kv_head,
              .batch = varlen_k ? 0 : SeqlenInfo::kv_row(params, tile.batch_idx)},
       .lse = lse,
       .first_row = first_row,
@@ -395,7 +411,7 @@ struct FwdTensorMaps<0> {
 };
 
 template <typename Traits>
-FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
+FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const typename Traits::Params& params) {
   const bool varlen_q = params.cu_seqlens_q != nullptr, varlen_k = params.cu_seqlens_k != nullptr;
   const TensorShape q_shape = {.dtype = Traits::kDType,
                                .cols = params.head_dim,
@@ -411,6 +427,7 @@ FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
                                                                             : params.cache_rows};
   TensorShape v_shape = k_shape, out_shape = q_shape;
   v_shape.cols = out_shape.cols = params.head_dim_v;
+  const PackedHeads packed = packed_heads<Traits>(params);
   const auto pages = PageBoxes::make(params.pages, Traits::kBlockN, params.window_left);
   const auto make_key_map = [&](const void* keys, const Strides& strides, const TensorShape& shape,
                                 int slab_cols) {
@@ -421,7 +438,7 @@ FwdTensorMaps<Traits::kBiasMaps> make_fwd_tensor_maps(const FwdParams& params) {
   };
   FwdTensorMaps<Traits::kBiasMaps> maps = {
       .q = make_tensor_map(params.q, params.q_strides, q_shape, Traits::QTile::kSlabCols,
-                           Traits::kBlockM),
+                           Traits::kBlockM / packed.heads(), HiddenRows::kBehind, packed.heads()),
       .k = make_key_map(params.k, params.k_strides, k_shape, Traits::KTile::kSlabCols),
       .v = make_key_map(params.v, params.v_strides, v_shape, Traits::VTile::kSlabCols),
       .out = make_tensor_map(params.out, params.out_strides, out_shape,

@@ -13,8 +13,6 @@
 namespace flash_attn::cuda {
 namespace {
 
-constexpr double kMostTileBytes = 64 * 1024;
-
 // Keys of a piece where a result may not depend on the batch.
 constexpr int kInvariantKeys = 2048;
 
@@ -106,7 +104,9 @@ DecodeCost decode_cost(const CallShape& call) {
       .resident = resident_blocks(call),
       .tile_time = is_8bit(call.cache_dtype) ? 0.5 : 1,
       .reading = reading(call),
-      .merge_time = shares_reads(call) ? result_bytes / (kMostTileBytes * call.device->num_sms) : 0,
+      .merge_time = shares_reads(call)
+                        ? result_bytes / static_cast<double>(kReadBytes * call.device->num_sms)
+                        : 0,
   };
 }
 
@@ -298,11 +298,10 @@ double decode_time(const CallShape& call) {
     const auto keys = static_cast<double>(all_row_tiles(call) * most_keys(call));
     return kLaunch + keys * decode_key_time(call) / call.device->num_sms;
   }
-  // In which an H200 reads a tile for each SM; in some classes tiles have three quarters.
-  constexpr double kTileTime = 1.9;
+  // In some classes tiles have three quarters of kReadBytes.
   const double tile_time = with_head_dim_class(static_cast<int>(widest(call)), [&]<int kHeadDim> {
     constexpr int kTileBytes = 4 * kHeadDim * kDecodeTile<kHeadDim>.keys * kDecodeWarps;
-    return kTileTime * kTileBytes / kMostTileBytes;
+    return kReadTime * kTileBytes / kReadBytes;
   });
   const int splits =
       call.num_splits > 0 ? static_cast<int>(call.num_splits) : best_num_splits(call);

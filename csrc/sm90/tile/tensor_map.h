@@ -46,11 +46,11 @@ struct TensorShape {
 enum class HiddenRows { kBehind, kInFront };
 
 // Coordinates: (column, SequenceBox::first + row, SequenceBox::last, head, batch). A box has
-// box_rows rows of box_cols columns, 64 or 32, swizzled as SmemTile wants it. Columns beyond `cols`
-// are as rows beyond a sequence.
+// box_rows rows of box_cols columns, 64 or 32, swizzled as SmemTile wants it, and may have as many
+// rows of the heads behind it. Columns beyond `cols` are as rows beyond a sequence.
 inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
                                    const TensorShape& shape, int box_cols, int box_rows,
-                                   HiddenRows hidden = HiddenRows::kBehind) {
+                                   HiddenRows hidden = HiddenRows::kBehind, int box_heads = 1) {
   static const auto encode = [] {
     void* function = nullptr;  // through the runtime, so that nothing links the driver's library
     cudaDriverEntryPointQueryResult found;
@@ -79,7 +79,8 @@ inline CUtensorMap make_tensor_map(const void* tensor, const Strides& strides,
                                               stride(strides.head, shape.heads),
                                               stride(strides.batch, shape.batch)};
   const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(box_cols),
-                                 static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+                                 static_cast<cuuint32_t>(box_rows), 1,
+                                 static_cast<cuuint32_t>(box_heads), 1};
   const cuuint32_t steps[kRank] = {1, 1, 1, 1, 1};
   char* base = static_cast<char*>(const_cast<void*>(tensor));
   if (hidden == HiddenRows::kBehind) base -= rows * row_stride;
