@@ -112,7 +112,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   smem.zero_absent_slabs(params);
   if constexpr (Traits::kAlibi) smem.alibi.init(threadIdx.x, Traits::kThreads);
   __syncthreads();
-  if constexpr (Traits::kMasked) flash_attn::ptx::wait_for_prerequisites();  // the tiles' order
+  // A mask's order of tiles may still be on its way, or what pieces are computed from.
+  if constexpr (Traits::kMasked || Traits::kPieces) flash_attn::ptx::wait_for_prerequisites();
+  if constexpr (Traits::kPieces) flash_attn::ptx::launch_dependents();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
@@ -197,10 +199,12 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
   }
   const auto maps = make_fwd_tensor_maps<Traits>(params);
-  if constexpr (Traits::kMasked) {
+  if constexpr (Traits::kMasked || Traits::kPieces) {
+    // Blocks of a list that came early would take the room of what it runs beside.
+    const bool overlap = Traits::kMasked ? order.tiles != nullptr : !has_list;
     return cuda::launch_overlapping<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage),
-                                                        order.tiles != nullptr, stream, params,
-                                                        scheduler, maps, num_tiles);
+                                                        overlap, stream, params, scheduler, maps,
+                                                        num_tiles);
   }
   cuda::launch<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), stream, params,
                                    scheduler, maps, num_tiles);
