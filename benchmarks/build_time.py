@@ -47,9 +47,10 @@ def file_times(log: Path) -> dict[str, float]:
 
 
 def _source(output: str) -> str:
-    """CMakeFiles/flash_attn.dir/csrc/aten/fwd.cpp.o -> csrc/aten/fwd.cpp"""
-    name = output.split(".dir/", 1)[-1]
-    return name.removesuffix(".o")
+    """CMakeFiles/flash_attn.dir/csrc/aten/fwd.cpp.o -> csrc/aten/fwd.cpp; a file that CMake puts
+    together of several keeps its target in front, as several targets may have one of that name."""
+    target, _, name = output.removesuffix(".o").removeprefix("CMakeFiles/").rpartition(".dir/")
+    return f"{target}/{name}" if name.startswith("Unity/") else name
 
 
 def build_records(log: Path, seconds: float | None) -> list[dict]:

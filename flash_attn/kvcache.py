@@ -50,9 +50,10 @@ def flash_decode_func(
 
     Split-KV: each sequence's keys are cut into pieces that run side by side; their (out, lse) pairs
     are then combined (reference.split_kv shows how). With more than 16 tokens a sequence (a chunk
-    of a prompt) the kernels of flash_attn_func run instead where they are faster (can_use tells);
-    most of them copy pages first, into at most 1 GiB. Reads the cache, never writes; has no
-    gradient. All arguments combine freely, but for attn_bias beside tree_mask.
+    of a prompt), and on Hopper with more than 16 rows that read a kv head (tokens times query
+    heads), the kernels of flash_attn_func run instead where they are faster (can_use tells); most
+    of them copy pages first, into at most 1 GiB. Reads the cache, never writes; has no gradient.
+    All arguments combine freely, but for attn_bias beside tree_mask.
 
     Arguments:
         q: (batch, seqlen_q, heads_q, d), the last seqlen_q tokens of each sequence.

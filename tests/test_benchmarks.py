@@ -77,8 +77,17 @@ def test_ninja_log(tmp_path):
         "# ninja log v7\n"
         "0\t1000\t1\tCMakeFiles/flash_attn.dir/csrc/aten/fwd.cpp.o\tabc\n"
         "10\t4010\t1\tCMakeFiles/k.dir/csrc/sm80/fwd.cu.o\tdef\n"
+        "10\t3010\t1\tCMakeFiles/k.dir/Unity/unity_bwd_0_cu.cu.o\tghi\n"
+        "10\t2010\t1\tCMakeFiles/k_sm90.dir/Unity/unity_bwd_0_cu.cu.o\tjkl\n"
+        "10\t20\t1\tlibflash_attn.so\tmno\n"
     )
-    assert build_time.file_times(log) == {"csrc/sm80/fwd.cu": 4.0, "csrc/aten/fwd.cpp": 1.0}
+    assert build_time.file_times(log) == {
+        "csrc/sm80/fwd.cu": 4.0,
+        "k/Unity/unity_bwd_0_cu.cu": 3.0,
+        "k_sm90/Unity/unity_bwd_0_cu.cu": 2.0,
+        "csrc/aten/fwd.cpp": 1.0,
+        "libflash_attn.so": 0.01,
+    }
     assert build_time.build_records(log, None)[0]["values"]["seconds"] == 4.01
 
 

@@ -144,7 +144,7 @@ GROUPS = MANY | dict(
 
 @each_cache(cache_cases(60, 3, **GROUPS))
 def test_heads_that_share_tiles(case: CacheCase, target: Target, seed: int) -> None:
-    """On sm90 heads that read one kv head are rows of one tile, each with a power of two of them."""
+    """On sm90 heads that read one kv head have rows of one tile, each a power of two of them."""
     check(case, target, seed)
 
 

@@ -227,8 +227,11 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="bwd"), "sm90; bwd:"),
         (dict(op="bwd", softcap=True), "sm90; bwd:"),
         (dict(op="decode", tokens=8), "cuda; decode:"),
-        (dict(op="decode", tokens=9), "cuda; decode:"),
-        (dict(op="decode", tokens=20), "cuda; decode:"),
+        (dict(op="decode", tokens=4), "cuda; decode"),
+        (dict(op="decode", tokens=9), "sm90; fwd, tiles shared by heads, each sequence in 2"),
+        (dict(op="decode", tokens=64), "sm90; fwd, tiles shared by heads:"),
+        (dict(op="decode", tokens=65), "sm90; fwd:"),
+        (dict(op="decode", tokens=20, heads=(8, 8)), "cuda; decode:"),
         (dict(op="decode", appends=True, sink=True), "cuda; decode"),
         (dict(op="decode", appends=True, rotates=True), "cuda; decode"),
         (dict(op="decode", appends=True, rotates=True, head_dim=200), "cuda; decode"),
@@ -289,14 +292,17 @@ def test_the_plan_says_which_kernel(options: dict, plan: str) -> None:
         # Row tiles of the same keys fill the device in pieces, as far as it has room for them.
         ((32, 8), 128, 1, 8, 8192, "cuda; decode, each sequence in 8 pieces:"),
         ((64, 8), 128, 4, 6, 2048, "cuda; decode, each sequence in 2 pieces:"),
-        ((32, 2), 128, 16, 6, 2048, "cuda; decode:"),
         ((16, 16), 64, 1, 64, 8192, "cuda; decode, each sequence in 4 pieces:"),
-        ((32, 8), 128, 1, 32, 8192, "cuda; decode, each sequence in 4 pieces:"),
-        # Long keys beside more queries: the forward, whose narrow tiles are two on an SM.
-        ((16, 16), 64, 1, 64, 32768, "sm90; fwd, each sequence in 16 pieces:"),
-        ((32, 8), 128, 1, 64, 4096, "sm90; fwd, each sequence in 4 pieces:"),
-        ((16, 4), 256, 4, 32, 4096, "sm90; fwd, each sequence in 2 pieces:"),
-        ((16, 4), 256, 4, 64, 4096, "sm90; fwd, each sequence in 2 pieces:"),
+        ((16, 16), 64, 1, 48, 32768, "cuda; decode, each sequence in 5 pieces:"),
+        # Many rows that read the same keys: the forward, in whose tiles they lie together.
+        ((32, 2), 128, 16, 8, 2048, "sm90; fwd, tiles shared by heads, each sequence in 4"),
+        ((32, 8), 128, 1, 32, 8192, "sm90; fwd, tiles shared by heads, each sequence in 16"),
+        ((32, 8), 128, 1, 64, 8192, "sm90; fwd, tiles shared by heads, each sequence in 8"),
+        ((16, 2), 256, 4, 32, 8192, "sm90; fwd, tiles shared by heads, each sequence in 8"),
+        ((64, 8), 128, 16, 4, 8192, "sm90; fwd, tiles shared by heads:"),
+        # Or many of one head. Narrow tiles are two on an SM.
+        ((16, 16), 64, 1, 100, 32768, "sm90; fwd, each sequence in 16 pieces:"),
+        ((32, 32), 128, 1, 48, 8192, "sm90; fwd, each sequence in 4 pieces:"),
         # Where a merge takes longer than the keys, and where the device is full.
         ((16, 4), 256, 4, 128, 1024, "sm90; fwd:"),
         ((32, 8), 128, 4, 128, 8192, "sm90; fwd:"),
@@ -308,6 +314,30 @@ def test_few_queries_run_where_they_are_fastest(
     """By times of an H200, and by what those predict: docs/kernels/decode.md."""
     shape = dict(heads=heads, head_dim=head_dim, batch=batch, tokens=tokens, capacity=capacity)
     assert explain(DEFAULT, H100, "decode", **shape).startswith(plan)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(gpu=A100),
+        dict(gpu=B200),
+        dict(cache="int8"),
+        dict(softcap=True),
+        dict(bias=True),
+        dict(ragged=True),
+        dict(shares_prefix=True),
+        dict(paged=True, odd_pages=True),
+        dict(heads=(8, 8)),
+    ],
+    ids=str,
+)
+def test_who_has_no_tiles_that_heads_share(more: dict) -> None:
+    call = dict(tokens=8, heads=(64, 8)) | more
+    gpu = call.pop("gpu", H100)
+    assert choose(DEFAULT, gpu, "decode", **call)[0] == "cuda"
+    assert choose(DEFAULT, 0, "decode", tokens=8, heads=(64, 8))[0] == "aten"
+    plain = dict(tokens=8, heads=(64, 8), paged=more.get("paged", False))
+    assert "tiles shared by heads" in explain(DEFAULT, H100, "decode", **plain)
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,8 @@ std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args) {
   }
   call.plan = plan_call(families(), call.shape, {});
   const bool cuts_keys = call.plan.splits.count > 1, shares_tiles = call.plan.tile_tokens > 0;
-  const bool is_faster = call.plan.kernel != Kernel::kFwd ||
-                         (!attn.is_varlen() && (cuts_keys || shares_tiles));
+  const bool is_faster =
+      call.plan.kernel != Kernel::kFwd || (!attn.is_varlen() && (cuts_keys || shares_tiles));
   if (call.plan.backend == Backend::kAten || !is_faster) return std::nullopt;
   if (is_named && (call.plan.backend != Backend::kCuda || !call.serves_all)) return std::nullopt;
   return call;

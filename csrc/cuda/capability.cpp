@@ -1,8 +1,7 @@
 #include "capability.h"
 
 #include <algorithm>
-
-#include "decode/workspace.h"
+#include <cmath>
 
 namespace flash_attn::cuda {
 namespace {
@@ -113,14 +112,6 @@ bool has_few_tokens(const CallShape& call) {
   return call.device == nullptr || call.tokens <= kFewTokens;
 }
 
-bool is_for_decode(const CallShape& call) {
-  // What the forward would have to copy first.
-  const bool is_copied = call.paged && (call.odd_pages || call.window_left >= 0);
-  const bool shares_reads = group_rows(call) > kDecodeRows && call.heads_q > call.heads_kv &&
-                            call.head_dim == call.head_dim_v;
-  return has_few_tokens(call) && (call.ragged || call.shares_prefix || is_copied || !shares_reads);
-}
-
 double read_time(const CallShape& call) {
   const auto bytes = static_cast<double>(2 * call.batch * call.heads_kv * most_keys(call) *
                                          (call.head_dim + call.head_dim_v));
@@ -144,12 +135,14 @@ struct Pieces {
   double merge_time;
 
   Pieces(const CallShape& call, const ForwardTile& tile, int splits, bool shares_sms)
-      : count(forward_tiles(call, tile.tokens) * splits), at_once(call.device->num_sms), merge_time(0) {
+      : count(forward_tiles(call, tile.tokens) * splits),
+        at_once(call.device->num_sms),
+        merge_time(0) {
     constexpr int64_t kLeastKeys = 128;   // of a piece
     constexpr double kTwoAnSm = 1.6;      // the time of two on one SM
     constexpr double kLookUpPages = 1.2;  // the time of keys in pages
     // The merge has a thread block for each row of results, and pieces are written and read.
-    constexpr double kMerge = 2.6, kMergeRow = 0.5e-3, kMergeColumn = 1.6e-6;
+    constexpr double kMerge = 2, kMergeRow = 0.2e-3, kMergeColumn = 1.8e-6;
 
     const int64_t all_keys = most_keys(call);
     const auto keys = static_cast<double>(
@@ -166,10 +159,17 @@ struct Pieces {
   }
 };
 
+// What takes as long as the longer of the two, and more where they are nearly the same.
+double both_limits(double a, double b) {
+  return std::pow(std::pow(a, 6) + std::pow(b, 6), 1.0 / 6);
+}
+
 }  // namespace
 
 double forward_time(const CallShape& call, const ForwardTile& tile, int splits) {
-  constexpr double kLaunch = 3.6;
+  constexpr double kLaunch = 7;
+  // A thread block of its own for each SM reads slower than two of decode's.
+  constexpr double kReadSlow = 1.05;
   // Two more kernels find and serve the sequences that lack a page.
   constexpr double kMissingPages = 6;
   // The pages of each kv head are copied in the time of six blocks of decode's.
@@ -177,7 +177,8 @@ double forward_time(const CallShape& call, const ForwardTile& tile, int splits) 
 
   const Pieces pieces(call, tile, splits, /*shares_sms=*/false);
   const auto waves = static_cast<double>(ceil_div(pieces.count, pieces.at_once));
-  double time = kLaunch + std::max(waves * pieces.time, read_time(call)) + pieces.merge_time;
+  double time =
+      kLaunch + both_limits(waves * pieces.time, kReadSlow * read_time(call)) + pieces.merge_time;
   if (call.paged) time += kMissingPages;
   if (call.paged && tile.copies_pages) {
     const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * most_keys(call));

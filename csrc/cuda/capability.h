@@ -36,9 +36,6 @@ inline constexpr double kReadMaskCost = 1;
 int64_t most_keys(const CallShape& call);
 // So few tokens that sm80's forward is no choice.
 bool has_few_tokens(const CallShape& call);
-// Decode's kernels are the fastest, whatever the estimates say: of few tokens, unless more rows of q
-// than one of its thread blocks has read the same keys, and sm90's forward may take them together.
-bool is_for_decode(const CallShape& call);
 // In which an H200 reads so many bytes for each SM.
 inline constexpr double kReadTime = 1.9;
 inline constexpr int64_t kReadBytes = 64 * 1024;
@@ -54,7 +51,8 @@ struct ForwardTile {
   double start_time;  // and for its queries and its results
   bool two_an_sm;     // two share an SM where there are more blocks than SMs
   bool copies_pages;  // side by side, before
-  int64_t tokens = kForwardTileQueries;  // of each head: with fewer, several share the tile
+  // Rows of each head: with fewer than all, several heads share the tile.
+  int64_t tokens = kForwardTileQueries;
 };
 // Tiles of the whole call, not cut. tile_tokens: ForwardTile::tokens.
 int64_t forward_tiles(const CallShape& call, int64_t tile_tokens = kForwardTileQueries);

@@ -32,9 +32,10 @@
 //
 // It is compiled for several forms (FwdForm): without score terms, with all of them, with one of
 // them (fwd_steps.cuh), without them for a piece of the keys, whose O and LSE are partial results,
-// and without them for a mask whose hidden tiles are passed over (fwd_masked_producer.cuh): there
-// warp 0 takes tiles and finds their blocks of keys, and warp 3 loads K. Warp 3 loads K, too, where
-// keys lie in pages, which forms without a bias and dropout read in place (fwd_pages.cuh).
+// and in whose tiles heads may share rows (PackedHeads), and without them for a mask whose hidden
+// tiles are passed over (fwd_masked_producer.cuh): there warp 0 takes tiles and finds their blocks
+// of keys, and warp 3 loads K. Warp 3 loads K, too, where keys lie in pages, which forms without a
+// bias and dropout read in place (fwd_pages.cuh).
 //
 // Shared memory   d <= 128   │ Q × 2 │ K × kStages │ V × kStages │ O             │ work, barriers │
 //                 d > 128    │ Q     │ K × kStages │ V × kStages │ a part of O   │ work, barriers │
@@ -47,6 +48,7 @@
 #include "fwd_masked_producer.cuh"
 #include "fwd_output.cuh"
 #include "fwd_producer.cuh"
+#include "fwd_tensor_maps.cuh"
 
 namespace flash_attn::sm90 {
 
@@ -174,10 +176,10 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   if (params.window_left >= 0 && params.window_right >= 0) {
     keys = std::min(keys, int64_t{params.window_left} + params.window_right + Traits::kBlockM);
   }
-  auto scheduler = Traits::Scheduler::make(
-      params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch,
-      params.heads_kv * tiles_of_group,
-      keys * (params.head_dim + params.head_dim_v) * 2 / tiles_of_group);
+  auto scheduler =
+      Traits::Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch,
+                              params.heads_kv * tiles_of_group,
+                              keys * (params.head_dim + params.head_dim_v) * 2 / tiles_of_group);
   // Tiles of one length need no counter.
   const bool alike = !Traits::kMasked && sequences_are_alike(params);
   // They come head after head, as no length has to come first: the thread blocks walk over the same

@@ -51,8 +51,8 @@ struct FwdConsumer : FwdBiasRing<Traits> {
   Ring<Traits::kStages> k_ring, v_ring;
 
   __device__ __forceinline__ FwdConsumer(const typename Traits::Params& params,
-                                         const CUtensorMap& out_map,
-                                         FwdSharedStorage<Traits>& smem, int consumer)
+                                         const CUtensorMap& out_map, FwdSharedStorage<Traits>& smem,
+                                         int consumer)
       : FwdBiasRing<Traits>(smem, consumer),
         params(params),
         out_map(out_map),

@@ -6,6 +6,8 @@
 
 #include "bias_hint.cuh"
 #include "fwd.h"
+#include "fwd_pages.cuh"
+#include "fwd_tensor_maps.cuh"
 #include "fwd_traits.cuh"
 
 namespace flash_attn::sm90 {

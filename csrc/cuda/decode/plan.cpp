@@ -31,8 +31,11 @@ struct Reading {
   double busy_share = 0;  // what each of an SM's blocks keeps the SM busy
 
   double of(double share) const {
+    // Readers of the same keys presumably drift apart, and read some of them from memory again.
+    constexpr double kSharedSlow = 1.1;
+    const double slow = readers > 1 ? kSharedSlow : 1;
     return std::max(
-        {least_share, share / static_cast<double>(readers), busy_share * std::ceil(share)});
+        {least_share, share * slow / static_cast<double>(readers), busy_share * std::ceil(share)});
   }
 };
 
@@ -289,6 +292,15 @@ Plan plan_kvcache(const CallShape& call, Kernel kernel, const KvcacheGrid& grid)
       plan.splits.count == 0 ? 2 * int64_t{grid.parts} : call.batch * plan.splits.count;
   plan.workspace_rows = pieces * call.heads_q * call.tokens;
   return plan;
+}
+
+bool is_for_decode(const CallShape& call) {
+  if (call.device == nullptr || is_empty(call)) return true;
+  // What the forward would have to copy first.
+  const bool is_copied = call.paged && (call.odd_pages || call.window_left >= 0);
+  const bool shares_rows =
+      row_tiles(call) > 1 && call.heads_q > call.heads_kv && call.head_dim == call.head_dim_v;
+  return has_few_tokens(call) && (call.ragged || call.shares_prefix || is_copied || !shares_rows);
 }
 
 double decode_time(const CallShape& call) {

@@ -8,6 +8,9 @@ namespace flash_attn::cuda {
 Plan plan_decode(const CallShape& call);
 // Of a kernel that cuts keys as kvcache.cuh does, with a grid of its own.
 Plan plan_kvcache(const CallShape& call, Kernel kernel, const KvcacheGrid& grid);
+// Decode's kernels are the fastest, whatever the estimates say: of few tokens, unless several thread
+// blocks read the same keys and sm90's forward, in whose tiles heads share rows, may read them once.
+bool is_for_decode(const CallShape& call);
 // Estimated, as in ../capability.h.
 double decode_time(const CallShape& call);
 
