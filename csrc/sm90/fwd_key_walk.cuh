@@ -373,18 +373,17 @@ class KeyWalk {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     }
     if (is_full()) return;
-    const int queries[] = {self.query(work, 0), self.query(work, 1)};
+    const int query = self.query(work, 0), other_query = self.query(work, 1);
     const int first_key = block() * Traits::kBlockN;
     if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {
-      mask_from(S,
-                {work.window.end_key(queries[0]) - first_key,
-                 work.window.end_key(queries[1]) - first_key},
-                self.lane);
+      mask_from(
+          S, {work.window.end_key(query) - first_key, work.window.end_key(other_query) - first_key},
+          self.lane);
     }
     if (block() < blocks().full_begin) {
       mask_before(S,
-                  {work.window.first_key(queries[0]) - first_key,
-                   work.window.first_key(queries[1]) - first_key},
+                  {work.window.first_key(query) - first_key,
+                   work.window.first_key(other_query) - first_key},
                   self.lane);
     }
   }

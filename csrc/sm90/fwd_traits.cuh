@@ -175,12 +175,10 @@ __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& para
                                              const TileCoordinates& tile, int piece,
                                              const SeqlenInfo& seqlen, int key_alignment) {
   const int first_row = tile.block * Traits::kBlockM;
-  const int group = params.heads_q / params.heads_kv;
-  int head = tile.head, kv_head = tile.head / group;
+  int head = tile.head;  // the first of those that share it
   if constexpr (Traits::kPieces) {
-    const int tiles = params.packed.tiles(group);  // of a kv head
-    kv_head = tile.head / tiles;
-    head = kv_head * group + tile.head % tiles * params.packed.heads();
+    const int group = params.heads_q / params.heads_kv, tiles = params.packed.tiles(group);
+    head = tile.head / tiles * group + tile.head % tiles * params.packed.heads();
   }
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
   // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
@@ -210,7 +208,7 @@ __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& para
             .batch = varlen_q ? 0 : tile.batch_idx},
       .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin + first_key,
                      num_keys},
-             .head = kv_head,
+             .head = head / (params.heads_q / params.heads_kv),
              .batch = varlen_k ? 0 : SeqlenInfo::kv_row(params, tile.batch_idx)},
       .lse = lse,
       .first_row = first_row,
