@@ -294,6 +294,16 @@ def chunk_cases() -> list[CacheCase]:
             dict(capacity=1106, page_size=7, window=(900, 0), garbage=True),
         )
     ]
+    # Heads that share tiles of sm90: those of a kv head have one, or two, or one row each.
+    cases += [
+        CacheCase(d=d, dtype=dtype, capacity=1100, **form)
+        for d, dtype in ((64, "bf16"), (128, "fp16"), (256, "bf16"))
+        for form in (
+            dict(heads_q=14, seqlen_q=5, new=5, rotary="halves", window=(700, 0)),
+            dict(heads_q=6, heads_kv=1, seqlen_q=33, page_size=16, rows=True, garbage=True),
+            dict(heads_q=40, heads_kv=1, num_splits=1),
+        )
+    ]
     return cases + [
         CacheCase(d=256, seqlen_q=130, capacity=140, causal=False, dtype="fp16"),
         CacheCase(
