@@ -169,12 +169,17 @@ def decode_terms(quick: bool = False) -> list[DecodeCase]:
 
 
 def chunk(quick: bool = False) -> list[DecodeCase]:
-    """Prefill in chunks, into a cache."""
+    """Prefill in chunks, into a cache, and drafts of speculative decoding."""
     cases = [
         DecodeCase(32, 8, 1, length, tokens=tokens)
         for length in (8192, 32768)
         for tokens in (64, 256, 1024)
     ] + [DecodeCase(32, 8, 8, 8192, tokens=64)]
+    cases += [
+        DecodeCase(64, 8, batch, length, tokens=tokens)
+        for batch, length in ((1, 32768), (16, 8192))
+        for tokens in (8, 16)
+    ]
     return cases[::3] if quick else cases
 
 

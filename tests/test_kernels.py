@@ -294,7 +294,7 @@ def chunk_cases() -> list[CacheCase]:
             dict(capacity=1106, page_size=7, window=(900, 0), garbage=True),
         )
     ]
-    # Heads that share tiles of sm90: those of a kv head have one, or two, or one row each.
+    # Heads that share tiles of sm90: some rows of one, three tiles for a kv head, one row a head.
     cases += [
         CacheCase(d=d, dtype=dtype, capacity=1100, **form)
         for d, dtype in ((64, "bf16"), (128, "fp16"), (256, "bf16"))

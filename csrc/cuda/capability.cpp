@@ -1,7 +1,6 @@
 #include "capability.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace flash_attn::cuda {
 namespace {
@@ -159,15 +158,17 @@ struct Pieces {
   }
 };
 
-// What takes as long as the longer of the two, and more where they are nearly the same.
+// As long as the longer of the two, and up to an eighth more where they are nearly the same.
 double both_limits(double a, double b) {
-  return std::pow(std::pow(a, 6) + std::pow(b, 6), 1.0 / 6);
+  const double longer = std::max(a, b);
+  if (longer == 0) return 0;
+  const double ratio = std::min(a, b) / longer;
+  return longer * (1 + 0.125 * ratio * ratio * ratio * ratio * ratio);
 }
 
 }  // namespace
 
 double forward_time(const CallShape& call, const ForwardTile& tile, int splits) {
-  constexpr double kLaunch = 7;
   // A thread block of its own for each SM reads slower than two of decode's.
   constexpr double kReadSlow = 1.05;
   // Two more kernels find and serve the sequences that lack a page.
@@ -177,8 +178,8 @@ double forward_time(const CallShape& call, const ForwardTile& tile, int splits) 
 
   const Pieces pieces(call, tile, splits, /*shares_sms=*/false);
   const auto waves = static_cast<double>(ceil_div(pieces.count, pieces.at_once));
-  double time =
-      kLaunch + both_limits(waves * pieces.time, kReadSlow * read_time(call)) + pieces.merge_time;
+  double time = tile.launch_time + both_limits(waves * pieces.time, kReadSlow * read_time(call)) +
+                pieces.merge_time;
   if (call.paged) time += kMissingPages;
   if (call.paged && tile.copies_pages) {
     const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * most_keys(call));

@@ -47,6 +47,7 @@ double decode_key_time(const CallShape& call);
 // A thread block of a forward kernel, with kForwardTileQueries rows of queries.
 inline constexpr int kForwardTileQueries = 128;
 struct ForwardTile {
+  double launch_time;
   double key_time;    // that it takes for a key
   double start_time;  // and for its queries and its results
   bool two_an_sm;     // two share an SM where there are more blocks than SMs

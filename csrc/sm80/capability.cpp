@@ -67,9 +67,11 @@ bool skips_tiles(const CallShape& call) {
 }
 
 double cost_of_decode(const CallShape& call) {
-  constexpr double kTile = 4.75, kStart = 4;  // a tile's time, in blocks of decode's; µs
+  constexpr double kTile = 4.75;               // a tile's time, in blocks of decode's
+  constexpr double kLaunch = 3.6, kStart = 4;  // µs
   if (cuda::has_few_tokens(call)) return std::numeric_limits<double>::infinity();
-  const cuda::ForwardTile tile = {.key_time = kTile * cuda::decode_key_time(call),
+  const cuda::ForwardTile tile = {.launch_time = kLaunch,
+                                  .key_time = kTile * cuda::decode_key_time(call),
                                   .start_time = kStart,
                                   .two_an_sm = false,
                                   .copies_pages = true};

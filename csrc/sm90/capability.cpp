@@ -90,8 +90,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
   if (call.op == Op::kBackward) refuse_backward(reasons, call);
 }
 
-// So many rows of a tile has each of the heads that share it, a power of two: query heads of few
-// tokens that read one kv head. Else a tile has one head.
+// How many rows of a tile each of the heads that share it has, a power of two. Query heads of few
+// tokens share one if they read one kv head; else a tile has one head.
 int64_t tile_tokens(const CallShape& call) {
   constexpr int64_t kTile = cuda::kForwardTileQueries;
   const bool share = call.op == Op::kDecode && call.heads_q > call.heads_kv && call.tokens > 0 &&
@@ -104,14 +104,15 @@ bool shares_tiles(const CallShape& call) { return tile_tokens(call) < cuda::kFor
 // too: its exponentials take longer than the products of wider tiles.
 cuda::ForwardTile key_tile(const CallShape& call, int splits) {
   constexpr double kKey = 0.0103, kNarrowKey = 0.012;  // µs, up to d = 128
-  constexpr double kStartColumn = 0.022;               // µs
+  constexpr double kLaunch = 7, kStartColumn = 0.022;  // µs
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   const int64_t cut_class =
       with_pieces_class(static_cast<int>(widest), []<int kHeadDim> { return kHeadDim; });
   const bool in_pieces = splits > 1 || shares_tiles(call);
   const auto width = static_cast<double>(in_pieces ? cut_class : widest);
   const bool narrow = widest <= 64 && (widest > 48 || in_pieces);
-  return {.key_time = narrow ? kNarrowKey : kKey * std::max(1.0, width / 128),
+  return {.launch_time = kLaunch,
+          .key_time = narrow ? kNarrowKey : kKey * std::max(1.0, width / 128),
           .start_time = kStartColumn * width,
           .two_an_sm = narrow && kPiecesTile<64>.blocks == 2,
           .copies_pages = false,
@@ -147,12 +148,13 @@ int best_num_splits(const CallShape& call) {
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
   if (call.decode_time > 0) return best_num_splits_beside_decode(call);
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call, tile_tokens(call)), 1);
-  const int64_t resident = call.device->num_sms * (key_tile(call, 2).two_an_sm ? 2 : 1);
+  const cuda::ForwardTile tile = key_tile(call, 2);  // of all calls whose keys are cut
+  const int64_t resident = call.device->num_sms * (tile.two_an_sm ? 2 : 1);
   const int64_t most = std::min(most_splits, resident / tiles);
   int best = 1;
   double best_time = time_of_keys(call, 1);
   for (int splits = 2; splits <= most; ++splits) {
-    const double time = time_of_keys(call, splits);
+    const double time = cuda::forward_time(call, tile, splits);
     if (time < best_time) {
       best = splits;
       best_time = time;

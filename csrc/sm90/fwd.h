@@ -29,8 +29,8 @@ struct FwdTileList {
 
   FLASH_ATTN_HOST_DEVICE bool exists() const { return tiles != nullptr; }
 };
-// How the rows of a tile are dealt out to query heads that read one kv head: 2^token_bits of them to
-// each head. By default a tile has one head.
+// How the rows of a tile are dealt out to query heads that read one kv head: each has 2^token_bits
+// of them. By default a tile has one head.
 struct PackedHeads {
   static constexpr int kTileRows = 128;
   int token_bits = 7;
@@ -40,11 +40,11 @@ struct PackedHeads {
   // Of a row of a tile.
   FLASH_ATTN_HOST_DEVICE int token(int row) const { return row & (tokens() - 1); }
   FLASH_ATTN_HOST_DEVICE int head(int row) const { return row >> token_bits; }
-  // So many tiles have the heads that read one kv head.
+  // How many tiles the heads that read one kv head take.
   FLASH_ATTN_HOST_DEVICE int tiles(int group) const { return (group + heads() - 1) / heads(); }
 };
 // run_fwd() in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
-// written. A list of tiles has none whose rows are dealt out.
+// written. With a list a tile has one head.
 struct FwdInPieces : FwdParams {
   FwdTileList list = {};
   PackedHeads packed = {};

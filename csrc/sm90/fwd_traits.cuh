@@ -89,6 +89,7 @@ struct FwdTraits {
                          std::conditional_t<kMasked, OrderedScheduler<TileScheduler<kBlockM>>,
                                             TileScheduler<kBlockM>>>;
   static_assert(!kMasked || kBlockM == kOrderedRows);
+  static_assert(!kPieces || kBlockM == PackedHeads::kTileRows);
 };
 
 enum NamedBarrier : int {  // 0 is __syncthreads

@@ -102,8 +102,8 @@ struct LatentSoftmax {
     raise(maximum, correction);
   }
 
-  // Makes row_sum the sum over all keys of a piece, the number-th of the thread block. When the next
-  // one's queries have come, both consumers have read what was exchanged.
+  // Makes row_sum the sum over all keys of a piece. number: of the pieces that the thread block had
+  // before. When the next one's queries have come, both consumers have read what they exchange here.
   template <typename Traits>
   __device__ __forceinline__ void finish(LatentStorage<Traits>& smem, unsigned number, int consumer,
                                          int warp_row, int lane) {

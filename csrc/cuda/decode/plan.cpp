@@ -296,8 +296,10 @@ Plan plan_kvcache(const CallShape& call, Kernel kernel, const KvcacheGrid& grid)
 
 bool is_for_decode(const CallShape& call) {
   if (call.device == nullptr || is_empty(call)) return true;
-  // What the forward would have to copy first.
-  const bool is_copied = call.paged && (call.odd_pages || call.window_left >= 0);
+  // What the forward would have to copy first, as fits_boxes() of the bindings says.
+  const bool has_short_window =
+      call.window_left >= 0 && call.window_left + 1 < PageTable::kMultiple;
+  const bool is_copied = call.paged && (call.odd_pages || has_short_window);
   const bool shares_rows =
       row_tiles(call) > 1 && call.heads_q > call.heads_kv && call.head_dim == call.head_dim_v;
   return has_few_tokens(call) && (call.ragged || call.shares_prefix || is_copied || !shares_rows);
