@@ -85,6 +85,10 @@ class Ragged:
         tensors, options = self.arguments(device)
         return flash_attn.can_use(*tensors, **options).backend
 
+    def plan(self, device: str) -> str:
+        tensors, options = self.arguments(device)
+        return flash_attn.can_use(*tensors, **options).plan
+
     def expected(self):
         """By the CPU in float64, sequence by sequence; rows that do not count are 0, lse -inf."""
         out = torch.zeros(len(self.q), self.heads[0], self.d_v, dtype=torch.float64)

@@ -7,6 +7,7 @@
 
 #include "../cuda/capability.h"
 #include "../cuda/decode/plan.h"
+#include "../cuda/decode/workspace.h"
 #include "cache_call.h"
 #include "checks.h"
 #include "families.h"
@@ -96,7 +97,23 @@ bool has_few_queries(const AttnArgs& attn) {
   return !is_for_decode_alone || tokens <= kMostOfDecode;
 }
 
-DecodeArgs decode_args(const AttnArgs& attn) {
+// Whether heads of a varlen call may share tiles of sm90's forward, which needs no queries side by
+// side. Where it is mixed, short sequences would leave most rows of tiles for the longest one empty.
+bool may_share_tiles(const AttnArgs& attn) {
+  constexpr int64_t kMostTokens = 64;
+  if (!attn.is_varlen() || tokens_of(attn) > kMostTokens) return false;
+  const int64_t tokens = tokens_of(attn), keys = value(attn.max_seqlen_k);
+  // One thread block of decode's reads the keys of a kv head once, too.
+  if (tokens * (attn.q.size(1) / attn.k.size(-2)) <= cuda::kDecodeRows) return false;
+  const bool reads_keys =
+      !attn.block_table ||
+      (!attn.leftpad_k && fits_boxes(attn.k.size(1), window_to_params(attn.window_left),
+                                     attn.top_left));
+  return reads_keys && keys >= std::max(kLeastKeys, kKeysOfAQuery * tokens) &&
+         (tokens <= kMostOfDecode || !is_mixed(attn));
+}
+
+DecodeArgs decode_args(const AttnArgs& attn, int64_t room) {
   DecodeArgs args = {.q = attn.q,
                      .k_cache = attn.k,
                      .v_cache = attn.v,
@@ -116,13 +133,23 @@ DecodeArgs decode_args(const AttnArgs& attn) {
                      .attn_bias = attn.attn_bias};
   if (!attn.is_varlen()) return args;
   const int64_t batch = batch_of(attn);
-  args.q = attn.q.narrow(0, 0, 1).unsqueeze(0).expand({batch, room_of(attn), -1, -1});
+  args.q = attn.q.narrow(0, 0, 1).unsqueeze(0).expand({batch, room, -1, -1});
   if (attn.cu_seqlens_k) {
     // Sequences side by side are rows of one cache, of which each has a part for its own.
     args.k_cache = attn.k.unsqueeze(0).expand({batch, -1, -1, -1});
     args.v_cache = attn.v.unsqueeze(0).expand({batch, -1, -1, -1});
   }
   return args;
+}
+
+// The call as one of decode, whose plan is not made yet. room: for so many queries of each sequence
+// of a varlen call.
+FewQueriesCall call_of_decode(const AttnArgs& attn, int64_t room) {
+  FewQueriesCall call = {
+      .args = decode_args(attn, room), .shape = {}, .plan = {}, .serves_all = true};
+  call.shape = call_shape(call.args);
+  if (attn.is_varlen()) call.shape.longest = value(attn.max_seqlen_k);
+  return call;
 }
 
 // The most tiles that a head has, of sequences that do not overlap.
@@ -177,18 +204,24 @@ std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args) {
   const AttnArgs& attn = args.attn;
   const bool has_numbers = attn.q.numel() > 0 && attn.k.numel() > 0 && attn.v.numel() > 0;
   const bool is_named = args.backend.has_value();
-  if ((is_named && *args.backend != name(Backend::kCuda)) || gpu_of(attn.q) == nullptr ||
-      !has_numbers || !has_form_of_decode(args) || !has_few_queries(attn)) {
+  const bool may_share = !is_named || *args.backend == name(Backend::kSm90);
+  const bool may_be_decode = !is_named || *args.backend == name(Backend::kCuda);
+  if (!(may_share || may_be_decode) || gpu_of(attn.q) == nullptr || !has_numbers ||
+      !has_form_of_decode(args)) {
     return std::nullopt;
   }
   if (!is_readable(attn.q) || !is_readable(attn.k) || !is_readable(attn.v)) return std::nullopt;
-  FewQueriesCall call = {
-      .args = decode_args(attn), .shape = {}, .plan = {}, .serves_all = !is_mixed(attn)};
-  call.shape = call_shape(call.args);
-  if (attn.is_varlen()) {
-    call.shape.longest = value(attn.max_seqlen_k);
-    call.shape.ragged = true;  // gets a leftpad (VarlenDecode)
+  if (may_share && may_share_tiles(attn)) {
+    FewQueriesCall call = call_of_decode(attn, tokens_of(attn));
+    call.shape.gathers = true;
+    call.plan = plan_call(families(), call.shape, args.backend);
+    if (call.plan.tile_tokens > 0) return call;
   }
+  if (!may_be_decode || !has_few_queries(attn)) return std::nullopt;
+  FewQueriesCall call = call_of_decode(attn, room_of(attn));
+  call.serves_all = !is_mixed(attn);
+  // Its queries get a leftpad (VarlenDecode).
+  if (attn.is_varlen()) call.shape.ragged = true;
   call.plan = plan_call(families(), call.shape, {});
   const bool cuts_keys = call.plan.splits.count > 1, shares_tiles = call.plan.tile_tokens > 0;
   const bool is_faster =

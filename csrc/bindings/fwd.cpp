@@ -38,13 +38,20 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn,
   sm90::run_fwd_masked(masked, order.data_ptr<int32_t>(), *plan.device, stream_of(out));
 }
 
-// A varlen forward whose keys are cut, and what of it has to live until its kernels are launched.
+sm90::PackedHeads packed_heads(const Plan& plan) {
+  if (plan.tile_tokens == 0) return {};
+  return {.token_bits = std::countr_zero(static_cast<unsigned>(plan.tile_tokens))};
+}
+
+// A varlen forward in pieces, and what of it has to live until its kernels are launched.
 struct InPieces {
   sm90::FwdInPieces params;
   at::Tensor workspace;
 
   // The plan may have them in one piece: then there is nothing to merge.
-  InPieces(const Plan& plan, const FwdParams& call, const at::Tensor& lse) : params{call} {
+  InPieces(const Plan& plan, const FwdParams& call, const at::Tensor& lse)
+      : params{.packed = packed_heads(plan)} {
+    static_cast<FwdParams&>(params) = call;
     params.num_splits = plan.splits.count;
     if (params.num_splits == 1) return;
     const int64_t rows = plan.splits.count * params.heads_q * params.total_q;
@@ -172,7 +179,7 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
       if (decode) decode->launch();
       if (plan.skips_tiles) {
         launch_masked(plan, params, attn, out);
-      } else if (plan.splits.count > 1) {
+      } else if (plan.splits.count > 1 || plan.tile_tokens > 0) {
         launch_in_pieces(plan, params, out, lse);
       } else {
         launch_fwd(plan, params, out);
@@ -212,11 +219,7 @@ void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out) {
   if (plan.tile_tokens == 0 && plan.splits.count == 1) {
     return sm90::run_fwd(params, *plan.device, stream_of(out));
   }
-  sm90::FwdInPieces in_pieces = {params};
-  if (plan.tile_tokens > 0) {
-    in_pieces.packed = {std::countr_zero(static_cast<unsigned>(plan.tile_tokens))};
-  }
-  sm90::run_fwd_in_pieces(in_pieces, *plan.device, stream_of(out));
+  sm90::run_fwd_in_pieces({params, {}, packed_heads(plan)}, *plan.device, stream_of(out));
 }
 
 FwdResult fwd_wanted(const FwdArgs& args) {
@@ -224,8 +227,12 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   check_max_seqlens(args.attn);
   const c10::DeviceGuard guard(args.attn.q.device());
   std::optional<FewQueriesCall> few = few_queries_call(args);
-  if (few && few->serves_all) return fwd_of_few_queries(*std::move(few), args);
-  const Plan plan = make_plan(forward_shape(args, few ? &*few : nullptr), args.backend);
+  const bool shares_tiles = few && few->plan.tile_tokens > 0 && args.attn.is_varlen();
+  if (few && few->serves_all && !shares_tiles) return fwd_of_few_queries(*std::move(few), args);
+  const Plan plan =
+      shares_tiles ? few->plan
+                   : make_plan(forward_shape(args, few ? &*few : nullptr), args.backend);
+  if (shares_tiles) few.reset();
   if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.

@@ -29,6 +29,7 @@ struct CallShape {
   bool tile_mask = false;   // a mask of tiles; bias is true too, as which it can be read
   bool bool_mask = false;   // the bias hides keys and adds nothing; of tile_mask too
   bool ragged = false;      // varlen, or seqused or leftpad; of decode: leftpad
+  bool gathers = false;     // of decode: varlen, whose queries decode's kernels need side by side
   bool paged = false;       // of decode, and of a forward that reads pages in place
   bool odd_pages = false;   // of decode: the keys of a page are no multiple of eight
   bool return_probs = false, max_logits = false;

@@ -91,7 +91,7 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
   reasons.refuse_if(call.bias, "attn_bias and tree_mask are not supported");
   reasons.refuse_if(call.softcap, "softcap is not supported");
-  reasons.refuse_if(call.sink, "learnable_sink is not supported");
+  reasons.refuse_if(call.sink && !call.gathers, "learnable_sink is not supported");
 }
 
 int64_t forward_tiles(const CallShape& call, int64_t tile_tokens) {

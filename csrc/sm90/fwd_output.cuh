@@ -88,15 +88,21 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
                        SeqlenInfo::offset(params.out_strides, work.q.batch, work.q.head,
                                           int64_t{work.q.box.last} - work.segment_q);
   softmax.finish();
+  const auto head_of = [&](int half) {
+    return params.packed.head(self.warp_row + fragment_row(half, self.lane));
+  };
   const float* const sinks = params.score.learnable_sink;
   if (sinks != nullptr && partial_row < params.heads_q * params.total_q) {
-    softmax.add_sink(O, bounded_sink(sinks[work.q.head]));
+    const auto sink = [&](int half) {  // rows of no head get any
+      return bounded_sink(sinks[work.q.head + min(head_of(half), heads - 1)]);
+    };
+    softmax.add_sinks(O, {sink(0), sink(1)});
   }
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = self.query(work, half);
-    const int head = params.packed.head(self.warp_row + fragment_row(half, self.lane));
+    const int head = head_of(half);
     if (query >= work.segment_q || head >= heads) continue;
     const bool counts = query < work.window.len_q();
     float* const lse =

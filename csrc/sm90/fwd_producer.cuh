@@ -51,7 +51,9 @@ __device__ __forceinline__ FoundTile find_tile(const typename Traits::Params& pa
 // Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
 // blocks share, the next tile is taken before this one's last K is waited for: late, so that blocks
 // end together, but early enough for its first loads to hide behind the end of this one. Keys that
-// lie in pages (kPages) are another warp's to load, which says when the last K is due.
+// lie in pages (kPages) are another warp's to load, which says when the last K is due. Where heads
+// share tiles, a block of queries that is longer than a head's rows of a tile is as many tiles, one
+// after the other.
 template <typename Traits, bool kPages>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
@@ -71,21 +73,33 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
         tile_idx = __shfl_sync(~0u, tile_idx, 0);
       }
       tiles_of_head = *params.list.num_tiles;
-      num_tiles = tiles_of_head * params.heads_q * num_pieces<Traits>(params);
     }
   }
+  if constexpr (Traits::kPieces) {
+    if (lane == 0) smem.pieces.row_of_block = 0;
+    __syncwarp();
+  }
+  const auto all_tiles = [&] {
+    if constexpr (Traits::kPieces) {
+      if (params.list.exists()) return tiles_of_head * params.heads_q * num_pieces<Traits>(params);
+    }
+    return num_tiles;
+  };
 #pragma unroll 1
-  while (tile_idx < num_tiles) {
+  while (tile_idx < all_tiles()) {
     const auto [tile, seqlen] =
         find_tile<Traits>(params, scheduler, tiles_of_head, tile_idx / num_pieces<Traits>(params));
-    const bool has_rows = tile.block * Traits::kBlockM < seqlen.segment_q;
+    int first_row = tile.block * Traits::kBlockM;
+    if constexpr (Traits::kPieces) first_row += smem.pieces.row_of_block;
+    const bool has_rows = first_row < seqlen.segment_q;
     FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     int n = 0, begin = 0, turned = 0;  // blocks of K to load
     if (has_rows && lane == 0) {
       work_ring.wait_empty();
       stage.end = false;
       const int piece = tile_idx % num_pieces<Traits>(params);
-      new (stage.storage) FwdWork(make_work<Traits>(params, tile, piece, seqlen, key_alignment));
+      new (stage.storage)
+          FwdWork(make_work<Traits>(params, tile, first_row, piece, seqlen, key_alignment));
       work_ring.arrive_full();
       n = stage.work().range.end, begin = stage.work().range.begin;
       turned = turned_blocks<Traits>(stage.work(), seqlen.diagonal(params));
@@ -101,9 +115,24 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       load_block<Traits>(k_map, stage.work(), --n, turned, params.head_dim, smem.k, k_ring);
     };
     while (n > begin + 1) load_next();
-    tile_idx += gridDim.x;
-    if (params.tile_counter != nullptr && lane == 0) {
-      tile_idx = first_round + atomicAdd(params.tile_counter, 1);
+    bool block_ends = true;  // lane 0 knows
+    if constexpr (Traits::kPieces) {
+      if (lane == 0) {
+        int row = 0;
+        if (has_rows) {
+          row = stage.work().first_row + params.packed.tokens();
+          row = row < stage.work().segment_q ? row % Traits::kBlockM : 0;
+        }
+        smem.pieces.row_of_block = row;
+        block_ends = row == 0;
+      }
+      __syncwarp();
+    }
+    if (block_ends) {
+      tile_idx += gridDim.x;
+      if (params.tile_counter != nullptr && lane == 0) {
+        tile_idx = first_round + atomicAdd(params.tile_counter, 1);
+      }
     }
     if (n > begin) load_next();
     tile_idx = __shfl_sync(~0u, tile_idx, 0);

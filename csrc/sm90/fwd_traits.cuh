@@ -112,6 +112,13 @@ packed_heads(const typename Traits::Params& params) {
   return {};
 }
 
+// How many queries of each head a tile has.
+template <typename Traits>
+__device__ __forceinline__ int queries_of_tile(const typename Traits::Params& params) {
+  if constexpr (Traits::kPieces) return params.packed.tokens();
+  return Traits::kBlockM;
+}
+
 // Whether Q takes on the softmax_scale of the call: a power of two near enough to 1 for bf16 to
 // lose nothing.
 template <typename Traits>
@@ -171,11 +178,11 @@ __device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, i
   return block < work.range.begin ? block + work.range.end - work.range.begin : block;
 }
 
+// first_row: the first of the tile's queries, within the sequence.
 template <typename Traits>
 __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& params,
-                                             const TileCoordinates& tile, int piece,
+                                             const TileCoordinates& tile, int first_row, int piece,
                                              const SeqlenInfo& seqlen, int key_alignment) {
-  const int first_row = tile.block * Traits::kBlockM;
   int head = tile.head;  // the first of those that share it
   if constexpr (Traits::kPieces) {
     const int group = params.heads_q / params.heads_kv, tiles = params.packed.tiles(group);
@@ -184,7 +191,7 @@ __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& para
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
   // nobody sees is not read. Its P is 0, but 0 · NaN would reach O.
   const AttentionWindow all(params, seqlen.len_q, seqlen.len_k);
-  const int end_row = min(first_row + Traits::kBlockM, seqlen.len_q);
+  const int end_row = min(first_row + queries_of_tile<Traits>(params), seqlen.len_q);
   const int first_key = all.first_key(first_row) & -key_alignment;
   const int num_keys = first_row < end_row ? max(all.end_key(end_row - 1) - first_key, 0) : 0;
   const int64_t diagonal = seqlen.diagonal(params);
@@ -224,6 +231,15 @@ struct FwdPageStorage {};
 template <typename Traits>
 struct FwdPageStorage<Traits, true> {
   uint64_t last_k;
+};
+
+// Where the next tile begins in a block of queries that several tiles share (PackedHeads). It is
+// here for want of registers of the warp that takes tiles.
+template <typename Traits, bool kPieces = Traits::kPieces>
+struct FwdPieceStorage {};
+template <typename Traits>
+struct FwdPieceStorage<Traits, true> {
+  int row_of_block;
 };
 
 // The queue by which tiles come to all warps. Each loop follows it with a ring of its own, not with
@@ -343,6 +359,7 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
   [[no_unique_address]] FwdKeyBiasStorage<Traits> key_bias;
   [[no_unique_address]] FwdMaskStorage<Traits> mask;
   [[no_unique_address]] FwdPageStorage<Traits> pages;
+  [[no_unique_address]] FwdPieceStorage<Traits> pieces;
   FwdWorkQueue queue;
   alignas(ScorePolicy) unsigned char score_storage[kFwdWorkStages][sizeof(ScorePolicy)];
   RingBarriers<Traits::kQStages> q_ring;

@@ -272,12 +272,21 @@ class OnlineSoftmax : Record {
   // After finish(). A key with this score, of bounded_sink(), and a value of 0 joins each row.
   template <int kMBlocks, int kN>
   __device__ __forceinline__ void add_sink(Accumulator<kMBlocks, kN>& O, float sink) {
+    float sinks[kRows];
+#pragma unroll
+    for (float& of_row : sinks) of_row = sink;
+    add_sinks(O, sinks);
+  }
+  // The same with a score for each row.
+  template <int kMBlocks, int kN>
+  __device__ __forceinline__ void add_sinks(Accumulator<kMBlocks, kN>& O,
+                                            const float (&sinks)[kRows]) {
     float correction[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const float raised = fmaxf(row_max_[row], sink * kLog2E);
+      const float raised = fmaxf(row_max_[row], sinks[row] * kLog2E);
       correction[row] = ptx::exp2(row_max_[row] - raised);
-      row_sum_[row] = row_sum_[row] * correction[row] + ptx::exp2(sink * kLog2E - raised);
+      row_sum_[row] = row_sum_[row] * correction[row] + ptx::exp2(sinks[row] * kLog2E - raised);
       row_max_[row] = raised;
     }
     scale_rows(O, correction);
