@@ -230,7 +230,7 @@ def test_many_new_tokens_against_a_cache() -> None:
         (dict(op="decode", tokens=4), "cuda; decode"),
         (dict(op="decode", tokens=9), "sm90; fwd, tiles shared by heads, each sequence in 2"),
         (dict(op="decode", tokens=64), "sm90; fwd, tiles shared by heads:"),
-        (dict(op="decode", tokens=65), "sm90; fwd:"),
+        (dict(op="decode", tokens=129), "sm90; fwd:"),
         (dict(op="decode", tokens=20, heads=(8, 8)), "cuda; decode:"),
         (dict(op="decode", appends=True, sink=True), "cuda; decode"),
         (dict(op="decode", appends=True, rotates=True), "cuda; decode"),

@@ -33,11 +33,14 @@ DRAFTS: dict[str, Ragged] = {
         "seven heads": {"heads": (14, 2), "lengths_q": (9, 1, 16, 2, 0)},
         "forty heads": {"heads": (40, 1), "lengths_q": (4, 1, 2, 2, 0)},
         "three heads": {"heads": (6, 2), "lengths_q": (33, 1, 64, 20, 64)},
+        # More tokens than a head has rows of a tile.
+        "many tokens": {"lengths_q": (48, 0, 20, 33, 3), "lengths_k": (LONG, 33, 50, KEYS, 300)},
+        "most tokens": {"lengths_q": (80, 70, 96, 66, 75), "options": SINKS, "heads": (14, 2)},
         "sink": {"heads": (14, 2), "options": SINKS},
         "sink, used": USED | {"heads": (14, 2), "options": SINKS | {"window_size": (1500, 0)}},
         "d = 128": {"d": 128, "d_v": 128, "dtype": torch.bfloat16},
         "wide": {"d": 200, "d_v": 200, "dtype": torch.bfloat16},
-        "odd d": {"d": 36, "d_v": 36},
+        "narrow": {"d": 40, "d_v": 40},
         "many": {"lengths_q": (3, 8, 1) * 40, "lengths_k": (KEYS, 40, 130) * 40, "heads": (16, 2)},
     }.items()
 }
@@ -55,16 +58,48 @@ def test_heads_share_tiles(name: str, page_size: int, target: Target) -> None:
 
 
 @each_target(SM90)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_leftpad(page_size: int, target: Target) -> None:
-    """Where keys lie in pages it is decode's, or that of the forward's copies."""
-    problem = dataclasses.replace(
-        DRAFTS["causal"], leftpad=(100, 3, 0, 20, 7), page_size=page_size
-    )
+def test_leftpad(target: Target) -> None:
+    problem = dataclasses.replace(DRAFTS["causal"], leftpad=(100, 3, 0, 20, 7))
     with use(target):
-        assert ("shared" in problem.plan(target.device)) == (page_size == 0)
+        assert "tiles shared by heads" in problem.plan(target.device)
         actual = problem.call(target.device)
     assert_close(actual, problem.expected(), problem.dtype)
+
+
+@each_target(SM90)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_rows_that_do_not_count(page_size: int, target: Target) -> None:
+    """Sequences that use few of their queries, and many rows behind all, as graphs pad them."""
+    problem = Ragged(
+        lengths_q=(3, 60, 20, 0),
+        lengths_k=(LONG, KEYS, 40, 7),
+        heads=(14, 2),
+        used_q=(3, 2, 0, 0),
+        page_size=page_size,
+        options=SINKS,
+    )
+    problem.q = torch.cat([problem.q, torch.full((150, *problem.q.shape[1:]), torch.nan)]).half()
+    with use(target):
+        assert "tiles shared by heads" in problem.plan(target.device)
+        actual = problem.call(target.device)
+    assert_close(actual, problem.expected(), problem.dtype)
+
+
+@each_target(SM90)
+@pytest.mark.parametrize("name", ["causal", "sink", "many"])
+def test_missing_pages(name: str, target: Target) -> None:
+    problem = dataclasses.replace(DRAFTS[name], page_size=16)
+    tensors, options = problem.arguments(target.device)
+    lacking = options["block_table"].clone()
+    lacking[0, 3], lacking[3, 30], lacking[2, 0] = -1, 2**31 - 1, lacking.numel()
+    options["block_table"] = lacking
+    with use(target):
+        out, lse, _ = flash_attn.flash_attn_varlen_func(*tensors, **options, return_attn_probs=True)
+    cpu = {n: x.cpu() if torch.is_tensor(x) else x for n, x in options.items()}
+    expected = flash_attn.flash_attn_varlen_func(
+        *(x.cpu().float() for x in tensors), **cpu, return_attn_probs=True
+    )
+    assert_close((out.cpu().float(), lse.cpu()), expected[:2], problem.dtype)
 
 
 @each_target(SM90)
@@ -82,9 +117,10 @@ def test_more_queries_than_the_caller_says(most: int, page_size: int, target: Ta
         options=SINKS,
     )
     tensors, options = problem.arguments(target.device)
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        *tensors, **options | {"max_seqlen_q": most}, return_attn_probs=True
-    )
+    with use(target):
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            *tensors, **options | {"max_seqlen_q": most}, return_attn_probs=True
+        )
     assert_close((out.cpu().double(), lse.cpu().double()), problem.expected(), problem.dtype)
 
 
@@ -105,7 +141,8 @@ def test_who_has_tiles_of_their_own(target: Target) -> None:
 @pytest.mark.real_gpu
 def test_many_keys_are_read_once(target: Target) -> None:
     """The choice where no backend is named: decode would read the keys four times."""
-    drafts = Ragged(lengths_q=(8,) * 4, lengths_k=(16384,) * 4, heads=(32, 4), page_size=16)
+    shape = {"heads": (32, 4), "d": 128, "d_v": 128, "dtype": torch.bfloat16, "page_size": 16}
+    drafts = Ragged(lengths_q=(8,) * 8, lengths_k=(16384,) * 8, **shape)
     assert "tiles shared by heads" in drafts.plan(target.device)
     assert drafts.served_by(target.device) == "sm90"
 

@@ -100,15 +100,14 @@ bool has_few_queries(const AttnArgs& attn) {
 // Whether heads of a varlen call may share tiles of sm90's forward, which needs no queries side by
 // side. Where it is mixed, short sequences would leave most rows of tiles for the longest one empty.
 bool may_share_tiles(const AttnArgs& attn) {
-  constexpr int64_t kMostTokens = 64;
-  if (!attn.is_varlen() || tokens_of(attn) > kMostTokens) return false;
+  if (!attn.is_varlen() || tokens_of(attn) > cuda::kForwardTileQueries) return false;
   const int64_t tokens = tokens_of(attn), keys = value(attn.max_seqlen_k);
   // One thread block of decode's reads the keys of a kv head once, too.
   if (tokens * (attn.q.size(1) / attn.k.size(-2)) <= cuda::kDecodeRows) return false;
   const bool reads_keys =
       !attn.block_table ||
-      (!attn.leftpad_k && fits_boxes(attn.k.size(1), window_to_params(attn.window_left),
-                                     attn.top_left));
+      (!attn.leftpad_k &&
+       fits_boxes(attn.k.size(1), window_to_params(attn.window_left), attn.top_left));
   return reads_keys && keys >= std::max(kLeastKeys, kKeysOfAQuery * tokens) &&
          (tokens <= kMostOfDecode || !is_mixed(attn));
 }

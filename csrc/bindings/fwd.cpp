@@ -20,8 +20,10 @@
 namespace flash_attn {
 namespace {
 
-// sm90's kernels deal out tiles by a counter; the result holds it.
+// sm90's kernels deal out tiles by a counter; the result holds it. With pages it is there
+// (DealtSequences).
 at::Tensor start_tile_counter(FwdParams& params, const at::Tensor& out) {
+  if (params.pages.entries != nullptr) return {};
   at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
   params.tile_counter = tile_counter.data_ptr<int32_t>();
   return tile_counter;
@@ -229,9 +231,9 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   std::optional<FewQueriesCall> few = few_queries_call(args);
   const bool shares_tiles = few && few->plan.tile_tokens > 0 && args.attn.is_varlen();
   if (few && few->serves_all && !shares_tiles) return fwd_of_few_queries(*std::move(few), args);
-  const Plan plan =
-      shares_tiles ? few->plan
-                   : make_plan(forward_shape(args, few ? &*few : nullptr), args.backend);
+  const Plan plan = shares_tiles
+                        ? few->plan
+                        : make_plan(forward_shape(args, few ? &*few : nullptr), args.backend);
   if (shares_tiles) few.reset();
   if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);

@@ -10,7 +10,7 @@ namespace flash_attn {
 namespace {
 
 at::Tensor numbers_for(const AttnParams& params, const at::Tensor& like) {
-  return at::empty({2 * int64_t{params.batch}}, like.options().dtype(at::kInt));
+  return at::empty({2 * int64_t{params.batch} + 1}, like.options().dtype(at::kInt));
 }
 
 }  // namespace
@@ -19,7 +19,8 @@ DealtSequences::DealtSequences(FwdParams& params, const at::Tensor& like)
     : seqused_k_(params.seqused_k), numbers_(numbers_for(params, like)) {
   auto* const hidden = numbers_.data_ptr<int32_t>();
   int32_t* const seqused = hidden + params.batch;
-  cuda::run_find_missing_pages(params, hidden, seqused, stream_of(like));
+  params.tile_counter = seqused + params.batch;
+  cuda::run_find_missing_pages(params, hidden, seqused, params.tile_counter, stream_of(like));
   params.seqused_k = seqused;
   params.seqlen_new = 0;
 }

@@ -18,7 +18,7 @@ class DealtSequences {
  public:
   // `params` and `score` become those of the first run. like: a tensor of the call's device.
   DealtSequences(AttnParams& params, ScoreParams& score, const at::Tensor& like);
-  // The same by params.pages, of a forward.
+  // The same by params.pages, of a forward, which gets its tile_counter here.
   DealtSequences(FwdParams& params, const at::Tensor& like);
 
   // Of each sequence 1 if it is of the second run, on the device.
@@ -35,8 +35,8 @@ class DealtSequences {
  private:
   BiasParams mask_;
   const int32_t* seqused_k_;
-  at::Tensor
-      numbers_;  // of each sequence: whether it is of the rest; and then seqused_k of the first run
+  // Of each sequence: whether it is of the rest; then seqused_k of the first run; a tile_counter.
+  at::Tensor numbers_;
 };
 
 std::optional<DealtSequences> deal_out(AttnParams& params, ScoreParams& score,

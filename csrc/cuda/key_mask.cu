@@ -4,6 +4,7 @@
 #include "attn/pages.cuh"
 #include "attn/seqlen.cuh"
 #include "launch.h"
+#include "ptx/griddepcontrol.cuh"
 
 namespace flash_attn::cuda {
 namespace {
@@ -33,8 +34,10 @@ __global__ void __launch_bounds__(kThreads)
 // A thread block reads a sequence's row of the table, as far as its queries see keys.
 __global__ void __launch_bounds__(kThreads)
     find_missing_pages_kernel(const __grid_constant__ FwdParams params, int32_t* hidden,
-                              int32_t* seqused) {
+                              int32_t* seqused, int32_t* tile_counter) {
+  ptx::launch_dependents();
   const int batch_idx = blockIdx.x;
+  if (batch_idx == 0 && threadIdx.x == 0) *tile_counter = 0;
   const SeqlenInfo seqlen(params, batch_idx);
   const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
   const int end_key = seqlen.len_q > 0 ? window.end_key(seqlen.len_q - 1) : 0;
@@ -82,9 +85,10 @@ void run_clear_pages(void* k, int64_t k_page_bytes, void* v, int64_t v_page_byte
 }
 
 void run_find_missing_pages(const FwdParams& params, int32_t* hidden, int32_t* seqused,
-                            Stream stream) {
+                            int32_t* tile_counter, Stream stream) {
   if (params.batch == 0) return;
-  launch<find_missing_pages_kernel>(params.batch, kThreads, 0, stream, params, hidden, seqused);
+  launch<find_missing_pages_kernel>(params.batch, kThreads, 0, stream, params, hidden, seqused,
+                                    tile_counter);
 }
 
 void run_find_hidden(const AttnParams& params, const BiasParams& mask, int32_t* hidden,

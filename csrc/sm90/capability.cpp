@@ -1,7 +1,6 @@
 #include "capability.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -91,12 +90,25 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
 }
 
 // How many rows of a tile each of the heads that share it has, a power of two. Query heads of few
-// tokens share one if they read one kv head; else a tile has one head.
+// tokens share one if they read one kv head, and if tiles are fewer then; else a tile has one head.
 int64_t tile_tokens(const CallShape& call) {
   constexpr int64_t kTile = cuda::kForwardTileQueries;
-  const bool share = call.op == Op::kDecode && call.heads_q > call.heads_kv && call.tokens > 0 &&
-                     call.tokens <= kTile / 2 && call.head_dim == call.head_dim_v;
-  return share ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(call.tokens))) : kTile;
+  if (call.op != Op::kDecode || call.heads_kv == 0 || call.tokens > kTile ||
+      call.head_dim != call.head_dim_v) {
+    return kTile;
+  }
+  const int64_t group = call.heads_q / call.heads_kv;
+  int64_t best = kTile, fewest = group;
+  for (int64_t tokens = kTile / 2; tokens > 0; tokens /= 2) {
+    const int64_t heads = kTile / tokens;
+    const int64_t tiles = ceil_div(call.tokens, tokens) * ceil_div(group, heads);
+    if (tiles < fewest) {
+      best = tokens;
+      fewest = tiles;
+    }
+    if (heads >= group) break;
+  }
+  return best;
 }
 bool shares_tiles(const CallShape& call) { return tile_tokens(call) < cuda::kForwardTileQueries; }
 

@@ -164,22 +164,43 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   }
 }
 
+// Of varlen tensors there are rows in front of all sequences and behind them. Where heads share
+// tiles they come last.
 template <typename Traits>
-void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device, Stream stream,
-                  const MaskOrder& order = {}) {
-  using Storage = FwdSharedStorage<Traits>;
-  static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
+int ends_beside_sequences(const typename Traits::Params& params) {
+  return packed_heads<Traits>(params).share() && params.cu_seqlens_q != nullptr ? 2 : 0;
+}
+
+// Where heads share tiles, each sequence has as many: nobody has to search for the sequence of a
+// tile. Tiles that read the same keys come side by side.
+template <typename Traits>
+typename Traits::Scheduler make_scheduler(const typename Traits::Params& params) {
   const PackedHeads packed = packed_heads<Traits>(params);
   const int tiles_of_group = packed.tiles(params.heads_q / params.heads_kv);
+  const int heads = params.heads_kv * tiles_of_group;
   // Keys that the tiles under way at one time read: with a window, about as many as one tile sees.
   int64_t keys = params.seqlen_k;
   if (params.window_left >= 0 && params.window_right >= 0) {
     keys = std::min(keys, int64_t{params.window_left} + params.window_right + Traits::kBlockM);
   }
-  auto scheduler =
-      Traits::Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch,
-                              params.heads_kv * tiles_of_group,
-                              keys * (params.head_dim + params.head_dim_v) * 2 / tiles_of_group);
+  const int64_t bytes = keys * (params.head_dim + params.head_dim_v) * 2 / tiles_of_group;
+  if (packed.share()) {
+    auto scheduler =
+        Traits::Scheduler::make(nullptr, 0, packed.blocks(params.seqlen_q) * Traits::kBlockM,
+                                params.batch + ends_beside_sequences<Traits>(params), heads, bytes);
+    scheduler.section_heads = 1;
+    return scheduler;
+  }
+  return Traits::Scheduler::make(params.cu_seqlens_q, params.total_q, params.seqlen_q, params.batch,
+                                 heads, bytes);
+}
+
+template <typename Traits>
+void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device, Stream stream,
+                  const MaskOrder& order = {}) {
+  using Storage = FwdSharedStorage<Traits>;
+  static_assert(Traits::kTile.blocks * (sizeof(Storage) + 1024) <= 228 * 1024);
+  auto scheduler = make_scheduler<Traits>(params);
   // Tiles of one length need no counter.
   const bool alike = !Traits::kMasked && sequences_are_alike(params);
   // They come head after head, as no length has to come first: the thread blocks walk over the same
@@ -187,15 +208,19 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   if (alike) scheduler.section_heads = 1;
   if constexpr (Traits::kStagedBias) scheduler.share(params.score.bias);
   if constexpr (Traits::kMasked) scheduler.order = order;
-  const int num_tiles = scheduler.num_tiles() * num_pieces<Traits>(params);
+  const int pieces = num_pieces<Traits>(params);
+  const int num_tiles = scheduler.num_tiles() * pieces;
   if (num_tiles == 0) return;
+  // Those beside the sequences have no keys, and take no time.
+  const int long_tiles = num_tiles - ends_beside_sequences<Traits>(params) * scheduler.heads *
+                                         scheduler.blocks_per_head * pieces;
 
   bool has_list = false;  // of tiles, whose number the device knows
   if constexpr (Traits::kPieces) has_list = params.list.exists();
   const int resident = device.num_sms * Traits::kTile.blocks;
   const int blocks = has_list ? resident : std::min(num_tiles, resident);
-  const bool is_zeroed = has_list || order.tiles != nullptr;
-  if (alike || (num_tiles <= blocks && !has_list)) {
+  const bool is_zeroed = has_list || order.tiles != nullptr || params.pages.entries != nullptr;
+  if (alike || (long_tiles <= blocks && !has_list)) {
     params.tile_counter = nullptr;
   } else if (!is_zeroed) {
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));

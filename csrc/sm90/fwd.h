@@ -30,18 +30,25 @@ struct FwdTileList {
   FLASH_ATTN_HOST_DEVICE bool exists() const { return tiles != nullptr; }
 };
 // How the rows of a tile are dealt out to query heads that read one kv head: each has 2^token_bits
-// of them. By default a tile has one head.
+// of them. By default a tile has one head. Where heads share tiles, each sequence has as many as
+// seqlen_q asks for, and the last of them may be several, one after the other: lengths are on the
+// device, and a sequence may be longer than the caller says.
 struct PackedHeads {
   static constexpr int kTileRows = 128;
   int token_bits = 7;
 
+  FLASH_ATTN_HOST_DEVICE bool share() const { return heads() > 1; }
   FLASH_ATTN_HOST_DEVICE int tokens() const { return 1 << token_bits; }
   FLASH_ATTN_HOST_DEVICE int heads() const { return kTileRows >> token_bits; }
   // Of a row of a tile.
   FLASH_ATTN_HOST_DEVICE int token(int row) const { return row & (tokens() - 1); }
   FLASH_ATTN_HOST_DEVICE int head(int row) const { return row >> token_bits; }
-  // How many tiles the heads that read one kv head take.
+  // How many tiles the heads that read one kv head take, of the same tokens.
   FLASH_ATTN_HOST_DEVICE int tiles(int group) const { return (group + heads() - 1) / heads(); }
+  // How many tiles a head takes.
+  FLASH_ATTN_HOST_DEVICE int blocks(int seqlen) const {
+    return (seqlen + tokens() - 1) >> token_bits;
+  }
 };
 // run_fwd() in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
 // written. With a list a tile has one head.

@@ -99,24 +99,32 @@ __device__ __forceinline__ void store_piece(const FwdWork& work, const FwdConsum
     softmax.add_sinks(O, {sink(0), sink(1)});
   }
   scale_rows(O, {softmax.inverse_sum(0), softmax.inverse_sum(1)});
+  // Where heads share tiles, the sequence's last one has all rows behind it, none of which counts.
+  const int tokens = params.packed.tokens();
+  const bool has_rest = params.packed.share() &&
+                        work.first_row + tokens >= params.packed.blocks(params.seqlen_q) * tokens &&
+                        work.first_row + tokens >= work.window.len_q();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = self.query(work, half);
     const int head = head_of(half);
-    if (query >= work.segment_q || head >= heads) continue;
-    const bool counts = query < work.window.len_q();
-    float* const lse =
-        work.lse + head * (is_partial ? rows_of_head : params.lse_head_stride) + query;
-    if (self.lane % 4 == 0) *lse = counts ? softmax.log_sum_exp(half) : -INFINITY;
-    if (!counts) {
+    if (head >= heads) continue;
+#pragma unroll 1
+    for (int query = self.query(work, half); query < work.segment_q; query += tokens) {
+      const bool counts = query < work.window.len_q();
+      float* const lse =
+          work.lse + head * (is_partial ? rows_of_head : params.lse_head_stride) + query;
+      if (self.lane % 4 == 0) *lse = counts ? softmax.log_sum_exp(half) : -INFINITY;
+      if (!counts) {
 #pragma unroll
-      for (int i = 0; i < O.kRowElements; ++i) O.at(half, i) = 0.f;
-    }
-    if (is_partial) {
-      store_row(params.partial.o + (lse - params.partial.lse) * cols, O, half, cols, self.lane);
-    } else {
-      store_row(out + head * params.out_strides.head + query * params.out_strides.row, O, half,
-                cols, self.lane);
+        for (int i = 0; i < O.kRowElements; ++i) O.at(half, i) = 0.f;
+      }
+      if (is_partial) {
+        store_row(params.partial.o + (lse - params.partial.lse) * cols, O, half, cols, self.lane);
+      } else {
+        store_row(out + head * params.out_strides.head + query * params.out_strides.row, O, half,
+                  cols, self.lane);
+      }
+      if (!has_rest) break;
     }
   }
 }

@@ -44,16 +44,25 @@ __device__ __forceinline__ FoundTile find_tile(const typename Traits::Params& pa
               .seqlen = {tile.q_begin, is_left ? 0 : tile.len_q, tile.k_begin, tile.len_k}};
     }
   }
-  const TileCoordinates tile = scheduler.tile(tile_idx);
+  TileCoordinates tile = scheduler.tile(tile_idx);
+  if constexpr (Traits::kPieces) {
+    if (tile.batch_idx > params.batch) tile.batch_idx = -1;  // the other end
+  }
   return {.at = tile, .seqlen = SeqlenInfo(params, tile.batch_idx)};
+}
+
+// Where heads share tiles: whether a sequence has queries behind its last tile.
+__device__ __forceinline__ bool has_tile_behind(const FwdInPieces& params, int block,
+                                                const FwdWork& work) {
+  return params.packed.share() && block + 1 == params.packed.blocks(params.seqlen_q) &&
+         work.first_row + params.packed.tokens() < work.window.len_q();
 }
 
 // Takes tiles, from long to short, and publishes them; loads their K. With a counter, which all
 // blocks share, the next tile is taken before this one's last K is waited for: late, so that blocks
 // end together, but early enough for its first loads to hide behind the end of this one. Keys that
 // lie in pages (kPages) are another warp's to load, which says when the last K is due. Where heads
-// share tiles, a block of queries that is longer than a head's rows of a tile is as many tiles, one
-// after the other.
+// share tiles, what a sequence has behind its last tile is as many tiles more, one after the other.
 template <typename Traits, bool kPages>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
@@ -76,7 +85,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     }
   }
   if constexpr (Traits::kPieces) {
-    if (lane == 0) smem.pieces.row_of_block = 0;
+    if (lane == 0) smem.pieces.rows_done = 0;
     __syncwarp();
   }
   const auto all_tiles = [&] {
@@ -89,8 +98,11 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   while (tile_idx < all_tiles()) {
     const auto [tile, seqlen] =
         find_tile<Traits>(params, scheduler, tiles_of_head, tile_idx / num_pieces<Traits>(params));
-    int first_row = tile.block * Traits::kBlockM;
-    if constexpr (Traits::kPieces) first_row += smem.pieces.row_of_block;
+    int first_row = tile.block * queries_of_tile<Traits>(params);
+    if constexpr (Traits::kPieces) {
+      first_row += smem.pieces.rows_done;
+      __syncwarp();
+    }
     const bool has_rows = first_row < seqlen.segment_q;
     FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     int n = 0, begin = 0, turned = 0;  // blocks of K to load
@@ -115,20 +127,16 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       load_block<Traits>(k_map, stage.work(), --n, turned, params.head_dim, smem.k, k_ring);
     };
     while (n > begin + 1) load_next();
-    bool block_ends = true;  // lane 0 knows
+    bool takes_next = true;  // as lane 0 says
     if constexpr (Traits::kPieces) {
       if (lane == 0) {
-        int row = 0;
-        if (has_rows) {
-          row = stage.work().first_row + params.packed.tokens();
-          row = row < stage.work().segment_q ? row % Traits::kBlockM : 0;
-        }
-        smem.pieces.row_of_block = row;
-        block_ends = row == 0;
+        int& rows_done = smem.pieces.rows_done;
+        takes_next = !has_rows || !has_tile_behind(params, tile.block, stage.work());
+        rows_done = takes_next ? 0 : rows_done + params.packed.tokens();
       }
       __syncwarp();
     }
-    if (block_ends) {
+    if (takes_next) {
       tile_idx += gridDim.x;
       if (params.tile_counter != nullptr && lane == 0) {
         tile_idx = first_round + atomicAdd(params.tile_counter, 1);

@@ -233,13 +233,13 @@ struct FwdPageStorage<Traits, true> {
   uint64_t last_k;
 };
 
-// Where the next tile begins in a block of queries that several tiles share (PackedHeads). It is
-// here for want of registers of the warp that takes tiles.
+// How many rows of its sequence behind the start of a tile have been worked on, where heads share
+// tiles. It is here for want of registers of the warp that takes tiles.
 template <typename Traits, bool kPieces = Traits::kPieces>
 struct FwdPieceStorage {};
 template <typename Traits>
 struct FwdPieceStorage<Traits, true> {
-  int row_of_block;
+  int rows_done;
 };
 
 // The queue by which tiles come to all warps. Each loop follows it with a ring of its own, not with

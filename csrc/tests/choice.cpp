@@ -50,6 +50,7 @@ void ask_for(CallShape& call, std::string_view features) {
       {"tile_mask", &CallShape::tile_mask},
       {"bool_mask", &CallShape::bool_mask},
       {"ragged", &CallShape::ragged},
+      {"gathers", &CallShape::gathers},
       {"return_probs", &CallShape::return_probs},
       {"max_logits", &CallShape::max_logits},
       {"deterministic", &CallShape::deterministic},

@@ -307,13 +307,15 @@ bool is_for_decode(const CallShape& call) {
 
 double decode_time(const CallShape& call) {
   constexpr double kLaunch = 3.8;
-  // Two more kernels bring the queries side by side and the results to their places.
-  constexpr double kGather = 3;
+  // Two more kernels bring the queries side by side and the results to their places, and keys do not
+  // begin where a sequence's row does.
+  constexpr double kGather = 5, kGatherSlow = 1.35;
   if (is_empty(call)) return 0;
   const double launch = kLaunch + (call.gathers ? kGather : 0);
+  const double slow = call.gathers ? kGatherSlow : 1;
   if (!serves_16bit(call) && !serves_8bit(call)) {
     const auto keys = static_cast<double>(all_row_tiles(call) * most_keys(call));
-    return launch + keys * decode_key_time(call) / call.device->num_sms;
+    return launch + slow * keys * decode_key_time(call) / call.device->num_sms;
   }
   // In some classes tiles have three quarters of kReadBytes.
   const double tile_time = with_head_dim_class(static_cast<int>(widest(call)), [&]<int kHeadDim> {
@@ -322,7 +324,7 @@ double decode_time(const CallShape& call) {
   });
   const int splits =
       call.num_splits > 0 ? static_cast<int>(call.num_splits) : best_num_splits(call);
-  return launch + tile_time * decode_cost(call).of(splits);
+  return launch + slow * tile_time * decode_cost(call).of(splits);
 }
 
 Plan plan_forward_on_cache(const CallShape& call, int pieces) {
