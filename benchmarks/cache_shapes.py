@@ -117,7 +117,14 @@ class MixedCase:
 
 
 def mixed(quick: bool = False) -> list[MixedCase]:
-    """What continuous batching makes of requests."""
+    """What continuous batching makes of requests, and drafts of speculative decoding."""
+    drafts = [
+        MixedCase(heads, heads_kv, sequences, keys, 0, 0, head_dim, tokens, page_size)
+        for page_size in (16, 0)
+        for heads, heads_kv, head_dim in ((64, 8, 128), (8, 1, 128), (16, 4, 256))
+        for sequences, keys in ((16, 8192), (64, 2048), (8, 1024))
+        for tokens in (8, 48)
+    ]
     cases = [
         MixedCase(heads, heads_kv, sequences, keys, chunks, chunk, head_dim, tokens, page_size)
         for page_size in (16, 0)
@@ -131,7 +138,7 @@ def mixed(quick: bool = False) -> list[MixedCase]:
             (31, 4, 4096, 1, 512),
             (3, 1, 8192, 1, 512),
         )
-    ]
+    ] + drafts
     return cases[::9] if quick else cases
 
 

@@ -23,9 +23,10 @@ the cost of a term is its time ÷ the plain call's. fp32: both directions with t
 TF32 off and on, against torch's memory-efficient backend. wide, wide_decode: head dims above 256,
 where FlexAttention has two sets of tiles. latent: decode of multi-head latent attention, against
 plain PyTorch. packed: both passes of q, k and v in one tensor. few: forwards of few queries, dense
-and varlen. mixed: sequences of one new token beside chunks of prompts, in one varlen call. ring:
-the calls of one rank's backward. generate: a prompt and one new token of whole small models, beside
-SDPA's default. aten: calls that no kernel serves, against naive attention.
+and varlen. mixed: sequences of one new token beside chunks of prompts, in one varlen call, and of a
+few drafts each. ring: the calls of one rank's backward. generate: a prompt and one new token of
+whole small models, beside SDPA's default. aten: calls that no kernel serves, against naive
+attention.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""The race of the batches that serving engines make: sequences of one new token beside chunks."""
+"""The race of the batches that serving engines make: sequences of one new token beside chunks of
+prompts, and of a few drafts each."""
 
 import functools
 import importlib

@@ -340,6 +340,28 @@ def test_who_has_no_tiles_that_heads_share(more: dict) -> None:
     assert "tiles shared by heads" in explain(DEFAULT, H100, "decode", **plain)
 
 
+def test_a_varlen_call_pays_for_queries_side_by_side() -> None:
+    """Decode's kernels need them so. A sink is no obstacle to the forward there, a leftpad is."""
+    call = dict(tokens=8, heads=(64, 8), capacity=1024)
+    assert choose(DEFAULT, H100, "decode", **call)[0] == "cuda"
+    assert choose(DEFAULT, H100, "decode", **call, gathers=True)[0] == "sm90"
+    call["capacity"] = 8192
+    assert choose(DEFAULT, H100, "decode", **call, sink=True)[0] == "cuda"
+    assert choose(DEFAULT, H100, "decode", **call, sink=True, gathers=True)[0] == "sm90"
+    assert choose(DEFAULT, H100, "decode", **call, gathers=True, ragged=True)[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "shared"),
+    [((64, 8), 128, False), ((64, 8), 112, True), ((56, 8), 100, False), ((32, 8), 65, True)],
+)
+def test_tiles_are_shared_where_they_are_fewer(
+    heads: tuple[int, int], tokens: int, shared: bool
+) -> None:
+    plan = explain(DEFAULT, H100, "decode", tokens=tokens, heads=heads)
+    assert plan.startswith("sm90; fwd") and ("shared by heads" in plan) == shared
+
+
 @pytest.mark.parametrize(
     ("gpu", "heads", "capacity", "features", "plan"),
     [

@@ -42,8 +42,8 @@ def test_varlen(name: str, page_size: int, target: Target) -> None:
     problem = dataclasses.replace(RAGGED[name], page_size=page_size)
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)
     if target.backend == "cuda":
-        served = problem.served_by(target.device)
-        assert served == "cuda" or name == "odd d", served
+        served, plan = problem.served_by(target.device), problem.plan(target.device)
+        assert served == "cuda" or name == "odd d" or "shared by heads" in plan, served
 
 
 @each_target(*DEVICES)

@@ -281,6 +281,9 @@ def test_a_mixed_batch_is_the_same_call_in_pages():
         outs.append(race_mixed.attention("ours", call)())
         assert outs[-1].shape == (5 * 2 + 9, 4, 16)
     torch.testing.assert_close(*outs)
+    drafts = cache_shapes.MixedCase(4, 2, 5, 48, 0, 0, 16, 3)
+    call = race_mixed.Call(drafts, torch.float32, torch.device("cpu"))
+    assert race_mixed.attention("ours", call)().shape == (5 * 3, 4, 16)
 
 
 def test_a_term_costs_what_its_plain_call_does_not(short_race):

@@ -100,7 +100,9 @@ bool has_few_queries(const AttnArgs& attn) {
 // Whether heads of a varlen call may share tiles of sm90's forward, which needs no queries side by
 // side. Where it is mixed, short sequences would leave most rows of tiles for the longest one empty.
 bool may_share_tiles(const AttnArgs& attn) {
-  if (!attn.is_varlen() || tokens_of(attn) > cuda::kForwardTileQueries) return false;
+  if (!attn.is_varlen() || batch_of(attn) < 1 || tokens_of(attn) > cuda::kForwardTileQueries) {
+    return false;
+  }
   const int64_t tokens = tokens_of(attn), keys = value(attn.max_seqlen_k);
   // One thread block of decode's reads the keys of a kv head once, too.
   if (tokens * (attn.q.size(1) / attn.k.size(-2)) <= cuda::kDecodeRows) return false;
@@ -219,8 +221,7 @@ std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args) {
   if (!may_be_decode || !has_few_queries(attn)) return std::nullopt;
   FewQueriesCall call = call_of_decode(attn, room_of(attn));
   call.serves_all = !is_mixed(attn);
-  // Its queries get a leftpad (VarlenDecode).
-  if (attn.is_varlen()) call.shape.ragged = true;
+  if (attn.is_varlen()) call.shape.ragged = true;  // gets a leftpad (VarlenDecode)
   call.plan = plan_call(families(), call.shape, {});
   const bool cuts_keys = call.plan.splits.count > 1, shares_tiles = call.plan.tile_tokens > 0;
   const bool is_faster =

@@ -200,7 +200,8 @@ struct FwdParams : AttnParams {
   // sees; -inf before the launch.
   float* max_logits = nullptr;
 
-  int32_t* tile_counter = nullptr;  // workspace: one number, zeroed by the launch; with pages 0
+  // Workspace: one number, which the launch zeroes, or, with pages, who looks for missing ones.
+  int32_t* tile_counter = nullptr;
 
   // > 1, with head_dim_v = head_dim and no sink: each tile's keys are cut into so many pieces, and
   // their results, rows by token, are left for cuda::run_decode_combine; out and lse are not

@@ -91,6 +91,7 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.alibi, "alibi_slopes is not supported");
   reasons.refuse_if(call.bias, "attn_bias and tree_mask are not supported");
   reasons.refuse_if(call.softcap, "softcap is not supported");
+  // Of a varlen call it joins the first piece; merges of a cache's pieces know of none.
   reasons.refuse_if(call.sink && !call.gathers, "learnable_sink is not supported");
 }
 

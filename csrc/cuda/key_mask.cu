@@ -1,5 +1,7 @@
 #include "key_mask.h"
 
+#include <algorithm>
+
 #include "attn/block_range.cuh"
 #include "attn/pages.cuh"
 #include "attn/seqlen.cuh"
@@ -38,6 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::launch_dependents();
   const int batch_idx = blockIdx.x;
   if (batch_idx == 0 && threadIdx.x == 0) *tile_counter = 0;
+  if (batch_idx == params.batch) return;  // there is none
   const SeqlenInfo seqlen(params, batch_idx);
   const AttentionWindow window(params, seqlen.len_q, seqlen.len_k);
   const int end_key = seqlen.len_q > 0 ? window.end_key(seqlen.len_q - 1) : 0;
@@ -86,9 +89,8 @@ void run_clear_pages(void* k, int64_t k_page_bytes, void* v, int64_t v_page_byte
 
 void run_find_missing_pages(const FwdParams& params, int32_t* hidden, int32_t* seqused,
                             int32_t* tile_counter, Stream stream) {
-  if (params.batch == 0) return;
-  launch<find_missing_pages_kernel>(params.batch, kThreads, 0, stream, params, hidden, seqused,
-                                    tile_counter);
+  launch<find_missing_pages_kernel>(std::max(params.batch, 1), kThreads, 0, stream, params, hidden,
+                                    seqused, tile_counter);
 }
 
 void run_find_hidden(const AttnParams& params, const BiasParams& mask, int32_t* hidden,

@@ -70,9 +70,8 @@ __device__ __forceinline__ void schedule_and_find_keys_loop(
     work_ring.wait_empty();
     if (speaks) {
       stage.end = false;
-      new (stage.storage)
-          FwdWork(make_work<Traits>(params, tile, tile.block * Traits::kBlockM, /*piece=*/0,
-                                    {params, tile.batch_idx}, Traits::kKeyAlignment));
+      new (stage.storage) FwdWork(
+          make_work<Traits>(params, tile, 0, {params, tile.batch_idx}, Traits::kKeyAlignment));
       new (smem.score_storage[work_ring.stage()]) BlockMask(params, tile.batch_idx, tile.head, 0);
     }
     __syncwarp();

@@ -98,12 +98,13 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   while (tile_idx < all_tiles()) {
     const auto [tile, seqlen] =
         find_tile<Traits>(params, scheduler, tiles_of_head, tile_idx / num_pieces<Traits>(params));
-    int first_row = tile.block * queries_of_tile<Traits>(params);
+    int rows_done = 0;
     if constexpr (Traits::kPieces) {
-      first_row += smem.pieces.rows_done;
+      rows_done = smem.pieces.rows_done;
       __syncwarp();
     }
-    const bool has_rows = first_row < seqlen.segment_q;
+    const bool has_rows =
+        tile.block * queries_of_tile<Traits>(params) + rows_done < seqlen.segment_q;
     FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     int n = 0, begin = 0, turned = 0;  // blocks of K to load
     if (has_rows && lane == 0) {
@@ -111,7 +112,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       stage.end = false;
       const int piece = tile_idx % num_pieces<Traits>(params);
       new (stage.storage)
-          FwdWork(make_work<Traits>(params, tile, first_row, piece, seqlen, key_alignment));
+          FwdWork(make_work<Traits>(params, tile, piece, seqlen, key_alignment, rows_done));
       work_ring.arrive_full();
       n = stage.work().range.end, begin = stage.work().range.begin;
       turned = turned_blocks<Traits>(stage.work(), seqlen.diagonal(params));
@@ -130,9 +131,9 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     bool takes_next = true;  // as lane 0 says
     if constexpr (Traits::kPieces) {
       if (lane == 0) {
-        int& rows_done = smem.pieces.rows_done;
+        int& done = smem.pieces.rows_done;
         takes_next = !has_rows || !has_tile_behind(params, tile.block, stage.work());
-        rows_done = takes_next ? 0 : rows_done + params.packed.tokens();
+        done = takes_next ? 0 : done + params.packed.tokens();
       }
       __syncwarp();
     }

@@ -178,11 +178,13 @@ __device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, i
   return block < work.range.begin ? block + work.range.end - work.range.begin : block;
 }
 
-// first_row: the first of the tile's queries, within the sequence.
+// rows_done: of the tile's place, how many have been worked on as tiles before.
 template <typename Traits>
 __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& params,
-                                             const TileCoordinates& tile, int first_row, int piece,
-                                             const SeqlenInfo& seqlen, int key_alignment) {
+                                             const TileCoordinates& tile, int piece,
+                                             const SeqlenInfo& seqlen, int key_alignment,
+                                             int rows_done = 0) {
+  const int first_row = tile.block * queries_of_tile<Traits>(params) + rows_done;
   int head = tile.head;  // the first of those that share it
   if constexpr (Traits::kPieces) {
     const int group = params.heads_q / params.heads_kv, tiles = params.packed.tiles(group);
