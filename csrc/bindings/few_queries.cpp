@@ -97,8 +97,9 @@ bool has_few_queries(const AttnArgs& attn) {
   return !is_for_decode_alone || tokens <= kMostOfDecode;
 }
 
-// Whether heads of a varlen call may share tiles of sm90's forward, which needs no queries side by
-// side. Where it is mixed, short sequences would leave most rows of tiles for the longest one empty.
+// Whether heads of a varlen call may share tiles of sm90's forward, which reads queries where they
+// lie. Mixed calls of many queries may not: tiles for the longest sequence would be mostly empty for
+// the short ones.
 bool may_share_tiles(const AttnArgs& attn) {
   if (!attn.is_varlen() || batch_of(attn) < 1 || tokens_of(attn) > cuda::kForwardTileQueries) {
     return false;

@@ -1,5 +1,6 @@
 // A forward of few queries beside many keys, as in generation, on decode's kernels: they cut the keys
-// into pieces, and query heads that share a kv head are rows of one product.
+// into pieces, and query heads that share a kv head are rows of one product. Or on sm90's forward,
+// in whose tiles such heads share rows (Plan::tile_tokens).
 #pragma once
 
 #include "../cuda/few_queries.h"
