@@ -65,7 +65,9 @@ void sm80::run_bwd(const BwdParams&, const cuda::DeviceInfo&, Stream) { not_buil
 void cuda::run_find_hidden(const AttnParams&, const BiasParams&, int32_t*, int32_t*, Stream) {
   not_built();
 }
-void cuda::run_find_missing_pages(const FwdParams&, int32_t*, int32_t*, Stream) { not_built(); }
+void cuda::run_find_missing_pages(const FwdParams&, int32_t*, int32_t*, int32_t*, Stream) {
+  not_built();
+}
 void cuda::run_clear_pages(void*, int64_t, void*, int64_t, const bool*, int64_t, Stream) {
   not_built();
 }
