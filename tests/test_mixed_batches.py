@@ -11,11 +11,9 @@ import pytest
 import torch
 from cases import (
     DECODE_CUDA,
-    SIMULATED,
     SM90,
     Target,
     each_target,
-    skip_copies_of_missing_pages,
 )
 from ragged import DEVICES, KEYS, SLOPES, Ragged, assert_close, tensors
 
@@ -196,26 +194,6 @@ def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
     out = flash_attn.flash_attn_varlen_func(*tensors, **options)
     assert out.shape == tensors[0].shape
     assert_close(MIXED["causal"].call(target.device), MIXED["causal"].expected(), torch.float16)
-
-
-@each_target(DECODE_CUDA)
-def test_missing_pages_of_mixed_sequences(target: Target) -> None:
-    """Short and long ones lack pages, or keys at the end."""
-    skip_copies_of_missing_pages(SIMULATED == "80")
-    problem = dataclasses.replace(MIXED["causal"], page_size=16)
-    tensors, options = problem.arguments(target.device)
-    table = options["block_table"]
-    lacking = table.clone()
-    lacking[0, 3], lacking[1, 30], lacking[4, 0] = -1, 2**31 - 1, len(table.flatten())
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        *tensors, **(options | {"block_table": lacking}), return_attn_probs=True
-    )
-    q, k, v = (x.cpu() for x in tensors)
-    cpu = {n: x.cpu() if torch.is_tensor(x) else x for n, x in options.items()}
-    expected = flash_attn.flash_attn_varlen_func(
-        q, k, v, **(cpu | {"block_table": lacking.cpu()}), return_attn_probs=True
-    )
-    assert_close((out.cpu(), lse.cpu()), expected[:2], problem.dtype)
 
 
 @each_target(SM90)

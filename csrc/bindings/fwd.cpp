@@ -20,10 +20,10 @@
 namespace flash_attn {
 namespace {
 
-// sm90's kernels deal out tiles by a counter; the result holds it. With pages it is there
+// sm90's kernels deal out tiles by a counter; the result holds it. With pages it may be there
 // (DealtSequences).
 at::Tensor start_tile_counter(FwdParams& params, const at::Tensor& out) {
-  if (params.pages.entries != nullptr) return {};
+  if (params.tile_counter != nullptr) return {};
   at::Tensor tile_counter = at::empty({1}, out.options().dtype(at::kInt));
   params.tile_counter = tile_counter.data_ptr<int32_t>();
   return tile_counter;
@@ -43,6 +43,11 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn,
 sm90::PackedHeads packed_heads(const Plan& plan) {
   if (plan.tile_tokens == 0) return {};
   return {.token_bits = std::countr_zero(static_cast<unsigned>(plan.tile_tokens))};
+}
+
+// Whether the forward is FwdForm::kPieces.
+bool runs_in_pieces(const Plan& plan) {
+  return plan.backend == Backend::kSm90 && (plan.splits.count > 1 || plan.tile_tokens > 0);
 }
 
 // A varlen forward in pieces, and what of it has to live until its kernels are launched.
@@ -91,11 +96,8 @@ void launch_in_pieces(const Plan& plan, const FwdParams& call, const at::Tensor&
 // The forward of the long sequences beside decode of the short ones. Decode waits for memory, which
 // half of the multiprocessors keep as busy as all of them, and the forward for its tensor cores. So
 // the other half begins with the forward's tiles, and decode's half takes part when decode has ended.
-// left: null, or of each long sequence 1 if it is left to other kernels. launch_rest launches those,
-// and what writes all other rows.
 void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode,
-                   const int32_t* left, const at::Tensor& out, const at::Tensor& lse,
-                   const std::function<void()>& launch_rest) {
+                   const at::Tensor& out, const at::Tensor& lse) {
   const Stream stream = stream_of(out);
   InPieces pieces(plan, call, lse);
   cuda::DeviceInfo first = *plan.device, second = first;
@@ -104,10 +106,8 @@ void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode
   const cuda::LongSequences& sequences = decode.long_sequences();
   pieces.params.tile_counter = sequences.tile_counter;
   pieces.params.cache_batch_idx = nullptr;  // the list has a sequence's own number
-  pieces.params.list = {.tiles = sequences.tiles,
-                        .num_tiles = sequences.num_tiles,
-                        .left = left,
-                        .first_sms = first.num_sms};
+  pieces.params.list = {
+      .tiles = sequences.tiles, .num_tiles = sequences.num_tiles, .first_sms = first.num_sms};
 
   // The forward has to come first, as thread blocks of decode keep their places. While decode's
   // queries are gathered it does.
@@ -118,10 +118,10 @@ void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode
   sm90::run_fwd_in_pieces(pieces.params, second, stream);
   // A merge writes all rows, whereas one piece leaves others alone.
   const bool merges = pieces.params.num_splits > 1;
-  if (!merges) launch_rest();
+  if (!merges) decode.scatter(call, stream);
   side.join();
   pieces.merge(plan, stream);
-  if (merges) launch_rest();
+  if (merges) decode.scatter(call, stream);
 }
 
 // return_max_logits beside terms that change the scores whose maxima the kernels keep: one call with
@@ -165,28 +165,27 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
     if (attn.block_table) fill_pages(params, attn);
     std::optional<VarlenDecode> decode;
     if (few) decode.emplace(*std::move(few), params, q);
-    const std::optional<DealtSequences> dealt = attn.block_table
-                                                    ? std::optional(DealtSequences(params, q))
-                                                    : deal_out(params, params.score, attn);
     set_results(params, out, lse);
-    const auto launch_rest = [&] {
-      if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
-      if (decode) decode->scatter(params, stream_of(out));
-    };
     const bool fits_pieces = plan.splits.count > 1 || !plan.pieces_are_slower;
     if (decode && plan.in_pieces && (fits_pieces || decode->has_many_sequences())) {
-      launch_beside(plan, params, *decode, dealt ? dealt->hidden() : nullptr, out, lse,
-                    launch_rest);
+      launch_beside(plan, params, *decode, out, lse);
     } else {
+      std::optional<DealtSequences> dealt;
+      if (!attn.block_table) {
+        dealt = deal_out(params, params.score, attn);
+      } else if (!hides_missing_pages(plan)) {
+        dealt.emplace(params, q);
+      }
       if (decode) decode->launch();
       if (plan.skips_tiles) {
         launch_masked(plan, params, attn, out);
-      } else if (plan.splits.count > 1 || plan.tile_tokens > 0) {
+      } else if (runs_in_pieces(plan)) {
         launch_in_pieces(plan, params, out, lse);
       } else {
         launch_fwd(plan, params, out);
       }
-      launch_rest();
+      if (dealt) sm80::run_fwd_of_sequences(dealt->rest(params), stream_of(out));
+      if (decode) decode->scatter(params, stream_of(out));
     }
   }
   if (out.size(-1) != head_dim_v) out = out.narrow(-1, 0, head_dim_v).contiguous();
@@ -213,14 +212,14 @@ void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse
   params.lse_head_stride = lse.stride(-2);
 }
 
+bool hides_missing_pages(const Plan& plan) { return runs_in_pieces(plan); }
+
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out) {
   if (plan.backend == Backend::kSm80) {
     return sm80::run_fwd(params, *plan.device, stream_of(out));
   }
   const at::Tensor tile_counter = start_tile_counter(params, out);
-  if (plan.tile_tokens == 0 && plan.splits.count == 1) {
-    return sm90::run_fwd(params, *plan.device, stream_of(out));
-  }
+  if (!runs_in_pieces(plan)) return sm90::run_fwd(params, *plan.device, stream_of(out));
   sm90::run_fwd_in_pieces({params, {}, packed_heads(plan)}, *plan.device, stream_of(out));
 }
 

@@ -71,7 +71,7 @@ bool reads_pages(const Plan& plan, const DecodeParams& call) {
          fits_boxes(call.page_size, call.window_left, /*top_left=*/false);
 }
 
-// Sequences that lack a page are decode's: which, only the device knows.
+// Sequences that lack a page may be decode's: which, only the device knows.
 void prefill_in_place(const Plan& plan, FwdParams params, DecodeParams& call, const at::Tensor& q,
                       const DecodeResult& results) {
   params.pages = {.entries = call.block_table,
@@ -79,6 +79,7 @@ void prefill_in_place(const Plan& plan, FwdParams params, DecodeParams& call, co
                   .page_size = call.page_size,
                   .num_pages = call.cache_rows};
   params.cache_rows = call.table_rows;
+  if (hides_missing_pages(plan)) return launch_forward(plan, params, call, results);
   const DealtSequences dealt(params, q);
   launch_forward(plan, params, call, results);
   launch_rest(plan, call, dealt.hidden(), stream_of(q));

@@ -181,7 +181,7 @@ double forward_time(const CallShape& call, const ForwardTile& tile, int splits) 
   const auto waves = static_cast<double>(ceil_div(pieces.count, pieces.at_once));
   double time = tile.launch_time + both_limits(waves * pieces.time, kReadSlow * read_time(call)) +
                 pieces.merge_time;
-  if (call.paged) time += kMissingPages;
+  if (call.paged && !tile.hides_missing_pages) time += kMissingPages;
   if (call.paged && tile.copies_pages) {
     const auto heads_keys = static_cast<double>(call.batch * call.heads_kv * most_keys(call));
     time += kCopy * heads_keys * decode_key_time(call) / call.device->num_sms;

@@ -48,10 +48,11 @@ double decode_key_time(const CallShape& call);
 inline constexpr int kForwardTileQueries = 128;
 struct ForwardTile {
   double launch_time;
-  double key_time;    // that it takes for a key
-  double start_time;  // and for its queries and its results
-  bool two_an_sm;     // two share an SM where there are more blocks than SMs
-  bool copies_pages;  // side by side, before
+  double key_time;                   // that it takes for a key
+  double start_time;                 // and for its queries and its results
+  bool two_an_sm;                    // two share an SM where there are more blocks than SMs
+  bool copies_pages;                 // side by side, before
+  bool hides_missing_pages = false;  // else two kernels more serve sequences that lack one
   // Rows of each head: with fewer than all, several heads share the tile.
   int64_t tokens = kForwardTileQueries;
 };

@@ -96,7 +96,6 @@ __global__ void __launch_bounds__(kDealThreads)
                                   .k_begin = k_begin,
                                   .len_k = seqlen.len_k,
                                   .block = tiles - 1 - i,
-                                  .place = place,
                                   .row = batch_idx};
     }
   }

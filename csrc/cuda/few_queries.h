@@ -26,10 +26,9 @@ struct EvenResults {
 // read: a chain of them, each of which waits for the one before, takes microseconds.
 struct alignas(16) LongTile {
   int q_begin, len_q, k_begin, len_k;
-  int block;     // of queries
-  int place;     // of the sequence among the long ones
-  int row;       // the number that it had
-  int not_used;  // two reads of 16 bytes
+  int block;        // of queries
+  int row;          // the number of the sequence
+  int not_used[2];  // two reads of 16 bytes
 };
 
 // The sequences of a varlen call with more than some number of queries, side by side as those of a

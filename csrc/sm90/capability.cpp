@@ -128,6 +128,7 @@ cuda::ForwardTile key_tile(const CallShape& call, int splits) {
           .start_time = kStartColumn * width,
           .two_an_sm = narrow && kPiecesTile<64>.blocks == 2,
           .copies_pages = false,
+          .hides_missing_pages = in_pieces,
           .tokens = tile_tokens(call)};
 }
 

@@ -219,7 +219,8 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   if constexpr (Traits::kPieces) has_list = params.list.exists();
   const int resident = device.num_sms * Traits::kTile.blocks;
   const int blocks = has_list ? resident : std::min(num_tiles, resident);
-  const bool is_zeroed = has_list || order.tiles != nullptr || params.pages.entries != nullptr;
+  const bool is_zeroed =
+      has_list || order.tiles != nullptr || (params.pages.entries != nullptr && !Traits::kPieces);
   if (alike || (long_tiles <= blocks && !has_list)) {
     params.tile_counter = nullptr;
   } else if (!is_zeroed) {

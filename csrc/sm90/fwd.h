@@ -23,7 +23,6 @@ void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream str
 struct FwdTileList {
   const cuda::LongTile* tiles = nullptr;  // null: all tiles
   const int32_t* num_tiles = nullptr;     // of a head
-  const int32_t* left = nullptr;          // null, or by LongTile::place: 1 if not to be worked on
   int first_sms = 0;
   bool is_second = false;  // of the launches
 

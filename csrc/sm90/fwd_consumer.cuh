@@ -165,6 +165,20 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
+  // The same with eights of keys, for each of which `missing` has a bit.
+  __device__ __forceinline__ void clear_values_of_eights(uint32_t missing) const {
+    auto& tile = smem.v[v_ring.stage()];
+    constexpr int kRowChunks = Traits::VTile::kCols / kChunk;
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < Traits::kBlockN * kRowChunks; i += 128) {
+      const int key = i / kRowChunks;
+      if ((missing >> key / 8 & 1) == 0) continue;
+      *reinterpret_cast<uint4*>(tile.pointer(key, i % kRowChunks * kChunk)) = {};
+    }
+    ptx::fence_async_shared();
+    ptx::barrier_sync<128>(kCleared + warpgroup);
+  }
+
   // What the scores of the block at hand start with: nothing, or a staged bias, in the unit of S.
   // Its numbers may still be larger than a bias is (UnboundedStep).
   __device__ __forceinline__ void start_scores(typename Traits::Scores& S,

@@ -79,6 +79,7 @@ class KeyWalk {
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
+    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
     finish_scores(P);
@@ -118,6 +119,7 @@ class KeyWalk {
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
+    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
@@ -151,6 +153,7 @@ class KeyWalk {
     self.scores(S);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     self.send_staged();
+    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
     ptx::wgmma_wait<0>();
     pin(S);
     self.release(self.k_ring);
@@ -361,6 +364,15 @@ class KeyWalk {
     return work.range;
   }
 
+  // Of the block that has come.
+  __device__ __forceinline__ uint32_t read_missing_keys() const {
+    if (self.params.pages.entries == nullptr) return 0;
+    // The lane that releases the stage is the one that reads it.
+    uint32_t keys = 0;
+    if (self.lane == 0) keys = self.smem.pieces.missing_keys[self.k_ring.stage()];
+    return __shfl_sync(~0u, keys, 0);
+  }
+
   // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias.
   __device__ __forceinline__ void finish_scores(const Probabilities& P) {
     score.finish(S, place(), self.lane);
@@ -371,6 +383,9 @@ class KeyWalk {
       release_key_bias();
     } else if constexpr (!Traits::kStagedBias) {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
+    }
+    if constexpr (Traits::kPieces) {
+      if (missing_keys != 0) mask_eights(S, missing_keys);
     }
     if (is_full()) return;
     const int query = self.query(work, 0), other_query = self.query(work, 1);
@@ -403,10 +418,14 @@ class KeyWalk {
     return {work.first_row + self.warp_row, work.first_key + block() * Traits::kBlockN};
   }
 
-  // Waits for V(n). The values of keys in front of the first that the tile's queries see become 0:
-  // their P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
+  // Waits for V(n). The values of keys in front of the first that the tile's queries see become 0,
+  // and of those whose page is missing: their P is 0, but 0 · NaN would reach O. Each consumer writes
+  // the same zeros for itself.
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();
+    if constexpr (Traits::kPieces) {
+      if (missing_keys != 0) self.clear_values_of_eights(missing_keys);
+    }
     if constexpr (Traits::ScorePolicy::kGeneral || Traits::kMasked) {
       if constexpr (kLooksAhead) {
         if ((facts & kFirst) == 0) return;
@@ -432,6 +451,7 @@ class KeyWalk {
   FoundKeys found;
   BlockMask::RowIntervals row_intervals;
   int first_key;
+  uint32_t missing_keys;  // of the block at hand, where keys lie in pages: a bit for each eight
   float correction[2];
   enum : uint32_t { kFull = 1, kFirst = 2 };
   uint32_t facts;                     // of the block at hand: whether it is full, or the first

@@ -39,9 +39,8 @@ __device__ __forceinline__ FoundTile find_tile(const typename Traits::Params& pa
     if (params.list.exists()) {
       const int head = tile_idx / tiles_of_head;
       const cuda::LongTile tile = params.list.tiles[tile_idx - head * tiles_of_head];
-      const bool is_left = params.list.left != nullptr && params.list.left[tile.place] != 0;
       return {.at = {.batch_idx = tile.row, .head = head, .block = tile.block},
-              .seqlen = {tile.q_begin, is_left ? 0 : tile.len_q, tile.k_begin, tile.len_k}};
+              .seqlen = {tile.q_begin, tile.len_q, tile.k_begin, tile.len_k}};
     }
   }
   TileCoordinates tile = scheduler.tile(tile_idx);
@@ -330,7 +329,8 @@ __device__ __forceinline__ void load_v_loop(const FwdParams& params, const CUten
 }
 
 // Loads K or V that lies in pages. A whole warp calls it, each lane of which brings a box. The page
-// of a box is looked up before a stage for it is waited for.
+// of a box is looked up before a stage for it is waited for. With keys in
+// pieces, consumers are told which of them lie in no page.
 template <typename Traits, bool kK, typename Tile>
 __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const CUtensorMap& map,
                                                 const CUtensorMap& map_of_front,
@@ -365,6 +365,10 @@ __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const C
       const int first_key = work.first_key + block * Traits::kBlockN;
       const PageBox box(params.pages, boxes, work.kv.batch, first_key, row, seen_key, end_key);
       ring.wait_empty();
+      if constexpr (Traits::kPieces && kK) {
+        const uint32_t keys = missing_keys(box, boxes, lane);
+        if (lane == 0) smem.pieces.missing_keys[ring.stage()] = keys;
+      }
       if (lane == 0) ring.expect_bytes(loaded_bytes<Tile>(num_cols));
       __syncwarp();
       if (row < Traits::kBlockN) {

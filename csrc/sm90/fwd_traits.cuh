@@ -235,13 +235,15 @@ struct FwdPageStorage<Traits, true> {
   uint64_t last_k;
 };
 
-// How many rows of its sequence behind the start of a tile have been worked on, where heads share
-// tiles. It is here for want of registers of the warp that takes tiles.
+// rows_done: how many rows of its sequence behind the start of a tile have been worked on, where
+// heads share tiles. It is here for want of registers of the warp that takes tiles.
+// missing_keys: of each K in shared memory that lies in pages.
 template <typename Traits, bool kPieces = Traits::kPieces>
 struct FwdPieceStorage {};
 template <typename Traits>
 struct FwdPieceStorage<Traits, true> {
   int rows_done;
+  uint32_t missing_keys[Traits::kStages];
 };
 
 // The queue by which tiles come to all warps. Each loop follows it with a ring of its own, not with

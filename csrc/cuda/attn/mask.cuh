@@ -56,6 +56,20 @@ __device__ __forceinline__ void mask_before(Accumulator<kMBlocks, kN>& S,
   }
 }
 
+// The columns of which `hidden` has a bit for each eight become -inf.
+template <int kMBlocks, int kN>
+__device__ __forceinline__ void mask_eights(Accumulator<kMBlocks, kN>& S, uint32_t hidden) {
+  static_assert(kN <= 32 * 8);
+#pragma unroll
+  for (int i = 0; i < S.kRowElements; ++i) {
+    const bool is_hidden = (hidden >> fragment_col(i, 0) / 8 & 1) != 0;
+#pragma unroll
+    for (int row = 0; row < S.kRows; ++row) {
+      if (is_hidden) S.at(row, i) = -INFINITY;
+    }
+  }
+}
+
 // S holds queries as rows (row r of the thread is query query_of_row[r]) and keys first_key … as
 // columns.
 template <int kMBlocks, int kN>
