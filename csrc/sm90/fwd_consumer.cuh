@@ -165,14 +165,14 @@ struct FwdConsumer : FwdBiasRing<Traits> {
     ptx::barrier_sync<128>(kCleared + warpgroup);
   }
 
-  // The same with eights of keys, for each of which `missing` has a bit.
-  __device__ __forceinline__ void clear_values_of_eights(uint32_t missing) const {
-    auto& tile = smem.v[v_ring.stage()];
+  // The same with eights of keys in this stage, for each of which `eights` has a bit.
+  __device__ __forceinline__ void clear_values(int stage, uint32_t eights) const {
+    auto& tile = smem.v[stage];
     constexpr int kRowChunks = Traits::VTile::kCols / kChunk;
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < Traits::kBlockN * kRowChunks; i += 128) {
       const int key = i / kRowChunks;
-      if ((missing >> key / 8 & 1) == 0) continue;
+      if ((eights >> key / 8 & 1) == 0) continue;
       *reinterpret_cast<uint4*>(tile.pointer(key, i % kRowChunks * kChunk)) = {};
     }
     ptx::fence_async_shared();

@@ -79,9 +79,10 @@ class KeyWalk {
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
-    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
+    const uint32_t missing_keys = read_missing_keys();
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
+    if (missing_keys != 0) pass_over(missing_keys, self.v_ring);
     finish_scores(P);
     if constexpr (Traits::kStartsWithBias) {
       softmax.flip_signs(S);
@@ -119,11 +120,12 @@ class KeyWalk {
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
-    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
+    const uint32_t missing_keys = read_missing_keys();
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
+    if (missing_keys != 0) pass_over(missing_keys, self.v_ring.after());
     const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
     const auto v_in_use = self.v_ring;
     self.v_ring.advance();
@@ -153,10 +155,11 @@ class KeyWalk {
     self.scores(S);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     self.send_staged();
-    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
+    const uint32_t missing_keys = read_missing_keys();
     ptx::wgmma_wait<0>();
     pin(S);
     self.release(self.k_ring);
+    if (missing_keys != 0) pass_over(missing_keys, self.v_ring);
     finish_scores(P);
     if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
@@ -364,13 +367,22 @@ class KeyWalk {
     return work.range;
   }
 
-  // Of the block that has come.
+  // Of the block that has come, a bit for each eight keys whose page is missing.
   __device__ __forceinline__ uint32_t read_missing_keys() const {
-    if (self.params.pages.entries == nullptr) return 0;
+    if (!Traits::kPieces || self.params.pages.entries == nullptr) return 0;
     // The lane that releases the stage is the one that reads it.
     uint32_t keys = 0;
-    if (self.lane == 0) keys = self.smem.pieces.missing_keys[self.k_ring.stage()];
+    if constexpr (Traits::kPieces) {
+      if (self.lane == 0) keys = self.smem.pieces.missing_keys[self.k_ring.stage()];
+    }
     return __shfl_sync(~0u, keys, 0);
+  }
+  // Sets their scores to -inf and their values, which come to this place of the ring, to 0.
+  __device__ __forceinline__ void pass_over(uint32_t missing_keys,
+                                            const Ring<Traits::kStages>& v_ring) const {
+    mask_eights(S, missing_keys);
+    v_ring.wait_full();
+    self.clear_values(v_ring.stage(), missing_keys);
   }
 
   // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias.
@@ -383,9 +395,6 @@ class KeyWalk {
       release_key_bias();
     } else if constexpr (!Traits::kStagedBias) {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
-    }
-    if constexpr (Traits::kPieces) {
-      if (missing_keys != 0) mask_eights(S, missing_keys);
     }
     if (is_full()) return;
     const int query = self.query(work, 0), other_query = self.query(work, 1);
@@ -418,14 +427,10 @@ class KeyWalk {
     return {work.first_row + self.warp_row, work.first_key + block() * Traits::kBlockN};
   }
 
-  // Waits for V(n). The values of keys in front of the first that the tile's queries see become 0,
-  // and of those whose page is missing: their P is 0, but 0 · NaN would reach O. Each consumer writes
-  // the same zeros for itself.
+  // Waits for V(n). The values of keys in front of the first that the tile's queries see become 0:
+  // their P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
   __device__ __forceinline__ void wait_values() const {
     self.v_ring.wait_full();
-    if constexpr (Traits::kPieces) {
-      if (missing_keys != 0) self.clear_values_of_eights(missing_keys);
-    }
     if constexpr (Traits::ScorePolicy::kGeneral || Traits::kMasked) {
       if constexpr (kLooksAhead) {
         if ((facts & kFirst) == 0) return;
@@ -451,7 +456,6 @@ class KeyWalk {
   FoundKeys found;
   BlockMask::RowIntervals row_intervals;
   int first_key;
-  uint32_t missing_keys;  // of the block at hand, where keys lie in pages: a bit for each eight
   float correction[2];
   enum : uint32_t { kFull = 1, kFirst = 2 };
   uint32_t facts;                     // of the block at hand: whether it is full, or the first

@@ -50,6 +50,13 @@ class Ring {
     return ring;
   }
 
+  // The stage of the visit after this one.
+  __device__ __forceinline__ Ring after() const {
+    Ring ring = *this;
+    ring.advance();
+    return ring;
+  }
+
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ uint64_t& full() const { return barriers_.full[stage_]; }
   __device__ __forceinline__ uint64_t& empty() const { return barriers_.empty[stage_]; }
