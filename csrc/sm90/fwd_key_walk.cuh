@@ -79,11 +79,10 @@ class KeyWalk {
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
-    const uint32_t missing_keys = read_missing_keys();
+    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
-    if (missing_keys != 0) pass_over(missing_keys, self.v_ring);
-    finish_scores(P);
+    finish_scores(P, self.v_ring);
     if constexpr (Traits::kStartsWithBias) {
       softmax.flip_signs(S);
       UnboundedStep(score, scales_q<Traits>(self.params)).complete(S);
@@ -120,12 +119,11 @@ class KeyWalk {
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
-    const uint32_t missing_keys = read_missing_keys();
+    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
-    if (missing_keys != 0) pass_over(missing_keys, self.v_ring.after());
     const bool moved = step_ahead(P_next);  // P = exp(S - m), while P V(n + 1) runs
     const auto v_in_use = self.v_ring;
     self.v_ring.advance();
@@ -155,12 +153,11 @@ class KeyWalk {
     self.scores(S);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     self.send_staged();
-    const uint32_t missing_keys = read_missing_keys();
+    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
     ptx::wgmma_wait<0>();
     pin(S);
     self.release(self.k_ring);
-    if (missing_keys != 0) pass_over(missing_keys, self.v_ring);
-    finish_scores(P);
+    finish_scores(P, self.v_ring);
     if (softmax.update_max(S, correction, kShare)) scale_rows(O, correction);
     softmax.template exponentiate_into<Element>(P, S);
     drop(P);
@@ -245,7 +242,7 @@ class KeyWalk {
         }
       }
     }
-    finish_scores(P_next);
+    finish_scores(P_next, self.v_ring.after());
     if constexpr (Traits::kStartsWithBias) {
       softmax.flip_signs(S);
       UnboundedStep step(score, scales_q<Traits>(self.params));
@@ -369,24 +366,24 @@ class KeyWalk {
 
   // Of the block that has come, a bit for each eight keys whose page is missing.
   __device__ __forceinline__ uint32_t read_missing_keys() const {
-    if (!Traits::kPieces || self.params.pages.entries == nullptr) return 0;
+    if (self.params.pages.entries == nullptr) return 0;
     // The lane that releases the stage is the one that reads it.
     uint32_t keys = 0;
-    if constexpr (Traits::kPieces) {
-      if (self.lane == 0) keys = self.smem.pieces.missing_keys[self.k_ring.stage()];
-    }
+    if (self.lane == 0) keys = self.smem.pieces.missing_keys[self.k_ring.stage()];
     return __shfl_sync(~0u, keys, 0);
   }
-  // Sets their scores to -inf and their values, which come to this place of the ring, to 0.
-  __device__ __forceinline__ void pass_over(uint32_t missing_keys,
-                                            const Ring<Traits::kStages>& v_ring) const {
+  // Sets the scores of missing keys to -inf and their values, in this place of the ring, to 0: their
+  // P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
+  __device__ __forceinline__ void pass_over(const Ring<Traits::kStages>& v_ring) const {
     mask_eights(S, missing_keys);
     v_ring.wait_full();
     self.clear_values(v_ring.stage(), missing_keys);
   }
 
-  // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias.
-  __device__ __forceinline__ void finish_scores(const Probabilities& P) {
+  // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias. The
+  // block's values come to that place of their ring.
+  __device__ __forceinline__ void finish_scores(const Probabilities& P,
+                                                const Ring<Traits::kStages>& v_ring) {
     score.finish(S, place(), self.lane);
     if constexpr (kAddsBias) {
       score.template add_bias<Element>(S, P);
@@ -396,7 +393,8 @@ class KeyWalk {
     } else if constexpr (!Traits::kStagedBias) {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     }
-    if (is_full()) return;
+    if (missing_keys == 0 && is_full()) return;
+    if (missing_keys != 0) pass_over(v_ring);
     const int query = self.query(work, 0), other_query = self.query(work, 1);
     const int first_key = block() * Traits::kBlockN;
     if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {
@@ -456,6 +454,7 @@ class KeyWalk {
   FoundKeys found;
   BlockMask::RowIntervals row_intervals;
   int first_key;
+  uint32_t missing_keys = 0;  // of the block at hand, in pages: a bit for each eight
   float correction[2];
   enum : uint32_t { kFull = 1, kFirst = 2 };
   uint32_t facts;                     // of the block at hand: whether it is full, or the first
