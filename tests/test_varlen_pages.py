@@ -337,6 +337,23 @@ def test_no_pages(columns: int, target: Target) -> None:
 
 
 @each_target(*ATTENTION_TARGETS)
+@pytest.mark.parametrize("rows", [0, 3, 200])
+def test_no_sequences(rows: int, target: Target) -> None:
+    """Rows of no sequence are 0, and those of lse -inf."""
+    make = {"device": target.device, "dtype": torch.float16}
+    q = torch.full((rows, 4, 64), math.nan, **make)
+    k, v = torch.randn(2, 5, 16, 2, 64, **make)
+    starts = torch.zeros(1, dtype=torch.int32, device=target.device)
+    table = torch.zeros(0, 40, dtype=torch.int32, device=target.device)
+    with use(target):
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            q, k, v, starts, starts, 8, 600, block_table=table, return_attn_probs=True
+        )
+    assert torch.equal(out, torch.zeros_like(out)) and out.shape == q.shape
+    assert lse.shape == (4, rows) and bool((lse == -math.inf).all())
+
+
+@each_target(*ATTENTION_TARGETS)
 def test_pages_of_v(target: Target) -> None:
     q, k, v, lengths, table = paged_problem(target)
     for wrong in (v[:4], v[:, :3], v.flatten(0, 1)):

@@ -2,6 +2,7 @@
 // and the end of its tiles.
 #pragma once
 
+#include "../cuda/attn/mask.cuh"
 #include "fwd.h"
 #include "fwd_traits.cuh"
 #include "ptx/fence.cuh"
@@ -11,8 +12,7 @@
 namespace flash_attn::sm90 {
 
 // Where a consumer stands in the ring of its blocks of a bias.
-template <typename Traits,
-          bool kHasRing = (Traits::kStagedBias && !Traits::kStartsWithBias) || Traits::kKeyBias>
+template <typename Traits, bool kHasRing = Traits::kAddsBias || Traits::kKeyBias>
 struct FwdBiasRing {
   __device__ __forceinline__ FwdBiasRing(FwdSharedStorage<Traits>&, int /*consumer*/) {}
 };
@@ -211,6 +211,45 @@ struct FwdConsumer : FwdBiasRing<Traits> {
       __syncwarp();
       if (lane == 0) k_ring.in(smem.bias_rings[warpgroup]).arrive_empty();
     }
+  }
+
+  // While the products run, brings what a staged bias adds to the next S of this warp's queries
+  // into the registers of their P. For a bias of the keys alone it only waits until that is there.
+  __device__ __forceinline__ void bring_bias(OperandA<1, Traits::kBlockN>& P) {
+    if constexpr (Traits::kKeyBias) this->bias_ring.wait_full();
+    if constexpr (Traits::kAddsBias) {
+      auto& ring = this->bias_ring;
+      ring.wait_full();
+      load_operand(P, smem.bias[warpgroup][ring.stage()], warp_row % 64, lane);
+      // Reads that are still under way would meet what TMA writes next.
+      ptx::fence_async_shared();
+      __syncwarp();
+      release(ring);
+    }
+  }
+  __device__ __forceinline__ const float* key_bias() const {
+    return smem.key_bias.of_keys[this->bias_ring.stage()];
+  }
+  __device__ __forceinline__ void release_key_bias() {
+    this->bias_ring.arrive_empty();
+    this->bias_ring.advance();
+  }
+
+  // Of the K at hand, a bit for each eight keys whose page is missing.
+  __device__ __forceinline__ uint32_t missing_keys() const {
+    if (params.pages.entries == nullptr) return 0;
+    // The lane that releases the stage is the one that reads it.
+    uint32_t keys = 0;
+    if (lane == 0) keys = smem.pieces.missing_keys[k_ring.stage()];
+    return __shfl_sync(~0u, keys, 0);
+  }
+  // Sets the scores of missing keys to -inf and their values, in this place of the ring, to 0: their
+  // P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
+  __device__ __forceinline__ void pass_over(typename Traits::Scores& S, uint32_t missing_keys,
+                                            const Ring<Traits::kStages>& ring) const {
+    mask_eights(S, missing_keys);
+    ring.wait_full();
+    clear_values(ring.stage(), missing_keys);
   }
 
   // Starts S = Q Kᵀ, or S += Q Kᵀ.

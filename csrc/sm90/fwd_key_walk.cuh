@@ -18,7 +18,6 @@ class KeyWalk {
   using Term = LinearTerm<Element, Traits::kBlockN>;
   static constexpr bool kLooksAhead = Traits::ScorePolicy::kGeneral && Traits::kTile.blocks == 1;
   static constexpr bool kTriesFirst = Traits::kConsumers < 3;  // registers of three are too few
-  static constexpr bool kAddsBias = Traits::kStagedBias && !Traits::kStartsWithBias;
   static constexpr float kShare = 0.125f;  // of the sum so far, where maxima are true
   static constexpr int kTiles = Traits::kBlockN / kMaskTile;  // of a mask
   using MaskRows = BlockMask::Rows<Traits::kHeadDim>;
@@ -75,11 +74,11 @@ class KeyWalk {
   }
 
   __device__ __forceinline__ void first(Probabilities& P) {
-    bring_bias(P);
+    self.bring_bias(P);
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
-    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
+    if constexpr (Traits::kPieces) missing_keys = self.missing_keys();
     self.release(self.k_ring);
     if constexpr (Traits::kMasked) hide(rows);
     finish_scores(P, self.v_ring);
@@ -115,11 +114,11 @@ class KeyWalk {
     ptx::wgmma_commit();  // O += P V(n + 1)
     self.pass_turn();
     self.release_bias();
-    bring_bias(P_next);
+    self.bring_bias(P_next);
     look_ahead();
     MaskRows rows;
     if constexpr (Traits::kMasked) rows = bring_mask();
-    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
+    if constexpr (Traits::kPieces) missing_keys = self.missing_keys();
     ptx::wgmma_wait<1>();
     pin(S);
     self.release(self.k_ring);
@@ -153,7 +152,7 @@ class KeyWalk {
     self.scores(S);
     ptx::wgmma_commit();  // S = Q K(n)ᵀ
     self.send_staged();
-    if constexpr (Traits::kPieces) missing_keys = read_missing_keys();
+    if constexpr (Traits::kPieces) missing_keys = self.missing_keys();
     ptx::wgmma_wait<0>();
     pin(S);
     self.release(self.k_ring);
@@ -198,7 +197,7 @@ class KeyWalk {
     const auto with = [&](auto& step) {
       return softmax.template step_ahead<Element>(P_next, S, correction, share(), step);
     };
-    if constexpr (kAddsBias) {
+    if constexpr (Traits::kAddsBias) {
       if (is_full() && !softmax.negates()) {
         BiasStep step(bias_factor);
         return with(step);
@@ -212,9 +211,9 @@ class KeyWalk {
     }
     if constexpr (Traits::kKeyBias) {
       if (is_full() && !softmax.negates()) {
-        KeyBiasStep step(key_bias(), self.lane);
+        KeyBiasStep step(self.key_bias(), self.lane);
         const bool moved = with(step);
-        release_key_bias();
+        self.release_key_bias();
         return moved;
       }
     }
@@ -262,7 +261,7 @@ class KeyWalk {
       facts = (is_full ? kFull : 0) | (block <= blocks.begin ? kFirst : 0);
       ptx::pin(facts);
     }
-    if constexpr (kAddsBias) {
+    if constexpr (Traits::kAddsBias) {
       bias_factor = score.inverse_scale();
       ptx::pin(bias_factor);
     }
@@ -300,21 +299,6 @@ class KeyWalk {
     pin(slope_operand);
   }
 
-  // While the products run, brings what a staged bias adds to the next S of this warp's queries
-  // into the registers of their P. For a bias of the keys alone it only waits until that is there.
-  __device__ __forceinline__ void bring_bias(Probabilities& P) {
-    if constexpr (Traits::kKeyBias) self.bias_ring.wait_full();
-    if constexpr (kAddsBias) {
-      auto& ring = self.bias_ring;
-      ring.wait_full();
-      load_operand(P, self.smem.bias[self.warpgroup][ring.stage()], self.warp_row % 64, self.lane);
-      // Reads that are still under way would meet what TMA writes next.
-      ptx::fence_async_shared();
-      __syncwarp();
-      self.release(ring);
-    }
-  }
-
   // While the products run, reads which block has come, and what the mask lets the lane's queries
   // see of it.
   __device__ __forceinline__ MaskRows bring_mask() {
@@ -339,14 +323,6 @@ class KeyWalk {
     if (MaskRows::kBranchless || is_masked()) score.hide(S, rows, states(), found_key(), self.lane);
   }
 
-  __device__ __forceinline__ const float* key_bias() const {
-    return self.smem.key_bias.of_keys[self.bias_ring.stage()];
-  }
-  __device__ __forceinline__ void release_key_bias() {
-    self.bias_ring.arrive_empty();
-    self.bias_ring.advance();
-  }
-
   // The block of keys in the n-th place. Computed where it is needed, as registers are short.
   __device__ __forceinline__ int block() const {
     if constexpr (Traits::kAlibi) return block_in_place(work, score.turned(), n);
@@ -364,37 +340,21 @@ class KeyWalk {
     return work.range;
   }
 
-  // Of the block that has come, a bit for each eight keys whose page is missing.
-  __device__ __forceinline__ uint32_t read_missing_keys() const {
-    if (self.params.pages.entries == nullptr) return 0;
-    // The lane that releases the stage is the one that reads it.
-    uint32_t keys = 0;
-    if (self.lane == 0) keys = self.smem.pieces.missing_keys[self.k_ring.stage()];
-    return __shfl_sync(~0u, keys, 0);
-  }
-  // Sets the scores of missing keys to -inf and their values, in this place of the ring, to 0: their
-  // P is 0, but 0 · NaN would reach O. Each consumer writes the same zeros for itself.
-  __device__ __forceinline__ void pass_over(const Ring<Traits::kStages>& v_ring) const {
-    mask_eights(S, missing_keys);
-    v_ring.wait_full();
-    self.clear_values(v_ring.stage(), missing_keys);
-  }
-
   // Applies the score terms, and sets S to -inf where nothing is seen. P holds a staged bias. The
   // block's values come to that place of their ring.
   __device__ __forceinline__ void finish_scores(const Probabilities& P,
                                                 const Ring<Traits::kStages>& v_ring) {
     score.finish(S, place(), self.lane);
-    if constexpr (kAddsBias) {
+    if constexpr (Traits::kAddsBias) {
       score.template add_bias<Element>(S, P);
     } else if constexpr (Traits::kKeyBias) {
-      add_key_bias(S, key_bias(), self.lane);
-      release_key_bias();
+      add_key_bias(S, self.key_bias(), self.lane);
+      self.release_key_bias();
     } else if constexpr (!Traits::kStagedBias) {
       score.template add_bias<Element>(S, self.params.score.bias, place(), self.lane);
     }
     if (missing_keys == 0 && is_full()) return;
-    if (missing_keys != 0) pass_over(v_ring);
+    if (missing_keys != 0) self.pass_over(S, missing_keys, v_ring);
     const int query = self.query(work, 0), other_query = self.query(work, 1);
     const int first_key = block() * Traits::kBlockN;
     if (work.window.end_key(work.first_row) < first_key + Traits::kBlockN) {

@@ -50,6 +50,7 @@ struct FwdTraits {
   static constexpr int kBiasStages = kKeyBias || kHeadDim <= 64 ? 2 : 1;
   // S starts as a staged bias, and Q Kᵀ joins it. Else the bias is added beside the exponentials.
   static constexpr bool kStartsWithBias = kStagedBias && kHeadDim <= 64;
+  static constexpr bool kAddsBias = kStagedBias && !kStartsWithBias;
   // Q takes on the softmax_scale, where that is a power of two, so that a bias needs no factor.
   // fp16 would lose bits of small numbers.
   static constexpr bool kScalesQ = kStartsWithBias && kDType == DType::kBf16;
