@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <limits>
 
 #include "../cuda/decode/decode.h"
@@ -43,11 +42,6 @@ void launch_masked(const Plan& plan, FwdParams& params, const AttnArgs& attn,
 sm90::PackedHeads packed_heads(const Plan& plan) {
   if (plan.tile_tokens == 0) return {};
   return {.token_bits = std::countr_zero(static_cast<unsigned>(plan.tile_tokens))};
-}
-
-// Whether the forward is FwdForm::kPieces.
-bool runs_in_pieces(const Plan& plan) {
-  return plan.backend == Backend::kSm90 && (plan.splits.count > 1 || plan.tile_tokens > 0);
 }
 
 // A varlen forward in pieces, and what of it has to live until its kernels are launched.
@@ -173,7 +167,7 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
       std::optional<DealtSequences> dealt;
       if (!attn.block_table) {
         dealt = deal_out(params, params.score, attn);
-      } else if (!hides_missing_pages(plan)) {
+      } else if (!runs_in_pieces(plan)) {
         dealt.emplace(params, q);
       }
       if (decode) decode->launch();
@@ -212,7 +206,9 @@ void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse
   params.lse_head_stride = lse.stride(-2);
 }
 
-bool hides_missing_pages(const Plan& plan) { return runs_in_pieces(plan); }
+bool runs_in_pieces(const Plan& plan) {
+  return plan.backend == Backend::kSm90 && (plan.splits.count > 1 || plan.tile_tokens > 0);
+}
 
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out) {
   if (plan.backend == Backend::kSm80) {

@@ -11,9 +11,9 @@ std::pair<at::Tensor, at::Tensor> empty_results(const AttnArgs& args);
 // Where the kernels leave them, laid out as FwdParams says.
 void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse);
 
-// Whether the kernels of the plan hide keys whose page is missing themselves: those with the keys in
-// pieces do.
-bool hides_missing_pages(const Plan& plan);
+// Whether the forward is sm90's with the keys in pieces, one or several: keys whose page is missing
+// it hides itself.
+bool runs_in_pieces(const Plan& plan);
 
 // params lack only workspace. out: the result that they have.
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out);

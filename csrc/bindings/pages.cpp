@@ -41,7 +41,7 @@ bool reads_pages(const FwdArgs& args) {
     return false;
   }
   const CallShape call = call_shape(args);
-  // Sequences that lack a page are left to sm80's kernels.
+  // Sequences that lack a page may be left to sm80's kernels.
   return call.portable_code() != 0 && plan_call(families(), call, {}).backend == Backend::kSm90 &&
          is_readable(attn.k) && is_readable(attn.v);
 }

@@ -79,7 +79,7 @@ void prefill_in_place(const Plan& plan, FwdParams params, DecodeParams& call, co
                   .page_size = call.page_size,
                   .num_pages = call.cache_rows};
   params.cache_rows = call.table_rows;
-  if (hides_missing_pages(plan)) return launch_forward(plan, params, call, results);
+  if (runs_in_pieces(plan)) return launch_forward(plan, params, call, results);
   const DealtSequences dealt(params, q);
   launch_forward(plan, params, call, results);
   launch_rest(plan, call, dealt.hidden(), stream_of(q));

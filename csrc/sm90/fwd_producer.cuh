@@ -329,8 +329,8 @@ __device__ __forceinline__ void load_v_loop(const FwdParams& params, const CUten
 }
 
 // Loads K or V that lies in pages. A whole warp calls it, each lane of which brings a box. The page
-// of a box is looked up before a stage for it is waited for. With keys in
-// pieces, consumers are told which of them lie in no page.
+// of a box is looked up before a stage for it is waited for. With the keys in pieces, consumers are
+// told which of them lie in no page.
 template <typename Traits, bool kK, typename Tile>
 __device__ __forceinline__ void load_pages_loop(const FwdParams& params, const CUtensorMap& map,
                                                 const CUtensorMap& map_of_front,
