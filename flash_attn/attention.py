@@ -212,8 +212,8 @@ def flash_attn_varlen_func(
             price of a synchronisation. Too small a number is refused on the CPU; on a GPU the host
             does not know. There queries beyond give NaN where the backend is aten, as do all those
             of a sequence with keys beyond; where it is cuda, as with few queries, the first queries
-            of such a sequence do. On Hopper the gradient of a sequence of q that is longer than
-            max_seqlen_q may be NaN.
+            of such a sequence do, though not where query heads share tiles (sm90). On Hopper the
+            gradient of a sequence of q that is longer than max_seqlen_q may be NaN.
         alibi_slopes: fp32 (heads_q) or (batch, heads_q).
         attn_bias: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k). A mask of
             flash_attn.masks is a bool tensor here, but for causal and window.

@@ -200,12 +200,13 @@ struct FwdParams : AttnParams {
   // sees; -inf before the launch.
   float* max_logits = nullptr;
 
-  // Workspace: one number, which the launch zeroes, or, with pages, who looks for missing ones.
+  // Workspace: one number, which the launch zeroes if nobody has who deals out sequences, or looks
+  // for missing pages, in front of it.
   int32_t* tile_counter = nullptr;
 
-  // > 1, with head_dim_v = head_dim and no sink: each tile's keys are cut into so many pieces, and
-  // their results, rows by token, are left for cuda::run_decode_combine; out and lse are not
-  // written. There varlen sequences are one, of total_q queries.
+  // > 1, with head_dim_v = head_dim, and a sink in varlen calls alone: each tile's keys are cut into
+  // so many pieces, and their results, rows by token, are left for cuda::run_decode_combine; out and
+  // lse are not written. There varlen sequences are one, of total_q queries.
   int num_splits = 1;
   PartialResults partial;
 };

@@ -344,7 +344,7 @@ def _with_cache_as_varlen(
         length = capacity if lengths is None else lengths
         lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if k is not None:
-        v, _, _, _ = _one_after_the_other(v, cu_seqlens_k_new)
+        v = v.flatten(0, -3)
         k, cu_seqlens_k_new, sequence, place = _one_after_the_other(k, cu_seqlens_k_new)
         if rotary_cos is not None:
             first = lengths if rotary_seqlens is None else rotary_seqlens
