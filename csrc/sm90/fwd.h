@@ -50,7 +50,8 @@ struct PackedHeads {
   }
 };
 // run_fwd() in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
-// written. With a list a tile has one head.
+// written. With a list a tile has one head. Keys of missing pages are hidden here, while run_fwd()
+// reads others in their place.
 struct FwdInPieces : FwdParams {
   FwdTileList list = {};
   PackedHeads packed = {};

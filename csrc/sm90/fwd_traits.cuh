@@ -238,7 +238,8 @@ struct FwdPageStorage<Traits, true> {
 
 // rows_done: how many rows of its sequence behind the start of a tile have been worked on, where
 // heads share tiles. It is here for want of registers of the warp that takes tiles.
-// missing_keys: of each K in shared memory that lies in pages.
+// missing_keys: of each K in shared memory that lies in pages, a bit for each eight keys whose page
+// is missing.
 template <typename Traits, bool kPieces = Traits::kPieces>
 struct FwdPieceStorage {};
 template <typename Traits>
