@@ -18,7 +18,7 @@ from cases import (
     use,
 )
 from ragged import Ragged, assert_close
-from test_mixed_batches import CUT, MIXED
+from test_mixed_batches import BESIDE, CUT, MIXED
 from test_varlen_drafts import DRAFTS
 
 import flash_attn
@@ -72,16 +72,19 @@ def test_shared_tiles(name: str, page_size: int, target: Target) -> None:
 def test_keys_in_pieces(name: str, page_size: int, target: Target) -> None:
     problem = dataclasses.replace(CUT[name], page_size=page_size)
     with use(target):
+        # A simulated GPU has too few multiprocessors for pieces.
+        assert SIMULATED or "pieces" in problem.plan(target.device)
         check(problem, target.device)
 
 
 @each_target(DECODE_CUDA)
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["causal", "window", "many tiles", "d = 80", "sink, used"])
+@pytest.mark.parametrize("name", ["causal", "window", "d = 80", "sink, used"])
 def test_mixed_sequences(name: str, target: Target) -> None:
     """Short and long ones lack pages, or keys at the end."""
     skip_copies_of_missing_pages(SIMULATED == "80")
-    check(dataclasses.replace(MIXED[name], page_size=16), target.device)
+    # A simulated GPU takes minutes for many sequences.
+    check(dataclasses.replace((MIXED if SIMULATED else BESIDE)[name], page_size=16), target.device)
 
 
 @each_target(SM90)

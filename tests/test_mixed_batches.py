@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -82,6 +83,29 @@ MIXED: dict[str, Ragged] = {
     }.items()
 }
 
+
+def with_more_short_ones(problem: Ragged) -> Ragged:
+    """So many that decode takes them beside the forward, where one launch might take all."""
+    count = 320
+    changes: dict = {
+        "lengths_q": problem.lengths_q + (1,) * count,
+        "lengths_k": problem.lengths_k + (3,) * count,
+    }
+    for name, more in {"used_q": 1, "used_k": 2, "leftpad": 1}.items():
+        if (lengths := getattr(problem, name)) is not None:
+            changes[name] = lengths + (more,) * count
+    return dataclasses.replace(problem, **changes)
+
+
+# Calls that sm90 serves in one launch, until short sequences are many.
+BESIDE = {
+    name: with_more_short_ones(MIXED[name])
+    for name in (
+        *("plain", "causal", "window", "used", "leftpad", "many tiles"),
+        *("d = 80", "sink", "sink, used"),
+    )
+}
+
 LONG = 3000
 # Few tiles of queries beside long keys, which sm90's kernels cut into pieces.
 CUT = {
@@ -108,12 +132,12 @@ CUT = {
         "odd d": {"d": 36, "d_v": 36},
         # Blocks that merge several rows each, the last of them fewer.
         "many rows": {
-            "lengths_q": (40, 0, 130, 21),
-            "heads": (16, 4),
+            "lengths_q": (40, 0, 250, 21),
+            "heads": (8, 2),
             "d": 96,
             "d_v": 96,
             "dtype": torch.bfloat16,
-            "options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 16)},
+            "options": {"causal": True, "learnable_sink": torch.linspace(-1, 2, 8)},
         },
         "beside short ones": {
             "lengths_q": (1, 1, 1, 1, 130, 1, 2, 0),
@@ -134,6 +158,17 @@ def test_where_the_forward_takes_part(kind: str, name: str, page_size: int, targ
 
 
 @each_target(DECODE_CUDA)
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("name", [name for name in BESIDE if name != "many tiles"])
+def test_decode_beside_the_forward(name: str, page_size: int, target: Target) -> None:
+    problem = dataclasses.replace(BESIDE[name], page_size=page_size)
+    plan = problem.plan(target.device)
+    if not (problem.leftpad and page_size):  # such pages are copied first
+        assert re.search("fwd.*queries: up to [248].*by cuda: decode", plan), plan
+    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
+
+
+@each_target(DECODE_CUDA)
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_decode_takes_the_short_ones(page_size: int, target: Target) -> None:
@@ -147,7 +182,7 @@ def test_decode_takes_the_short_ones(page_size: int, target: Target) -> None:
             torch.cuda.synchronize()
         return " ".join(event.key for event in profile.key_averages())
 
-    problem = dataclasses.replace(MIXED["causal"], page_size=page_size)
+    problem = dataclasses.replace(BESIDE["causal"], page_size=page_size)
     ran = kernels(problem)
     assert "gather_queries" in ran and "decode" in ran and "fwd" in ran, ran
     with flash_attn.use_backend("sm80"):
@@ -157,10 +192,7 @@ def test_decode_takes_the_short_ones(page_size: int, target: Target) -> None:
 
 
 @each_target(DECODE_CUDA)
-def test_says_who_takes_the_short_ones(target: Target) -> None:
-    tensors, options = MIXED["causal"].arguments(target.device)
-    plan = flash_attn.can_use(*tensors, **options).plan
-    assert plan.startswith("fwd") and "(queries: up to 2) by cuda: decode" in plan, plan
+def test_short_ones_alone_have_no_company(target: Target) -> None:
     short = Ragged(lengths_q=(1, 0, 3), lengths_k=(KEYS, 33, 5), options={"causal": True})
     tensors, options = short.arguments(target.device)
     assert "up to" not in flash_attn.can_use(*tensors, **options).plan
@@ -177,23 +209,25 @@ def test_few_short_ones_may_fill_the_tiles_of_many(target: Target) -> None:
         tensors, options = few.arguments(target.device)
         return flash_attn.can_use(*tensors, **options).plan
 
-    assert "(queries: up to 4) by cuda: decode" in plan(2048)
-    assert "by cuda: decode" not in plan(1024)
+    assert "listed" in plan(2048)
+    assert "listed" not in plan(1024)
 
 
 @each_target(DECODE_CUDA)
 @pytest.mark.real_gpu
 @pytest.mark.sanitize
-def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
+@pytest.mark.parametrize("problem", [MIXED["causal"], BESIDE["causal"]], ids=["listed", "beside"])
+def test_wrong_starts_of_mixed_sequences(problem: Ragged, target: Target) -> None:
     """cu_seqlens_q is on the device and may hold anything. Sequences that overlap have more tiles
     than there is room for, and memory stays safe."""
-    tensors, options = MIXED["causal"].arguments(target.device)
+    tensors, options = problem.arguments(target.device)
     starts = options["cu_seqlens_q"]
     total = int(starts[-1])
-    starts.copy_(torch.tensor([0, total, 0, total, -5, 2**31 - 1, 0, total, total]))
+    wrong = torch.tensor([0, total, 0, total, -5, 2**31 - 1, 0, total, total])
+    starts[: len(wrong)] = wrong.to(starts)
     out = flash_attn.flash_attn_varlen_func(*tensors, **options)
     assert out.shape == tensors[0].shape
-    assert_close(MIXED["causal"].call(target.device), MIXED["causal"].expected(), torch.float16)
+    assert_close(problem.call(target.device), problem.expected(), torch.float16)
 
 
 @each_target(SM90)
@@ -205,7 +239,7 @@ def test_what_has_its_keys_cut(target: Target) -> None:
         tensors, options = problem.arguments(target.device)
         return flash_attn.can_use(*tensors, **options).plan
 
-    for name in ("causal", "sink", "beside short ones"):
+    for name in ("causal", "sink"):
         assert "pieces" in plan(CUT[name])
     assert "pieces" not in plan(dataclasses.replace(CUT["causal"], options={"softcap": 4.0}))
     assert "pieces" not in plan(Ragged(lengths_q=(9000, 1), lengths_k=(LONG, LONG)))
@@ -248,7 +282,7 @@ def test_a_graph_reads_the_lengths_of_its_replay(
 def test_threads_beside_a_capture(target: Target) -> None:
     """The two kernels of a call run on two streams. While one thread captures a graph, calls of
     others get none of its streams."""
-    tensors, options = MIXED["many tiles"].arguments(target.device)
+    tensors, options = BESIDE["many tiles"].arguments(target.device)
 
     def attend() -> torch.Tensor:
         return flash_attn.flash_attn_varlen_func(*tensors, **options)
@@ -278,6 +312,6 @@ def test_threads_beside_a_capture(target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 @pytest.mark.sanitize
-@pytest.mark.parametrize("problem", [MIXED["used"], CUT["used"], CUT["sink, used"]])
+@pytest.mark.parametrize("problem", [BESIDE["used"], CUT["used"], CUT["sink, used"]])
 def test_under_a_sanitizer(problem: Ragged, target: Target) -> None:
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)

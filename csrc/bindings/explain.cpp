@@ -27,8 +27,11 @@ Explanation explain(const CallShape& call, OptName forced) {
 Explanation explain_fwd(const FwdArgs& args) {
   check(args);
   const std::optional<FewQueriesCall> few = few_queries_call(args);
-  Explanation explanation = explain(forward_shape(args, few ? &*few : nullptr), args.backend);
+  const CallShape shape = forward_shape(args, few ? &*few : nullptr);
+  Explanation explanation = explain(shape, args.backend);
   if (!few) return explanation;
+  const Plan whole = plan_call(families(), shape, std::nullopt);
+  if (!few->serves_all && whole.lists_tiles) return explanation;
   auto& [chosen, refusals, plans] = explanation;
   if (few->serves_all) {
     const Plan& plan = few->plan;

@@ -73,9 +73,15 @@ bool is_mixed(const AttnArgs& attn) {
          short_ones * attn.q.size(1) * value(attn.max_seqlen_k) > kMostTileKeys;
 }
 
-// For how many queries of each sequence decode would have room.
+// For how many queries of each sequence decode would have room. Where the guess is too low, all short
+// sequences are left to the forward, which takes several times as long: so there is room for as many
+// more as decode's rows have places for anyway, up to a few, since each is brought and sent back.
 int64_t room_of(const AttnArgs& attn) {
-  return is_mixed(attn) ? queries_of_short_ones(attn) : tokens_of(attn);
+  constexpr int64_t kMostSpare = 4;
+  if (!is_mixed(attn)) return tokens_of(attn);
+  const int64_t group = std::max<int64_t>(attn.q.size(1) / attn.k.size(-2), 1);
+  const int64_t spare = std::clamp<int64_t>(cuda::kDecodeRows / group, 1, kMostSpare);
+  return std::max(queries_of_short_ones(attn), spare);
 }
 
 // Whether there are so few queries beside the keys that decode may be the faster one.
@@ -154,15 +160,10 @@ FewQueriesCall call_of_decode(const AttnArgs& attn, int64_t room) {
   return call;
 }
 
-// The most tiles that a head has, of sequences that do not overlap.
-int64_t most_tiles(const FwdParams& params) {
-  return params.total_q / cuda::kForwardTileQueries + params.batch;
-}
-
-// params become those of a forward of the sequences with more than `tokens` queries. numbers, tiles:
-// room for them.
-cuda::LongSequences leave_long(FwdParams& params, int tokens, const at::Tensor& numbers,
-                               const at::Tensor& tiles, Stream stream) {
+// params become those of a forward of the sequences with more than `tokens` queries. numbers: room
+// for them.
+void leave_long(FwdParams& params, int tokens, const at::Tensor& numbers,
+                const cuda::TileList& list, Stream stream) {
   const auto row = [&](int i) { return numbers[i].data_ptr<int32_t>(); };
   const cuda::LongSequences left = {.cu_seqlens_q = row(0),
                                     .cu_seqlens_k = row(1),
@@ -170,11 +171,7 @@ cuda::LongSequences leave_long(FwdParams& params, int tokens, const at::Tensor& 
                                     .seqused_k = row(3),
                                     .leftpad_k = row(4),
                                     .row = row(5),
-                                    .tile_counter = row(4) + params.batch,
-                                    .num_tiles = row(5) + params.batch,
-                                    .tiles = static_cast<cuda::LongTile*>(tiles.data_ptr()),
-                                    .most_tiles = static_cast<int>(most_tiles(params)),
-                                    .queries_of_tile = cuda::kForwardTileQueries};
+                                    .list = list};
   cuda::run_deal_long(params, tokens, left, stream);
   params.cu_seqlens_q = left.cu_seqlens_q;
   params.seqused_q = left.seqused_q;
@@ -182,7 +179,6 @@ cuda::LongSequences leave_long(FwdParams& params, int tokens, const at::Tensor& 
   if (params.leftpad_k != nullptr) params.leftpad_k = left.leftpad_k;
   if (params.cu_seqlens_k != nullptr) params.cu_seqlens_k = left.cu_seqlens_k;
   if (params.pages.entries != nullptr) params.cache_batch_idx = left.row;
-  return left;
 }
 
 FwdResult varlen_fwd(FewQueriesCall call, const FwdArgs& args) {
@@ -250,7 +246,13 @@ CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few) {
   call.heads_kv = attn.k.size(-2);
   call.capacity = call.longest = keys;
   call.window_left = value(attn.window_left);
-  if (few != nullptr) call.decode_time = cuda::decode_time(few->shape);
+  if (few != nullptr) {
+    call.long_sequences = sequences;
+    call.long_tokens = longest;
+    call.short_sequences = std::max<int64_t>(batch_of(attn) - sequences, 0);
+    call.short_tokens = queries_of_short_ones(attn);
+    call.decode_time = cuda::decode_time(few->shape);
+  }
   return call;
 }
 
@@ -260,14 +262,27 @@ FwdResult fwd_of_few_queries(FewQueriesCall call, const FwdArgs& args) {
   return {out, lse, at::Tensor(), at::Tensor()};
 }
 
+ListedTiles::ListedTiles(const FwdParams& params, int queries_of_tile, const at::Tensor& like) {
+  // Of sequences that do not overlap a head has no more tiles.
+  const int64_t most_tiles = params.total_q / queries_of_tile + params.batch + 2;
+  constexpr int64_t kTileInts = sizeof(cuda::ListedTile) / sizeof(int32_t);
+  // The first place is for the two numbers.
+  memory_ = at::empty({most_tiles + 1, kTileInts}, like.options().dtype(at::kInt));
+  auto* const numbers = memory_.data_ptr<int32_t>();
+  list_ = {.tile_counter = numbers,
+           .num_tiles = numbers + 1,
+           .tiles = reinterpret_cast<cuda::ListedTile*>(numbers + kTileInts),
+           .most_tiles = static_cast<int>(most_tiles),
+           .queries_of_tile = queries_of_tile};
+}
+
 VarlenDecode::VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like)
     : call_(std::move(call)), tokens_(static_cast<int>(call_.args.q.size(1))), whole_(params) {
   const auto ints = like.options().dtype(at::kInt);
   if (!call_.serves_all) {
     long_ones_ = at::empty({6, params.batch + 1}, ints);
-    constexpr int64_t kTileInts = sizeof(cuda::LongTile) / sizeof(int32_t);
-    long_tiles_ = at::empty({most_tiles(params), kTileInts}, ints);
-    long_sequences_ = leave_long(params, tokens_, long_ones_, long_tiles_, stream_of(like));
+    long_tiles_.emplace(params, cuda::kForwardTileQueries, like);
+    leave_long(params, tokens_, long_ones_, long_tiles_->list(), stream_of(like));
   }
   call_.args.q = at::empty(call_.args.q.sizes(), like.options());
   ends_ = at::empty({2, params.batch}, ints);

@@ -25,6 +25,18 @@ CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few);
 // The results of a call that decode serves.
 FwdResult fwd_of_few_queries(FewQueriesCall call, const FwdArgs& args);
 
+// Room for the tiles of each head of a varlen call, or of heads that share tiles, on the device.
+class ListedTiles {
+ public:
+  ListedTiles(const FwdParams& params, int queries_of_tile, const at::Tensor& like);
+
+  const cuda::TileList& list() const { return list_; }
+
+ private:
+  at::Tensor memory_;
+  cuda::TileList list_;
+};
+
 // Decode's part of a varlen call. Batches of a serving engine have sequences of one query beside
 // others of hundreds: decode takes the short ones, and the forward's kernels the rest.
 class VarlenDecode {
@@ -33,8 +45,8 @@ class VarlenDecode {
   // of a forward of the long sequences, which are dealt out.
   VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like);
 
-  // The long sequences, on the device.
-  const cuda::LongSequences& long_sequences() const { return long_sequences_; }
+  // Those of the long sequences.
+  const cuda::TileList& long_tiles() const { return long_tiles_->list(); }
   // Whether sequences are so many beside rows that decode takes as long as the forward, which gains
   // more by running beside it than it may lose by other tiles.
   bool has_many_sequences() const { return 64 * int64_t{whole_.batch} > whole_.total_q; }
@@ -50,8 +62,8 @@ class VarlenDecode {
   FewQueriesCall call_;
   int tokens_;
   FwdParams whole_;  // of the whole call
-  at::Tensor ends_, long_ones_, long_tiles_;
-  cuda::LongSequences long_sequences_ = {};
+  at::Tensor ends_, long_ones_;
+  std::optional<ListedTiles> long_tiles_;
   DecodeResult results_;
 };
 

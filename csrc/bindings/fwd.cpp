@@ -79,12 +79,29 @@ struct InPieces {
   }
 };
 
+// The list's tiles, and the counter by which they are dealt out.
+void take_tiles(sm90::FwdInPieces& params, const cuda::TileList& list, int first_sms) {
+  params.tile_counter = list.tile_counter;
+  params.list = {.tiles = list.tiles, .num_tiles = list.num_tiles, .first_sms = first_sms};
+}
+
 void launch_in_pieces(const Plan& plan, const FwdParams& call, const at::Tensor& out,
                       const at::Tensor& lse) {
+  const Stream stream = stream_of(out);
   InPieces pieces(plan, call, lse);
-  const at::Tensor tile_counter = start_tile_counter(pieces.params, out);
-  sm90::run_fwd_in_pieces(pieces.params, *plan.device, stream_of(out));
-  pieces.merge(plan, stream_of(out));
+  at::Tensor tile_counter;
+  std::optional<ListedTiles> tiles;
+  if (plan.lists_tiles) {
+    tiles.emplace(call, pieces.params.packed.tokens(), out);
+    cuda::run_list_tiles(call, tiles->list(), stream);
+    take_tiles(pieces.params, tiles->list(), plan.device->num_sms);
+    // No sequence is longer, whatever the caller says.
+    pieces.params.seqlen_q = static_cast<int>(call.total_q);
+  } else {
+    tile_counter = start_tile_counter(pieces.params, out);
+  }
+  sm90::run_fwd_in_pieces(pieces.params, *plan.device, stream);
+  pieces.merge(plan, stream);
 }
 
 // The forward of the long sequences beside decode of the short ones. Decode waits for memory, which
@@ -97,11 +114,9 @@ void launch_beside(const Plan& plan, const FwdParams& call, VarlenDecode& decode
   cuda::DeviceInfo first = *plan.device, second = first;
   first.num_sms /= 2;
   second.num_sms -= first.num_sms;
-  const cuda::LongSequences& sequences = decode.long_sequences();
-  pieces.params.tile_counter = sequences.tile_counter;
+  take_tiles(pieces.params, decode.long_tiles(), first.num_sms);
+  pieces.params.list.runs_beside = true;
   pieces.params.cache_batch_idx = nullptr;  // the list has a sequence's own number
-  pieces.params.list = {
-      .tiles = sequences.tiles, .num_tiles = sequences.num_tiles, .first_sms = first.num_sms};
 
   // The forward has to come first, as thread blocks of decode keep their places. While decode's
   // queries are gathered it does.
@@ -207,7 +222,8 @@ void set_results(FwdParams& params, const at::Tensor& out, const at::Tensor& lse
 }
 
 bool runs_in_pieces(const Plan& plan) {
-  return plan.backend == Backend::kSm90 && (plan.splits.count > 1 || plan.tile_tokens > 0);
+  return plan.backend == Backend::kSm90 &&
+         (plan.splits.count > 1 || plan.tile_tokens > 0 || plan.lists_tiles);
 }
 
 void launch_fwd(const Plan& plan, FwdParams& params, const at::Tensor& out) {
@@ -229,7 +245,7 @@ FwdResult fwd_wanted(const FwdArgs& args) {
   const Plan plan = shares_tiles
                         ? few->plan
                         : make_plan(forward_shape(args, few ? &*few : nullptr), args.backend);
-  if (shares_tiles) few.reset();
+  if (shares_tiles || plan.lists_tiles) few.reset();
   if (plan.max_logits_apart) return with_max_logits_apart(args);
   AttnArgs attn = plan.skips_tiles ? args.attn : with_bool_mask(args.attn);
   // Without keys a sink is all that LSE consists of, and no kernel is launched.

@@ -41,6 +41,7 @@ void cuda::run_gather_pages(const DecodeParams&, const PackedCache&, const Devic
   not_built();
 }
 void cuda::run_deal_long(const FwdParams&, int, const LongSequences&, Stream) { not_built(); }
+void cuda::run_list_tiles(const FwdParams&, const TileList&, Stream) { not_built(); }
 void cuda::run_gather_queries(const FwdParams&, const EvenQueries&, Stream) { not_built(); }
 void cuda::run_scatter_results(const FwdParams&, const EvenResults&, Stream) { not_built(); }
 void cuda::run_softmax_step(const ScoreTile&, const SoftmaxStep&, Stream) { not_built(); }

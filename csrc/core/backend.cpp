@@ -124,6 +124,7 @@ std::string describe(const Plan& plan) {
   const Splits& splits = plan.splits;
   if (plan.skips_tiles) text += ", the mask's hidden tiles skipped";
   if (plan.tile_tokens > 0) text += ", tiles shared by heads";
+  if (plan.lists_tiles) text += ", tiles of unlike sequences listed";
   if (plan.max_logits_apart) text += ", the largest logits in a call of their own";
   if (splits.keys > 0) {
     text += ", each sequence in pieces of about " + std::to_string(splits.keys) + " keys";

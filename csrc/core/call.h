@@ -43,7 +43,13 @@ struct CallShape {
   int64_t capacity = 0;  // keys of a sequence that the cache has room for
   int64_t longest = 0;   // keys of the longest one, as the caller says, or 0
   int64_t window_left = -1;
-  double decode_time = 0;  // of a forward: how long decode serves short sequences beside it, in µs
+  // Of a varlen call with short sequences beside long ones, by a guess from the totals: how many of
+  // both there are, with how many tokens each. Decode serves the short ones for decode_time, in µs,
+  // beside the forward; if that is 0, a list has the tiles of all.
+  int64_t short_sequences = 0, short_tokens = 0, long_sequences = 0, long_tokens = 0;
+  double decode_time = 0;
+
+  bool lists_tiles() const { return long_sequences > 0 && decode_time == 0; }
 
   // Decode only.
   int64_t num_splits = 0;

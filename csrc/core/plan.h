@@ -22,8 +22,9 @@ struct Plan {
   bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
   bool max_logits_apart = false;     // by a second call, without the terms that change logits
   const DeviceInfo* device = nullptr;  // null: not on CUDA
-  int tile_tokens = 0;    // > 0: heads share tiles of a forward, of which each has so many rows
-  int prefix_pieces = 0;  // > 0: leading pages that sequences share are read once, in so many
+  int tile_tokens = 0;       // > 0: heads share tiles of a forward, of which each has so many rows
+  bool lists_tiles = false;  // a forward in pieces serves short sequences beside long ones
+  int prefix_pieces = 0;     // > 0: leading pages that sequences share are read once, in so many
   // What serves the sequences that a forward over copied pages leaves, and how it walks over them.
   Kernel rest = Kernel::kKvcache;
   Splits rest_splits = Splits::alike(1);

@@ -99,7 +99,11 @@ int64_t forward_tiles(const CallShape& call, int64_t tile_tokens) {
   if (call.heads_kv == 0) return 0;
   const int64_t heads = kForwardTileQueries / tile_tokens;
   const int64_t tiles_of_group = ceil_div(call.heads_q / call.heads_kv, heads);
-  return call.batch * call.heads_kv * tiles_of_group * ceil_div(call.tokens, tile_tokens);
+  const int64_t tiles_of_head =
+      call.lists_tiles() ? call.short_sequences * ceil_div(call.short_tokens, tile_tokens) +
+                               call.long_sequences * ceil_div(call.long_tokens, tile_tokens)
+                         : call.batch * ceil_div(call.tokens, tile_tokens);
+  return call.heads_kv * tiles_of_group * tiles_of_head;
 }
 
 int64_t most_keys(const CallShape& call) {
@@ -153,7 +157,10 @@ struct Pieces {
     time = keys * tile.key_time * (two_an_sm ? kTwoAnSm : 1) * (in_place ? kLookUpPages : 1) +
            tile.start_time;
     if (splits == 1) return;
-    const auto rows = static_cast<double>(call.batch * call.heads_q * call.tokens);
+    const int64_t tokens = call.lists_tiles() ? call.short_sequences * call.short_tokens +
+                                                    call.long_sequences * call.long_tokens
+                                              : call.batch * call.tokens;
+    const auto rows = static_cast<double>(tokens * call.heads_q);
     const auto columns = static_cast<double>(splits * call.head_dim_v);
     merge_time = kMerge + rows * (kMergeRow + kMergeColumn * columns);
   }

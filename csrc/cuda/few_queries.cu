@@ -35,8 +35,8 @@ struct HeadChunks {
   }
 };
 
-// Numbers of long sequences and of their tiles. Lengths are on the device and may hold anything, so
-// tiles are counted up to more than there is ever room for.
+// Numbers of sequences that are dealt out and of their tiles. Lengths are on the device and may hold
+// anything, so tiles are counted up to more than there is ever room for.
 struct Dealt {
   static constexpr int kMostTiles = 1 << 29;
   int sequences, tiles;
@@ -57,21 +57,25 @@ struct Dealt {
   }
 };
 
-// One thread block, a thread for each of kDealThreads sequences at a time.
-__global__ void __launch_bounds__(kDealThreads)
-    deal_long_kernel(const __grid_constant__ FwdParams params, int tokens, LongSequences to) {
+// Deals out the sequences from number `first` on, `count` of them, in their order. One thread block,
+// a thread for each of kDealThreads sequences at a time. rows_of(seqlen): how many rows of a
+// sequence are to be dealt out, in tiles that are listed. visit(seqlen, number, place): of each that
+// has rows, with its place among them. Returns how many these are.
+template <typename RowsOf, typename Visit>
+__device__ __forceinline__ int deal(const FwdParams& params, int first, int count,
+                                    const TileList& list, const RowsOf& rows_of,
+                                    const Visit& visit) {
   constexpr int kWarps = kDealThreads / 32;
   __shared__ Dealt of_warps[2][kWarps];
-  ptx::launch_dependents();
   const int thread = threadIdx.x, warp = thread / 32;
   Dealt total = {};
   int turn = 0;
-  for (int base = 0; base < params.batch; base += kDealThreads, turn ^= 1) {
-    const int batch_idx = base + thread;
-    const SeqlenInfo seqlen(params, min(batch_idx, params.batch - 1));
-    const bool is_long = batch_idx < params.batch && seqlen.len_q > tokens;
-    const int tiles = is_long ? (seqlen.len_q - 1) / to.queries_of_tile + 1 : 0;
-    const Dealt of_lanes = Dealt{is_long, tiles}.sum_of_lanes();
+  for (int base = 0; base < count; base += kDealThreads, turn ^= 1) {
+    const int batch_idx = first + min(base + thread, count - 1);
+    const SeqlenInfo seqlen(params, batch_idx);
+    const int rows = base + thread < count ? rows_of(seqlen) : 0;
+    const int tiles = rows > 0 ? (rows - 1) / list.queries_of_tile + 1 : 0;
+    const Dealt of_lanes = Dealt{rows > 0, tiles}.sum_of_lanes();
     if (thread % 32 == 31) of_warps[turn][warp] = of_lanes;
     __syncthreads();
     Dealt up_to_this = total + of_lanes;
@@ -79,36 +83,56 @@ __global__ void __launch_bounds__(kDealThreads)
       if (i < warp) up_to_this = up_to_this + of_warps[turn][i];
       total = total + of_warps[turn][i];
     }
-    if (!is_long) continue;
-    const int place = up_to_this.sequences - 1, first_tile = up_to_this.tiles - tiles;
-    const auto q_begin = static_cast<int>(seqlen.q_begin);
-    const auto k_begin = static_cast<int>(seqlen.k_begin);
+    if (rows == 0) continue;
+    visit(seqlen, batch_idx, up_to_this.sequences - 1);
+    const int first_tile = up_to_this.tiles - tiles;
+    for (int i = 0; i < tiles && first_tile + i < list.most_tiles; ++i) {
+      list.tiles[first_tile + i] = {.q_begin = static_cast<int>(seqlen.q_begin),
+                                    .len_q = seqlen.len_q,
+                                    .k_begin = static_cast<int>(seqlen.k_begin),
+                                    .len_k = seqlen.len_k,
+                                    .block = tiles - 1 - i,
+                                    .row = batch_idx,
+                                    .segment_q = rows};
+    }
+  }
+  if (thread == 0) {
+    *list.num_tiles = min(total.tiles, list.most_tiles);
+    *list.tile_counter = 0;
+  }
+  return total.sequences;
+}
+
+__global__ void __launch_bounds__(kDealThreads)
+    deal_long_kernel(const __grid_constant__ FwdParams params, int tokens, LongSequences to) {
+  ptx::launch_dependents();
+  const auto rows_of = [&](const SeqlenInfo& seqlen) {
+    return seqlen.len_q > tokens ? seqlen.len_q : 0;
+  };
+  const auto visit = [&](const SeqlenInfo& seqlen, int batch_idx, int place) {
     const auto leftpad = static_cast<int>(seqlen.k_begin - seqlen.segment_k_begin);
-    to.cu_seqlens_q[place] = q_begin;
+    to.cu_seqlens_q[place] = static_cast<int>(seqlen.q_begin);
     to.cu_seqlens_k[place] = static_cast<int>(seqlen.segment_k_begin);
     to.seqused_q[place] = seqlen.len_q;
     to.seqused_k[place] = leftpad + seqlen.len_k;
     to.leftpad_k[place] = leftpad;
     to.row[place] = batch_idx;
-    for (int i = 0; i < tiles && first_tile + i < to.most_tiles; ++i) {
-      to.tiles[first_tile + i] = {.q_begin = q_begin,
-                                  .len_q = seqlen.len_q,
-                                  .k_begin = k_begin,
-                                  .len_k = seqlen.len_k,
-                                  .block = tiles - 1 - i,
-                                  .row = batch_idx};
-    }
-  }
-  for (int place = total.sequences + thread; place <= params.batch; place += kDealThreads) {
+  };
+  const int sequences = deal(params, 0, params.batch, to.list, rows_of, visit);
+  for (int place = sequences + threadIdx.x; place <= params.batch; place += kDealThreads) {
     to.cu_seqlens_q[place] = static_cast<int>(params.total_q);
     to.cu_seqlens_k[place] = static_cast<int>(params.total_k);
     if (place == params.batch) break;
     to.seqused_q[place] = to.seqused_k[place] = to.leftpad_k[place] = to.row[place] = 0;
   }
-  if (thread == 0) {
-    *to.num_tiles = min(total.tiles, to.most_tiles);
-    *to.tile_counter = 0;
-  }
+}
+
+__global__ void __launch_bounds__(kDealThreads)
+    list_tiles_kernel(const __grid_constant__ FwdParams params, TileList to) {
+  ptx::launch_dependents();
+  deal(
+      params, -1, params.batch + 2, to, [](const SeqlenInfo& seqlen) { return seqlen.segment_q; },
+      [](const SeqlenInfo&, int, int) {});
 }
 
 // A thread block fills one place of a sequence's row of queries.
@@ -177,6 +201,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream) {
   launch<deal_long_kernel>(1, kDealThreads, 0, stream, params, tokens, to);
+}
+
+void run_list_tiles(const FwdParams& params, const TileList& to, Stream stream) {
+  launch<list_tiles_kernel>(1, kDealThreads, 0, stream, params, to);
 }
 
 void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream) {

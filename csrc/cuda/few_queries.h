@@ -22,13 +22,22 @@ struct EvenResults {
   bool leaves_long;  // as above
 };
 
-// A tile of queries of a long sequence, and what a kernel has to know of that sequence. It is one
-// read: a chain of them, each of which waits for the one before, takes microseconds.
-struct alignas(16) LongTile {
+// A tile of queries of a sequence, and what a kernel has to know of that sequence. It is one read: a
+// chain of them, each of which waits for the one before, takes microseconds.
+struct alignas(16) ListedTile {
   int q_begin, len_q, k_begin, len_k;
-  int block;        // of queries
-  int row;          // the number of the sequence
-  int not_used[2];  // two reads of 16 bytes
+  int block;      // of queries
+  int row;        // the number of the sequence
+  int segment_q;  // rows to write
+  int not_used;   // two reads of 16 bytes
+};
+
+// The tiles of each head of a varlen call.
+struct TileList {
+  int32_t* tile_counter;  // of the kernel that they are for: 0
+  int32_t* num_tiles;
+  ListedTile* tiles;  // those with most keys of each sequence first; room for most_tiles
+  int most_tiles, queries_of_tile;
 };
 
 // The sequences of a varlen call with more than some number of queries, side by side as those of a
@@ -38,13 +47,13 @@ struct LongSequences {
   int32_t *cu_seqlens_q, *cu_seqlens_k;        // (batch + 1)
   int32_t *seqused_q, *seqused_k, *leftpad_k;  // (batch)
   int32_t* row;                                // (batch) the number that a sequence had
-  int32_t* tile_counter;                       // of the kernel that they are left to: 0
-  int32_t* num_tiles;                          // of each head
-  LongTile* tiles;  // those with most keys of each sequence first; room for most_tiles
-  int most_tiles, queries_of_tile;
+  TileList list;                               // without rows that do not count
 };
 
+// Deals out the sequences with more than `tokens` queries.
 void run_deal_long(const FwdParams& params, int tokens, const LongSequences& to, Stream stream);
+// Lists the tiles of all sequences, and of the rows before the first and behind the last one.
+void run_list_tiles(const FwdParams& params, const TileList& to, Stream stream);
 
 // Head dims are multiples of 8, and rows begin at multiples of 16 bytes.
 void run_gather_queries(const FwdParams& params, const EvenQueries& even, Stream stream);

@@ -93,20 +93,19 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
 // tokens share one if they read one kv head, and if tiles are fewer then; else a tile has one head.
 int64_t tile_tokens(const CallShape& call) {
   constexpr int64_t kTile = cuda::kForwardTileQueries;
-  if (call.op != Op::kDecode || call.heads_kv == 0 || call.tokens > kTile ||
-      call.head_dim != call.head_dim_v) {
+  const bool is_few = call.op == Op::kDecode && call.tokens <= kTile;
+  if (!(is_few || call.lists_tiles()) || call.heads_kv == 0 || call.head_dim != call.head_dim_v) {
     return kTile;
   }
   const int64_t group = call.heads_q / call.heads_kv;
-  int64_t best = kTile, fewest = group;
+  int64_t best = kTile, fewest = cuda::forward_tiles(call);
   for (int64_t tokens = kTile / 2; tokens > 0; tokens /= 2) {
-    const int64_t heads = kTile / tokens;
-    const int64_t tiles = ceil_div(call.tokens, tokens) * ceil_div(group, heads);
+    const int64_t tiles = cuda::forward_tiles(call, tokens);
     if (tiles < fewest) {
       best = tokens;
       fewest = tiles;
     }
-    if (heads >= group) break;
+    if (kTile / tokens >= group) break;
   }
   return best;
 }
@@ -120,7 +119,7 @@ cuda::ForwardTile key_tile(const CallShape& call, int splits) {
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   const int64_t cut_class =
       with_pieces_class(static_cast<int>(widest), []<int kHeadDim> { return kHeadDim; });
-  const bool in_pieces = splits > 1 || shares_tiles(call);
+  const bool in_pieces = splits > 1 || shares_tiles(call) || call.lists_tiles();
   const auto width = static_cast<double>(in_pieces ? cut_class : widest);
   const bool narrow = widest <= 64 && (widest > 48 || in_pieces);
   return {.launch_time = kLaunch,
@@ -153,9 +152,10 @@ int best_num_splits_beside_decode(const CallShape& call) {
   return static_cast<int>(least - times) + 1;
 }
 
-// Into how many pieces the keys of each tile are cut, all of which run at a time. With 1 they are
-// not cut.
+// Into how many pieces the keys of each tile are cut, all of which run at a time, or a few more of a
+// list. With 1 they are not cut.
 int best_num_splits(const CallShape& call) {
+  constexpr int64_t kMostListed = 4;
   const int64_t most_splits = shares_tiles(call) ? 64 : 16;
   const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
@@ -163,7 +163,9 @@ int best_num_splits(const CallShape& call) {
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call, tile_tokens(call)), 1);
   const cuda::ForwardTile tile = key_tile(call, 2);  // of all calls whose keys are cut
   const int64_t resident = call.device->num_sms * (tile.two_an_sm ? 2 : 1);
-  const int64_t most = std::min(most_splits, resident / tiles);
+  const bool may_be_more = call.lists_tiles() && tiles <= kMostListed * resident;
+  const int64_t most =
+      std::max(std::min(most_splits, resident / tiles), may_be_more ? kMostListed : 1);
   int best = 1;
   double best_time = time_of_keys(call, 1);
   for (int splits = 2; splits <= most; ++splits) {
@@ -218,6 +220,31 @@ bool may_cut_keys(const CallShape& call) {
          call.portable_code() != 0;
 }
 
+// The whole of a call whose long sequences these are.
+CallShape with_short_sequences(CallShape call) {
+  call.batch = call.short_sequences + call.long_sequences;
+  call.decode_time = 0;
+  return call;
+}
+
+// Whether all sequences, whose tiles a list has, take less time than decode of the short ones beside
+// the forward of the others.
+bool list_is_faster(const CallShape& call) {
+  // µs that the kernels around both take, and not the one that makes a list.
+  constexpr double kAround = 14;
+  const CallShape all = with_short_sequences(call);
+  const double beside = cuda::forward_time_beside_decode(call, key_tile(call, 2),
+                                                         best_num_splits_beside_decode(call));
+  return time_of_keys(all, best_num_splits(all)) < kAround + beside;
+}
+
+Plan plan_listed(const CallShape& call) {
+  const CallShape all = with_short_sequences(call);
+  Plan plan = {.splits = Splits::alike(best_num_splits(all)), .lists_tiles = true};
+  if (shares_tiles(all)) plan.tile_tokens = static_cast<int>(tile_tokens(all));
+  return plan;
+}
+
 // Kernels whose keys are cut have fewer classes of head dims, and d_v = d. In the narrowest one
 // they have tiles for few queries.
 bool pieces_are_slower(const CallShape& call) {
@@ -236,6 +263,7 @@ Plan plan(const CallShape& call) {
     return plan;
   }
   const bool in_pieces = may_cut_keys(call);
+  if (in_pieces && call.decode_time > 0 && list_is_faster(call)) return plan_listed(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
           .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),
           .in_pieces = in_pieces,

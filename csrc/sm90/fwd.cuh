@@ -164,15 +164,27 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
   }
 }
 
-// Of varlen tensors there are rows in front of all sequences and behind them. Where heads share
-// tiles they come last.
+// Whether the tiles of the call are those of a list: then the device knows how many they are.
 template <typename Traits>
-int ends_beside_sequences(const typename Traits::Params& params) {
-  return packed_heads<Traits>(params).share() && params.cu_seqlens_q != nullptr ? 2 : 0;
+bool has_list(const typename Traits::Params& params) {
+  if constexpr (Traits::kPieces) return params.list.exists();
+  return false;
 }
 
-// Where heads share tiles, each sequence has as many: nobody has to search for the sequence of a
-// tile. Tiles that read the same keys come side by side.
+// Whether each sequence has as many tiles, so that nobody has to search for the sequence of one.
+template <typename Traits>
+bool has_places(const typename Traits::Params& params) {
+  return packed_heads<Traits>(params).share() && !has_list<Traits>(params);
+}
+
+// Of varlen tensors there are rows in front of all sequences and behind them. Where sequences have
+// places they come last.
+template <typename Traits>
+int ends_beside_sequences(const typename Traits::Params& params) {
+  return has_places<Traits>(params) && params.cu_seqlens_q != nullptr ? 2 : 0;
+}
+
+// Tiles that read the same keys come side by side.
 template <typename Traits>
 typename Traits::Scheduler make_scheduler(const typename Traits::Params& params) {
   const PackedHeads packed = packed_heads<Traits>(params);
@@ -184,7 +196,7 @@ typename Traits::Scheduler make_scheduler(const typename Traits::Params& params)
     keys = std::min(keys, int64_t{params.window_left} + params.window_right + Traits::kBlockM);
   }
   const int64_t bytes = keys * (params.head_dim + params.head_dim_v) * 2 / tiles_of_group;
-  if (packed.share()) {
+  if (has_places<Traits>(params)) {
     auto scheduler =
         Traits::Scheduler::make(nullptr, 0, packed.blocks(params.seqlen_q) * Traits::kBlockM,
                                 params.batch + ends_beside_sequences<Traits>(params), heads, bytes);
@@ -215,21 +227,20 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   const int long_tiles = num_tiles - ends_beside_sequences<Traits>(params) * scheduler.heads *
                                          scheduler.blocks_per_head * pieces;
 
-  bool has_list = false;  // of tiles, whose number the device knows
-  if constexpr (Traits::kPieces) has_list = params.list.exists();
+  const bool listed = has_list<Traits>(params);
   const int resident = device.num_sms * Traits::kTile.blocks;
-  const int blocks = has_list ? resident : std::min(num_tiles, resident);
+  const int blocks = listed ? resident : std::min(num_tiles, resident);
   const bool is_zeroed =
-      has_list || order.tiles != nullptr || (params.pages.entries != nullptr && !Traits::kPieces);
-  if (alike || (long_tiles <= blocks && !has_list)) {
+      listed || order.tiles != nullptr || (params.pages.entries != nullptr && !Traits::kPieces);
+  if (alike || (long_tiles <= blocks && !listed)) {
     params.tile_counter = nullptr;
   } else if (!is_zeroed) {
     FLASH_ATTN_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
   }
   const auto maps = make_fwd_tensor_maps<Traits>(params);
   if constexpr (Traits::kMasked || Traits::kPieces) {
-    // Blocks of a list that came early would take the room of what it runs beside.
-    const bool overlap = Traits::kMasked ? order.tiles != nullptr : !has_list;
+    bool overlap = order.tiles != nullptr;
+    if constexpr (Traits::kPieces) overlap = !params.list.runs_beside;
     return cuda::launch_overlapping<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage),
                                                         overlap, stream, params, scheduler, maps,
                                                         num_tiles);

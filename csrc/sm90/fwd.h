@@ -17,21 +17,23 @@ namespace flash_attn::sm90 {
 // and bf16; score terms.
 void run_fwd(const FwdParams& params, const cuda::DeviceInfo& device, Stream stream);
 
-// The tiles of each head of a varlen call, on the device; no other row is written. Two launches
-// share them. The first has thread blocks on first_sms multiprocessors, each of which begins with
-// the tile of its number; all others come from the tile_counter, which is 0 before.
+// The tiles of each head of a varlen call, or of heads that share tiles, on the device; no other row
+// is written. Two launches may share them. The first has thread blocks on first_sms
+// multiprocessors, each of which begins with the tile of its number; all others come from the
+// tile_counter, which is 0 before.
 struct FwdTileList {
-  const cuda::LongTile* tiles = nullptr;  // null: all tiles
-  const int32_t* num_tiles = nullptr;     // of a head
+  const cuda::ListedTile* tiles = nullptr;  // null: all tiles
+  const int32_t* num_tiles = nullptr;       // of a head
   int first_sms = 0;
-  bool is_second = false;  // of the launches
+  bool is_second = false;    // of the launches
+  bool runs_beside = false;  // another kernel, whose room early thread blocks would take
 
   FLASH_ATTN_HOST_DEVICE bool exists() const { return tiles != nullptr; }
 };
 // How the rows of a tile are dealt out to query heads that read one kv head: each has 2^token_bits
-// of them. By default a tile has one head. Where heads share tiles, each sequence has as many as
-// seqlen_q asks for, and the last of them may be several, one after the other: lengths are on the
-// device, and a sequence may be longer than the caller says.
+// of them. By default a tile has one head. Where heads share tiles that no list has, each sequence
+// has as many as seqlen_q asks for, and the last of them may be several, one after the other:
+// lengths are on the device, and a sequence may be longer than the caller says.
 struct PackedHeads {
   static constexpr int kTileRows = 128;
   int token_bits = 7;
@@ -50,8 +52,8 @@ struct PackedHeads {
   }
 };
 // run_fwd() in pieces, out and lse not written (FwdParams::num_splits), or in one piece, with both
-// written. With a list a tile has one head. Keys of missing pages are hidden here, while run_fwd()
-// reads others in their place.
+// written. With a list seqlen_q is at least the longest sequence's. Keys of missing pages are hidden
+// here, while run_fwd() reads others in their place.
 struct FwdInPieces : FwdParams {
   FwdTileList list = {};
   PackedHeads packed = {};

@@ -38,9 +38,9 @@ __device__ __forceinline__ FoundTile find_tile(const typename Traits::Params& pa
   if constexpr (Traits::kPieces) {
     if (params.list.exists()) {
       const int head = tile_idx / tiles_of_head;
-      const cuda::LongTile tile = params.list.tiles[tile_idx - head * tiles_of_head];
+      const cuda::ListedTile tile = params.list.tiles[tile_idx - head * tiles_of_head];
       return {.at = {.batch_idx = tile.row, .head = head, .block = tile.block},
-              .seqlen = {tile.q_begin, tile.len_q, tile.k_begin, tile.len_k}};
+              .seqlen = {tile.q_begin, tile.segment_q, tile.len_q, tile.k_begin, tile.len_k}};
     }
   }
   TileCoordinates tile = scheduler.tile(tile_idx);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
   }
   const auto all_tiles = [&] {
     if constexpr (Traits::kPieces) {
-      if (params.list.exists()) return tiles_of_head * params.heads_q * num_pieces<Traits>(params);
+      if (params.list.exists()) return tiles_of_head * scheduler.heads * num_pieces<Traits>(params);
     }
     return num_tiles;
   };

@@ -31,12 +31,13 @@ struct SeqlenInfo {
     if (kv_row(params, batch_idx) < 0) len_k = 0;
   }
 
-  // Of a sequence all of whose rows count.
-  __device__ __forceinline__ SeqlenInfo(int q_begin, int len_q, int k_begin, int len_k)
+  // Of a sequence all of whose keys count.
+  __device__ __forceinline__ SeqlenInfo(int q_begin, int segment_q, int len_q, int k_begin,
+                                        int len_k)
       : q_begin(q_begin),
         k_begin(k_begin),
         segment_k_begin(k_begin),
-        segment_q(len_q),
+        segment_q(segment_q),
         len_q(len_q),
         segment_k(len_k),
         len_k(len_k) {}
