@@ -263,7 +263,8 @@ Plan plan(const CallShape& call) {
     return plan;
   }
   const bool in_pieces = may_cut_keys(call);
-  if (in_pieces && call.decode_time > 0 && list_is_faster(call)) return plan_listed(call);
+  const bool may_list = in_pieces && call.decode_time > 0 && call.long_sequences > 0;
+  if (may_list && list_is_faster(call)) return plan_listed(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
           .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),
           .in_pieces = in_pieces,
