@@ -232,27 +232,31 @@ CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few) {
   CallShape call = call_shape(args);
   const AttnArgs& attn = args.attn;
   if (call.device == nullptr || !attn.is_varlen()) return call;
-  const int64_t longest = tokens_of(attn), keys = value(attn.max_seqlen_k);
-  if (longest < 1 || (few == nullptr && keys < std::max(kLeastKeys, kKeysOfAQuery * longest))) {
-    return call;
+  const int64_t longest = tokens_of(attn);
+  int64_t keys = value(attn.max_seqlen_k);
+  const int64_t batch = batch_of(attn);
+  if (batch < 1 || longest < 1) return call;
+  const int64_t long_ones = long_sequences(attn);
+  call.long_sequences = long_ones;
+  call.long_tokens = longest;
+  call.short_sequences = std::max<int64_t>(batch - long_ones, 0);
+  call.short_tokens = queries_of_short_ones(attn);
+  if (few != nullptr) call.decode_time = cuda::decode_time(few->shape);
+  if (few != nullptr || keys >= std::max(kLeastKeys, kKeysOfAQuery * longest)) {
+    // Its keys may be cut.
+    constexpr int64_t kTile = cuda::kForwardTileQueries;
+    const int64_t sequences = few != nullptr ? long_ones : batch;
+    const int64_t tiles =
+        std::min(sequences * ceil_div(longest, kTile), attn.q.size(0) / kTile + batch);
+    call.batch = 1;
+    call.tokens = tiles * kTile;
+  } else if (attn.cu_seqlens_k) {
+    keys = std::min(keys, ceil_div(attn.k.size(0), batch));
   }
-  constexpr int64_t kTile = cuda::kForwardTileQueries;
-  const int64_t sequences = few != nullptr ? long_sequences(attn) : batch_of(attn);
-  const int64_t tiles = std::min(sequences * ((longest + kTile - 1) / kTile),
-                                 attn.q.size(0) / kTile + batch_of(attn));
-  call.batch = 1;
-  call.tokens = tiles * kTile;
   call.heads_q = attn.q.size(1);
   call.heads_kv = attn.k.size(-2);
   call.capacity = call.longest = keys;
   call.window_left = value(attn.window_left);
-  if (few != nullptr) {
-    call.long_sequences = sequences;
-    call.long_tokens = longest;
-    call.short_sequences = std::max<int64_t>(batch_of(attn) - sequences, 0);
-    call.short_tokens = queries_of_short_ones(attn);
-    call.decode_time = cuda::decode_time(few->shape);
-  }
   return call;
 }
 
@@ -276,12 +280,13 @@ ListedTiles::ListedTiles(const FwdParams& params, int queries_of_tile, const at:
            .queries_of_tile = queries_of_tile};
 }
 
-VarlenDecode::VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like)
+VarlenDecode::VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like,
+                           int tile_tokens)
     : call_(std::move(call)), tokens_(static_cast<int>(call_.args.q.size(1))), whole_(params) {
   const auto ints = like.options().dtype(at::kInt);
   if (!call_.serves_all) {
     long_ones_ = at::empty({6, params.batch + 1}, ints);
-    long_tiles_.emplace(params, cuda::kForwardTileQueries, like);
+    long_tiles_.emplace(params, tile_tokens, like);
     leave_long(params, tokens_, long_ones_, long_tiles_->list(), stream_of(like));
   }
   call_.args.q = at::empty(call_.args.q.sizes(), like.options());

@@ -3,6 +3,7 @@
 // in whose tiles such heads share rows (Plan::tile_tokens).
 #pragma once
 
+#include "../cuda/capability.h"
 #include "../cuda/few_queries.h"
 #include "to_params.h"
 
@@ -42,14 +43,13 @@ class ListedTiles {
 class VarlenDecode {
  public:
   // params: of the call's readable() arguments. Where decode does not serve all, they become those
-  // of a forward of the long sequences, which are dealt out.
-  VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like);
+  // of a forward of the long sequences, which are dealt out, with tile_tokens queries of each head to
+  // a tile.
+  VarlenDecode(FewQueriesCall call, FwdParams& params, const at::Tensor& like,
+               int tile_tokens = cuda::kForwardTileQueries);
 
   // Those of the long sequences.
   const cuda::TileList& long_tiles() const { return long_tiles_->list(); }
-  // Whether sequences are so many beside rows that decode takes as long as the forward, which gains
-  // more by running beside it than it may lose by other tiles.
-  bool has_many_sequences() const { return 64 * int64_t{whole_.batch} > whole_.total_q; }
 
   // Launches decode, whose results scatter() takes.
   void launch();

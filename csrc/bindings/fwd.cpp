@@ -173,10 +173,9 @@ FwdResult run(const Plan& plan, const FwdArgs& args, AttnArgs attn,
     if (max_logits.defined()) params.max_logits = max_logits.data_ptr<float>();
     if (attn.block_table) fill_pages(params, attn);
     std::optional<VarlenDecode> decode;
-    if (few) decode.emplace(*std::move(few), params, q);
+    if (few) decode.emplace(*std::move(few), params, q, packed_heads(plan).tokens());
     set_results(params, out, lse);
-    const bool fits_pieces = plan.splits.count > 1 || !plan.pieces_are_slower;
-    if (decode && plan.in_pieces && (fits_pieces || decode->has_many_sequences())) {
+    if (decode && plan.runs_beside) {
       launch_beside(plan, params, *decode, out, lse);
     } else {
       std::optional<DealtSequences> dealt;

@@ -44,12 +44,11 @@ struct CallShape {
   int64_t longest = 0;   // keys of the longest one, as the caller says, or 0
   int64_t window_left = -1;
   // Of a varlen call with short sequences beside long ones, by a guess from the totals: how many of
-  // both there are, with how many tokens each. Decode serves the short ones for decode_time, in µs,
-  // beside the forward; if that is 0, a list has the tiles of all.
+  // both there are, with how many tokens each. Either a list has the tiles of all, or decode serves
+  // the short ones, for decode_time in µs, beside the forward, or the forward serves all.
   int64_t short_sequences = 0, short_tokens = 0, long_sequences = 0, long_tokens = 0;
   double decode_time = 0;
-
-  bool lists_tiles() const { return long_sequences > 0 && decode_time == 0; }
+  bool lists_tiles = false;
 
   // Decode only.
   int64_t num_splits = 0;

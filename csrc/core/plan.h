@@ -17,8 +17,7 @@ struct Plan {
   Splits splits = Splits::alike(1);  // of decode, and of the forward against a cache
   int64_t workspace_rows = 0;        // of PartialResults
   KvcacheGrid grid;                  // of kvcache, and of latent
-  bool in_pieces = false;            // a forward may run as one whose keys are cut, even into one
-  bool pieces_are_slower = false;    // and has tiles of another kind then
+  bool runs_beside = false;          // a forward of long sequences, beside decode of short ones
   bool skips_tiles = false;          // reads the call's mask of tiles; else it becomes an attn_bias
   bool max_logits_apart = false;     // by a second call, without the terms that change logits
   const DeviceInfo* device = nullptr;  // null: not on CUDA

@@ -95,15 +95,32 @@ void refuse_cache_of_forward(Reasons& reasons, const CallShape& call) {
   reasons.refuse_if(call.sink && !call.gathers, "learnable_sink is not supported");
 }
 
+namespace {
+
+// By the guess at lengths. Where most sequences are long, lengths may as well lie anywhere below the
+// longest, and half of the last tile of each is empty.
+int64_t listed_tiles(const CallShape& call, int64_t tile_tokens) {
+  const int64_t of_short = call.short_sequences * ceil_div(call.short_tokens, tile_tokens);
+  const int64_t of_long = call.long_sequences * ceil_div(call.long_tokens, tile_tokens);
+  if (call.long_sequences < call.short_sequences) return of_short + of_long;
+  const int64_t tokens =
+      call.short_sequences * call.short_tokens + call.long_sequences * call.long_tokens;
+  const int64_t sequences = call.short_sequences + call.long_sequences;
+  return std::min(of_short + of_long, tokens / tile_tokens + ceil_div(sequences, 2));
+}
+
+int64_t tiles_of_head(const CallShape& call, int64_t tile_tokens) {
+  return call.lists_tiles ? listed_tiles(call, tile_tokens)
+                          : call.batch * ceil_div(call.tokens, tile_tokens);
+}
+
+}  // namespace
+
 int64_t forward_tiles(const CallShape& call, int64_t tile_tokens) {
   if (call.heads_kv == 0) return 0;
   const int64_t heads = kForwardTileQueries / tile_tokens;
   const int64_t tiles_of_group = ceil_div(call.heads_q / call.heads_kv, heads);
-  const int64_t tiles_of_head =
-      call.lists_tiles() ? call.short_sequences * ceil_div(call.short_tokens, tile_tokens) +
-                               call.long_sequences * ceil_div(call.long_tokens, tile_tokens)
-                         : call.batch * ceil_div(call.tokens, tile_tokens);
-  return call.heads_kv * tiles_of_group * tiles_of_head;
+  return call.heads_kv * tiles_of_group * tiles_of_head(call, tile_tokens);
 }
 
 int64_t most_keys(const CallShape& call) {
@@ -157,9 +174,9 @@ struct Pieces {
     time = keys * tile.key_time * (two_an_sm ? kTwoAnSm : 1) * (in_place ? kLookUpPages : 1) +
            tile.start_time;
     if (splits == 1) return;
-    const int64_t tokens = call.lists_tiles() ? call.short_sequences * call.short_tokens +
-                                                    call.long_sequences * call.long_tokens
-                                              : call.batch * call.tokens;
+    const int64_t tokens = call.lists_tiles ? call.short_sequences * call.short_tokens +
+                                                  call.long_sequences * call.long_tokens
+                                            : call.batch * call.tokens;
     const auto rows = static_cast<double>(tokens * call.heads_q);
     const auto columns = static_cast<double>(splits * call.head_dim_v);
     merge_time = kMerge + rows * (kMergeRow + kMergeColumn * columns);

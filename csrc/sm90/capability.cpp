@@ -91,17 +91,18 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
 
 // How many rows of a tile each of the heads that share it has, a power of two. Query heads of few
 // tokens share one if they read one kv head, and if tiles are fewer then; else a tile has one head.
+// Lengths that a list knows are a guess here. Where that is wrong, sharing costs the least.
 int64_t tile_tokens(const CallShape& call) {
   constexpr int64_t kTile = cuda::kForwardTileQueries;
   const bool is_few = call.op == Op::kDecode && call.tokens <= kTile;
-  if (!(is_few || call.lists_tiles()) || call.heads_kv == 0 || call.head_dim != call.head_dim_v) {
+  if (!(is_few || call.lists_tiles) || call.heads_kv == 0 || call.head_dim != call.head_dim_v) {
     return kTile;
   }
   const int64_t group = call.heads_q / call.heads_kv;
   int64_t best = kTile, fewest = cuda::forward_tiles(call);
   for (int64_t tokens = kTile / 2; tokens > 0; tokens /= 2) {
     const int64_t tiles = cuda::forward_tiles(call, tokens);
-    if (tiles < fewest) {
+    if (tiles < fewest || (tiles == fewest && call.lists_tiles)) {
       best = tokens;
       fewest = tiles;
     }
@@ -116,15 +117,17 @@ bool shares_tiles(const CallShape& call) { return tile_tokens(call) < cuda::kFor
 cuda::ForwardTile key_tile(const CallShape& call, int splits) {
   constexpr double kKey = 0.0103, kNarrowKey = 0.012;  // µs, up to d = 128
   constexpr double kLaunch = 7, kStartColumn = 0.022;  // µs
+  // A listed tile's results leave from registers, many rows of them one by one.
+  constexpr double kListedStart = 1;
   const int64_t widest = std::max(call.head_dim, call.head_dim_v);
   const int64_t cut_class =
       with_pieces_class(static_cast<int>(widest), []<int kHeadDim> { return kHeadDim; });
-  const bool in_pieces = splits > 1 || shares_tiles(call) || call.lists_tiles();
+  const bool in_pieces = splits > 1 || shares_tiles(call) || call.lists_tiles;
   const auto width = static_cast<double>(in_pieces ? cut_class : widest);
   const bool narrow = widest <= 64 && (widest > 48 || in_pieces);
   return {.launch_time = kLaunch,
           .key_time = narrow ? kNarrowKey : kKey * std::max(1.0, width / 128),
-          .start_time = kStartColumn * width,
+          .start_time = kStartColumn * width + (call.lists_tiles ? kListedStart : 0),
           .two_an_sm = narrow && kPiecesTile<64>.blocks == 2,
           .copies_pages = false,
           .hides_missing_pages = in_pieces,
@@ -135,6 +138,22 @@ double time_of_keys(const CallShape& call, int splits) {
   return cuda::forward_time(call, key_tile(call, splits), splits);
 }
 
+// The calls of the long sequences of one alone, and of all of its sequences, each with tiles of its
+// own.
+CallShape of_long_sequences(CallShape call) {
+  if (call.long_sequences == 0) return call;
+  call.short_sequences = 0;
+  call.batch = call.long_sequences;
+  call.lists_tiles = true;
+  return call;
+}
+CallShape of_all_sequences(CallShape call) {
+  call.batch = call.short_sequences + call.long_sequences;
+  call.decode_time = 0;
+  call.lists_tiles = true;
+  return call;
+}
+
 // Into how many pieces the keys of few tiles are cut beside decode, which leaves half of the device
 // to them at first. Of counts that are nearly as good, the least.
 int best_num_splits_beside_decode(const CallShape& call) {
@@ -142,7 +161,7 @@ int best_num_splits_beside_decode(const CallShape& call) {
   constexpr double kNearly = 1.03;
   const cuda::ForwardTile tile = key_tile(call, 2);  // of these kernels, in one piece as well
   const int64_t resident = call.device->num_sms * (tile.two_an_sm ? 2 : 1);
-  if (cuda::forward_tiles(call) > resident) return 1;
+  if (cuda::forward_tiles(call, tile.tokens) > resident) return 1;
   double times[kMaxSplits];
   for (int i = 0; i < kMaxSplits; ++i) {
     times[i] = cuda::forward_time_beside_decode(call, tile, i + 1);
@@ -159,11 +178,10 @@ int best_num_splits(const CallShape& call) {
   const int64_t most_splits = shares_tiles(call) ? 64 : 16;
   const bool cut = call.head_dim == call.head_dim_v;  // what with_pieces_class() knows
   if (call.device == nullptr || call.num_splits == 1 || !cut) return 1;
-  if (call.decode_time > 0) return best_num_splits_beside_decode(call);
   const int64_t tiles = std::max<int64_t>(cuda::forward_tiles(call, tile_tokens(call)), 1);
   const cuda::ForwardTile tile = key_tile(call, 2);  // of all calls whose keys are cut
   const int64_t resident = call.device->num_sms * (tile.two_an_sm ? 2 : 1);
-  const bool may_be_more = call.lists_tiles() && tiles <= kMostListed * resident;
+  const bool may_be_more = call.lists_tiles && tiles <= kMostListed * resident;
   const int64_t most =
       std::max(std::min(most_splits, resident / tiles), may_be_more ? kMostListed : 1);
   int best = 1;
@@ -213,33 +231,36 @@ double cost(const CallShape& call) {
   return time_of_keys(call, best_num_splits(call));
 }
 
-// Whether the kernels whose keys are cut serve a forward. Another kernel merges the pieces.
-bool may_cut_keys(const CallShape& call) {
-  return call.op == Op::kForward && call.tokens > 0 && call.head_dim == call.head_dim_v &&
+// Whether the kernels whose keys may be cut serve a forward.
+bool may_run_in_pieces(const CallShape& call) {
+  return call.op == Op::kForward && call.head_dim == call.head_dim_v &&
          !cuda::changes_logits(call) && !call.bias && !call.dropout && !call.max_logits &&
          call.portable_code() != 0;
 }
 
-// The whole of a call whose long sequences these are.
-CallShape with_short_sequences(CallShape call) {
-  call.batch = call.short_sequences + call.long_sequences;
-  call.decode_time = 0;
-  return call;
-}
-
-// Whether all sequences, whose tiles a list has, take less time than decode of the short ones beside
-// the forward of the others.
+// Whether all sequences, whose tiles a list has, take less time than otherwise.
 bool list_is_faster(const CallShape& call) {
-  // µs that the kernels around both take, and not the one that makes a list.
-  constexpr double kAround = 14;
-  const CallShape all = with_short_sequences(call);
-  const double beside = cuda::forward_time_beside_decode(call, key_tile(call, 2),
-                                                         best_num_splits_beside_decode(call));
-  return time_of_keys(all, best_num_splits(all)) < kAround + beside;
+  // µs that the kernels around decode and the forward beside it take, and a list elsewhere. There it
+  // has to gain something, as the estimates are rough.
+  constexpr double kAround = 12, kList = 1, kGain = 1.05;
+  constexpr int64_t kMostSequences = 4096;  // one thread block lists their tiles
+  const CallShape all = of_all_sequences(call);
+  if (call.long_sequences == 0 || all.batch > kMostSequences) return false;
+  const double listed = time_of_keys(all, best_num_splits(all));
+  if (call.decode_time > 0) {
+    const CallShape long_ones = of_long_sequences(call);
+    return listed <
+           kAround + cuda::forward_time_beside_decode(long_ones, key_tile(long_ones, 2),
+                                                      best_num_splits_beside_decode(long_ones));
+  }
+  const int splits = call.tokens > 0 ? best_num_splits(call) : 1;
+  const double whole =
+      splits > 1 ? time_of_keys(call, splits) : cuda::forward_time(all, key_tile(call, 1), 1);
+  return kGain * listed + kList < whole;
 }
 
 Plan plan_listed(const CallShape& call) {
-  const CallShape all = with_short_sequences(call);
+  const CallShape all = of_all_sequences(call);
   Plan plan = {.splits = Splits::alike(best_num_splits(all)), .lists_tiles = true};
   if (shares_tiles(all)) plan.tile_tokens = static_cast<int>(tile_tokens(all));
   return plan;
@@ -255,6 +276,22 @@ bool pieces_are_slower(const CallShape& call) {
       head_dim, [own]<int kHeadDim> { return own < kHeadDim || kPiecesTile<kHeadDim>.blocks > 1; });
 }
 
+// The long sequences of a call, beside decode of the short ones. Where those are many, decode takes
+// as long as the forward, which gains more by running beside it than it may lose by other tiles.
+Plan plan_beside(const CallShape& call) {
+  constexpr int64_t kFewTokens = 64;  // of a sequence, on the mean
+  const CallShape long_ones = of_long_sequences(call);
+  Plan plan = {.splits = Splits::alike(best_num_splits_beside_decode(long_ones))};
+  const int64_t tokens =
+      call.short_sequences * call.short_tokens + call.long_sequences * call.long_tokens;
+  plan.runs_beside = plan.splits.count > 1 || !pieces_are_slower(call) ||
+                     kFewTokens * (call.short_sequences + call.long_sequences) > tokens;
+  if (plan.runs_beside && shares_tiles(long_ones)) {
+    plan.tile_tokens = static_cast<int>(tile_tokens(long_ones));
+  }
+  return plan;
+}
+
 Plan plan(const CallShape& call) {
   if (is_latent(call)) return plan_latent(call);
   if (call.op == Op::kDecode) {
@@ -262,13 +299,11 @@ Plan plan(const CallShape& call) {
     if (shares_tiles(call)) plan.tile_tokens = static_cast<int>(tile_tokens(call));
     return plan;
   }
-  const bool in_pieces = may_cut_keys(call);
-  const bool may_list = in_pieces && call.decode_time > 0 && call.long_sequences > 0;
-  if (may_list && list_is_faster(call)) return plan_listed(call);
+  const bool in_pieces = may_run_in_pieces(call);
+  if (in_pieces && list_is_faster(call)) return plan_listed(call);
+  if (in_pieces && call.decode_time > 0) return plan_beside(call);
   return {.kernel = call.op == Op::kForward ? Kernel::kFwd : Kernel::kBwd,
-          .splits = Splits::alike(in_pieces ? best_num_splits(call) : 1),
-          .in_pieces = in_pieces,
-          .pieces_are_slower = in_pieces && pieces_are_slower(call),
+          .splits = Splits::alike(in_pieces && call.tokens > 0 ? best_num_splits(call) : 1),
           .skips_tiles = skips_tiles(call),
           .max_logits_apart = call.max_logits && (cuda::changes_logits(call) || call.dropout)};
 }
