@@ -1,5 +1,5 @@
-"""Varlen calls of short sequences beside long ones in one launch of sm90's forward, whose tiles a
-list has. Heads that read one kv head share them."""
+"""Varlen calls of unlike sequences in one launch of sm90's forward, whose tiles a list has. Heads
+that read one kv head share them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,49 @@ def test_short_and_long_sequences(name: str, page_size: int, target: Target) -> 
         assert "pieces" in described or not name.startswith("cut")
         assert "pieces" not in described or name != "many sequences"
         assert ("tiles shared by heads" in described) == (problem.heads[0] > problem.heads[1])
+    assert_close(problem.call(target.device), problem.expected(), problem.dtype)
+
+
+PROMPTS = {
+    "lengths_q": (100, 30, 128, 5, 77, 0, 128, 1),
+    "lengths_k": (600, 512, 700, 300, 640, 5, 512, 530),
+    "heads": (64, 8),
+    "d": 128,
+    "d_v": 128,
+    "options": {"causal": True},
+}
+TEXTS = (20, 200, 90, 150, 33, 0, 120, 64, 180, 71, 128, 46, 199, 16, 110, 160)
+WITHOUT_DECODE = {
+    "prompts": Ragged(**PROMPTS),
+    "prompts in pages": Ragged(**PROMPTS, page_size=16),
+    "window": Ragged(**PROMPTS | {"options": {"window_size": (300, 3)}}, page_size=16),
+    "used": Ragged(
+        **PROMPTS,
+        used_q=(90, 30, 128, 0, 77, 0, 127, 1),
+        used_k=(590, 510, 33, 299, 640, 0, 512, 3),
+        page_size=64,
+    ),
+    "texts": Ragged(**PROMPTS | {"lengths_q": TEXTS, "lengths_k": TEXTS, "options": {}}),
+    "top left": Ragged(
+        **PROMPTS
+        | {
+            "lengths_q": TEXTS,
+            "lengths_k": TEXTS[::-1],
+            "options": {"causal": True, "causal_alignment": "top-left"},
+        },
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+@each_target(SM90)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", WITHOUT_DECODE)
+def test_no_decode_beside(name: str, target: Target) -> None:
+    """Sequences are not so unlike that decode would take part, and a list saves empty tiles."""
+    problem = WITHOUT_DECODE[name]
+    described = problem.plan(target.device)
+    assert SIMULATED or ("shared by heads" in described and "listed" in described), described
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)
 
 

@@ -21,6 +21,7 @@ from ragged import DEVICES, KEYS, SLOPES, Ragged, assert_close, tensors
 import flash_attn
 
 SINK = {"causal": True, "learnable_sink": torch.linspace(-1, 2, 4)}
+LONG = 3000
 # Some sequences have many queries, and decode has no room for these.
 MIXED_LENGTHS = {
     "lengths_q": (1, 90, 3, 0, 1, 2, 1, 1),
@@ -85,11 +86,12 @@ MIXED: dict[str, Ragged] = {
 
 
 def with_more_short_ones(problem: Ragged) -> Ragged:
-    """So many that decode takes them beside the forward, where one launch might take all."""
+    """So many, beside so many keys, that decode takes them beside the forward, where one launch
+    might take all."""
     count = 320
     changes: dict = {
         "lengths_q": problem.lengths_q + (1,) * count,
-        "lengths_k": problem.lengths_k + (3,) * count,
+        "lengths_k": (LONG, *problem.lengths_k[1:]) + (3,) * count,
     }
     for name, more in {"used_q": 1, "used_k": 2, "leftpad": 1}.items():
         if (lengths := getattr(problem, name)) is not None:
@@ -97,16 +99,36 @@ def with_more_short_ones(problem: Ragged) -> Ragged:
     return dataclasses.replace(problem, **changes)
 
 
-# Calls that sm90 serves in one launch, until short sequences are many.
+# Calls that sm90 serves in one launch, until short sequences are many. There heads share tiles of
+# what decode leaves.
 BESIDE = {
-    name: with_more_short_ones(MIXED[name])
-    for name in (
-        *("plain", "causal", "window", "used", "leftpad", "many tiles"),
-        *("d = 80", "sink", "sink, used"),
-    )
+    name: with_more_short_ones(problem)
+    for name, problem in {
+        **{
+            name: MIXED[name]
+            for name in (
+                *("plain", "causal", "window", "used", "leftpad", "many tiles"),
+                *("d = 80", "sink", "sink, used"),
+            )
+        },
+        "eight heads": Ragged(**MIXED_LENGTHS, heads=(8, 1), options={"causal": True}),
+        "seven heads, used": Ragged(
+            **MIXED_LENGTHS,
+            heads=(14, 2),
+            used_q=(1, 80, 2, 0, 1, 0, 1, 1),
+            used_k=(600, 500, 5, 0, 299, 40, 0, 530),
+            options={"causal": True, "learnable_sink": torch.linspace(-1, 2, 14)},
+        ),
+        # The host guesses that decode has room for all but one.
+        "a wrong guess": Ragged(
+            lengths_q=(1, 90) + (12,) * 20,
+            lengths_k=(KEYS, 600) + (100,) * 20,
+            heads=(8, 1),
+            options={"causal": True},
+        ),
+    }.items()
 }
 
-LONG = 3000
 # Few tiles of queries beside long keys, which sm90's kernels cut into pieces.
 CUT = {
     name: Ragged(**({"lengths_q": (40, 0, 130, 20), "lengths_k": (LONG, 5, 700, 0)} | changes))
@@ -165,6 +187,8 @@ def test_decode_beside_the_forward(name: str, page_size: int, target: Target) ->
     plan = problem.plan(target.device)
     if not (problem.leftpad and page_size):  # such pages are copied first
         assert re.search("fwd.*queries: up to [248].*by cuda: decode", plan), plan
+        shared = "tiles shared by heads" in plan
+        assert shared == (problem.served_by(target.device) == "sm90"), plan
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)
 
 
@@ -205,7 +229,7 @@ def test_few_short_ones_may_fill_the_tiles_of_many(target: Target) -> None:
     head."""
 
     def plan(keys: int) -> str:
-        few = Ragged(lengths_q=(1, 1, 1, 100), lengths_k=(keys,) * 4, heads=(64, 8))
+        few = Ragged(lengths_q=(1, 1, 1, 100), lengths_k=(keys,) * 4, heads=(64, 64))
         tensors, options = few.arguments(target.device)
         return flash_attn.can_use(*tensors, **options).plan
 

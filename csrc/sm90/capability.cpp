@@ -91,7 +91,8 @@ void refuse_call(Reasons& reasons, const CallShape& call) {
 
 // How many rows of a tile each of the heads that share it has, a power of two. Query heads of few
 // tokens share one if they read one kv head, and if tiles are fewer then; else a tile has one head.
-// Lengths that a list knows are a guess here. Where that is wrong, sharing costs the least.
+// Lengths that a list knows are a guess here. Where it is wrong, sharing costs the least, most of all
+// beside decode, which may leave more sequences than guessed: a seventh more tiles are accepted.
 int64_t tile_tokens(const CallShape& call) {
   constexpr int64_t kTile = cuda::kForwardTileQueries;
   const bool is_few = call.op == Op::kDecode && call.tokens <= kTile;
@@ -99,12 +100,13 @@ int64_t tile_tokens(const CallShape& call) {
     return kTile;
   }
   const int64_t group = call.heads_q / call.heads_kv;
+  const int64_t accepted_more = call.decode_time > 0 ? 7 : std::numeric_limits<int64_t>::max();
   int64_t best = kTile, fewest = cuda::forward_tiles(call);
   for (int64_t tokens = kTile / 2; tokens > 0; tokens /= 2) {
     const int64_t tiles = cuda::forward_tiles(call, tokens);
-    if (tiles < fewest || (tiles == fewest && call.lists_tiles)) {
+    if (tiles < fewest || (call.lists_tiles && tiles <= fewest + fewest / accepted_more)) {
       best = tokens;
-      fewest = tiles;
+      fewest = std::min(fewest, tiles);
     }
     if (kTile / tokens >= group) break;
   }
@@ -148,6 +150,7 @@ CallShape of_long_sequences(CallShape call) {
   return call;
 }
 CallShape of_all_sequences(CallShape call) {
+  if (call.tokens == 0) call.num_splits = 1;  // nothing may be cut
   call.batch = call.short_sequences + call.long_sequences;
   call.decode_time = 0;
   call.lists_tiles = true;
@@ -240,18 +243,18 @@ bool may_run_in_pieces(const CallShape& call) {
 
 // Whether all sequences, whose tiles a list has, take less time than otherwise.
 bool list_is_faster(const CallShape& call) {
-  // µs that the kernels around decode and the forward beside it take, and a list elsewhere. There it
-  // has to gain something, as the estimates are rough.
-  constexpr double kAround = 12, kList = 1, kGain = 1.05;
+  // µs that the kernels around decode and the forward beside it take, more of them with pages, and a
+  // list elsewhere. There it has to gain something, as the estimates are rough.
+  constexpr double kAround = 25, kAroundInPages = 37, kList = 1, kGain = 1.05;
   constexpr int64_t kMostSequences = 4096;  // one thread block lists their tiles
   const CallShape all = of_all_sequences(call);
   if (call.long_sequences == 0 || all.batch > kMostSequences) return false;
   const double listed = time_of_keys(all, best_num_splits(all));
   if (call.decode_time > 0) {
     const CallShape long_ones = of_long_sequences(call);
-    return listed <
-           kAround + cuda::forward_time_beside_decode(long_ones, key_tile(long_ones, 2),
-                                                      best_num_splits_beside_decode(long_ones));
+    return listed < (call.paged ? kAroundInPages : kAround) +
+                        cuda::forward_time_beside_decode(long_ones, key_tile(long_ones, 2),
+                                                         best_num_splits_beside_decode(long_ones));
   }
   const int splits = call.tokens > 0 ? best_num_splits(call) : 1;
   const double whole =
