@@ -46,9 +46,11 @@ constexpr int64_t kMostOfDecode = 16;
 constexpr int64_t kLeastKeys = 512, kKeysOfAQuery = 4;
 
 // How many sequences of a varlen call have as many queries as the longest, by a guess, as lengths
-// are on the device.
+// are on the device: as many as leave one to each of the others.
 int64_t long_sequences(const AttnArgs& attn) {
-  return std::max<int64_t>(attn.q.size(0) / tokens_of(attn), 1);
+  const int64_t total = attn.q.size(0), longest = tokens_of(attn);
+  const int64_t count = longest > 1 ? (total - batch_of(attn)) / (longest - 1) : total;
+  return std::max<int64_t>(count, 1);
 }
 
 // How many queries the short sequences of a varlen call have beside those.
