@@ -121,3 +121,41 @@ def tensors(device: str, batch: int, queries: int, heads: tuple[int, int] = (4, 
     q = torch.randn(batch, queries, heads[0], 64, **make)
     k, v = torch.randn(2, batch, KEYS, heads[1], 64, **make)
     return q, k, v
+
+
+def check_replay(
+    device: str,
+    heads: tuple[int, int],
+    captured: tuple[int, ...],
+    replayed: tuple[int, ...],
+    plan: str = "",
+) -> None:
+    """A graph reads the lengths of its replay, not of its capture. plan: a part of the call's."""
+    q, k, v = (x.flatten(0, 1) for x in tensors(device, len(captured), max(captured), heads))
+    q = q[: sum(captured)]
+    starts_q, starts_k = (
+        torch.tensor([0, *x], device=device).cumsum(0, dtype=torch.int32)
+        for x in (captured, [KEYS] * len(captured))
+    )
+    options = {
+        "cu_seqlens_q": starts_q,
+        "cu_seqlens_k": starts_k,
+        "max_seqlen_q": max(captured),
+        "max_seqlen_k": KEYS,
+    }
+    assert plan in flash_attn.can_use(q, k, v, **options).plan
+
+    def attend() -> torch.Tensor:
+        return flash_attn.flash_attn_varlen_func(q, k, v, **options)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    starts_q[1:].copy_(torch.tensor(replayed).cumsum(0))
+    starts_k[1:3].copy_(torch.tensor([80, 900]))
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, attend())
+    used = sum(replayed)
+    assert out[:used].any(-1).all() and not out[used:].any()

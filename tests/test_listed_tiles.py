@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 from cases import SIMULATED, SM90, Target, each_target
-from ragged import KEYS, Ragged, assert_close
+from ragged import KEYS, Ragged, assert_close, check_replay
 from test_missing_pages import check
 
 import flash_attn
@@ -181,33 +181,4 @@ def test_wrong_starts(name: str, target: Target) -> None:
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("heads", [(8, 1), (2, 2)])
 def test_a_graph_reads_the_lengths_of_its_replay(heads: tuple[int, int], target: Target) -> None:
-    captured, replayed = (1, 90, 1, 2, 1), (2, 1, 60, 30, 0)
-    make = {"device": target.device, "dtype": torch.float16}
-    q = torch.randn(sum(captured), heads[0], 64, **make)
-    k, v = torch.randn(2, len(captured) * KEYS, heads[1], 64, **make)
-    starts_q, starts_k = (
-        torch.tensor([0, *x], device=target.device).cumsum(0, dtype=torch.int32)
-        for x in (captured, [KEYS] * len(captured))
-    )
-    options = {
-        "cu_seqlens_q": starts_q,
-        "cu_seqlens_k": starts_k,
-        "max_seqlen_q": max(captured),
-        "max_seqlen_k": KEYS,
-    }
-    assert "listed" in flash_attn.can_use(q, k, v, **options).plan
-
-    def attend() -> torch.Tensor:
-        return flash_attn.flash_attn_varlen_func(q, k, v, **options)
-
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
-    starts_q[1:].copy_(torch.tensor(replayed).cumsum(0))
-    starts_k[1:3].copy_(torch.tensor([80, 900]))
-    out.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out, attend())
-    used = sum(replayed)
-    assert out[:used].any(-1).all() and not out[used:].any()
+    check_replay(target.device, heads, (1, 90, 1, 2, 1), (2, 1, 60, 30, 0), plan="listed")

@@ -16,7 +16,7 @@ from cases import (
     Target,
     each_target,
 )
-from ragged import DEVICES, KEYS, SLOPES, Ragged, assert_close, tensors
+from ragged import DEVICES, KEYS, SLOPES, Ragged, assert_close, check_replay
 
 import flash_attn
 
@@ -254,6 +254,20 @@ def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
     assert_close(problem.call(target.device), problem.expected(), torch.float16)
 
 
+@each_target(DECODE_CUDA)
+@pytest.mark.real_gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_longer_than_the_caller_says_beside_decode(page_size: int, target: Target) -> None:
+    """The list of what decode leaves counts queries on the device, whatever max_seqlen_q says."""
+    problem = dataclasses.replace(BESIDE["eight heads"], page_size=page_size)
+    tensors, options = problem.arguments(target.device)
+    options |= {"max_seqlen_q": 60}
+    assert "by cuda: decode" in flash_attn.can_use(*tensors, **options).plan
+    out, lse, _ = flash_attn.flash_attn_varlen_func(*tensors, **options, return_attn_probs=True)
+    assert_close((out.cpu().double(), lse.cpu().double()), problem.expected(), problem.dtype)
+
+
 @each_target(SM90)
 @pytest.mark.real_gpu
 def test_what_has_its_keys_cut(target: Target) -> None:
@@ -279,26 +293,7 @@ def test_what_has_its_keys_cut(target: Target) -> None:
 def test_a_graph_reads_the_lengths_of_its_replay(
     captured: tuple[int, ...], replayed: tuple[int, ...], target: Target
 ) -> None:
-    q, k, v = (x.flatten(0, 1) for x in tensors(target.device, len(captured), max(captured)))
-    q = q[: sum(captured)]
-    starts_q, starts_k = (
-        torch.tensor([0, *x], device=target.device).cumsum(0, dtype=torch.int32)
-        for x in (captured, [KEYS] * len(captured))
-    )
-
-    def attend():
-        return flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, max(captured), KEYS)
-
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
-    starts_q[1:].copy_(torch.tensor(replayed).cumsum(0))
-    starts_k[1:3].copy_(torch.tensor([80, 900]))
-    graph.replay()
-    assert torch.equal(out, attend())
-    used = sum(replayed)
-    assert out[:used].any(-1).all() and not out[used:].any()
+    check_replay(target.device, (4, 2), captured, replayed)
 
 
 @each_target(DECODE_CUDA)

@@ -76,8 +76,8 @@ bool is_mixed(const AttnArgs& attn) {
 }
 
 // For how many queries of each sequence decode would have room. Where the guess is too low, all short
-// sequences are left to the forward, which takes several times as long: so there is room for as many
-// more as decode's rows have places for anyway, up to a few, since each is brought and sent back.
+// sequences are left to the forward, which takes longer: so there is room for as many more as
+// decode's rows have places for anyway, up to a few, since each is brought and sent back.
 int64_t room_of(const AttnArgs& attn) {
   constexpr int64_t kMostSpare = 4;
   if (!is_mixed(attn)) return tokens_of(attn);
@@ -234,10 +234,9 @@ CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few) {
   CallShape call = call_shape(args);
   const AttnArgs& attn = args.attn;
   if (call.device == nullptr || !attn.is_varlen()) return call;
-  const int64_t longest = tokens_of(attn);
-  int64_t keys = value(attn.max_seqlen_k);
-  const int64_t batch = batch_of(attn);
+  const int64_t batch = batch_of(attn), longest = tokens_of(attn);
   if (batch < 1 || longest < 1) return call;
+  int64_t keys = value(attn.max_seqlen_k);  // of the longest one
   const int64_t long_ones = long_sequences(attn);
   call.long_sequences = long_ones;
   call.long_tokens = longest;
@@ -253,7 +252,7 @@ CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few) {
     call.batch = 1;
     call.tokens = tiles * kTile;
   } else if (attn.cu_seqlens_k) {
-    keys = std::min(keys, ceil_div(attn.k.size(0), batch));
+    keys = std::min(keys, ceil_div(attn.k.size(0), batch));  // on the mean
   }
   call.heads_q = attn.q.size(1);
   call.heads_kv = attn.k.size(-2);

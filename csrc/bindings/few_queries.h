@@ -19,8 +19,8 @@ struct FewQueriesCall {
 // The call as one of decode, of checked arguments; none: it is not of that kind.
 std::optional<FewQueriesCall> few_queries_call(const FwdArgs& args);
 
-// The call as one of the forward's kernels, which may cut the keys of a varlen one with few tiles.
-// few: few_queries_call(), or null.
+// The call as one of the forward's kernels, which may cut the keys of a varlen one with few tiles,
+// or take its tiles from a list. few: few_queries_call(), or null.
 CallShape forward_shape(const FwdArgs& args, const FewQueriesCall* few);
 
 // The results of a call that decode serves.

@@ -79,8 +79,10 @@ struct InPieces {
   }
 };
 
-// The list's tiles, and the counter by which they are dealt out.
+// The list's tiles, and the counter by which they are dealt out. No sequence is longer than all,
+// whatever the caller says.
 void take_tiles(sm90::FwdInPieces& params, const cuda::TileList& list, int first_sms) {
+  params.seqlen_q = static_cast<int>(params.total_q);
   params.tile_counter = list.tile_counter;
   params.list = {.tiles = list.tiles, .num_tiles = list.num_tiles, .first_sms = first_sms};
 }
@@ -95,8 +97,6 @@ void launch_in_pieces(const Plan& plan, const FwdParams& call, const at::Tensor&
     tiles.emplace(call, pieces.params.packed.tokens(), out);
     cuda::run_list_tiles(call, tiles->list(), stream);
     take_tiles(pieces.params, tiles->list(), plan.device->num_sms);
-    // No sequence is longer, whatever the caller says.
-    pieces.params.seqlen_q = static_cast<int>(call.total_q);
   } else {
     tile_counter = start_tile_counter(pieces.params, out);
   }

@@ -48,7 +48,12 @@ struct CallShape {
   // the short ones, for decode_time in µs, beside the forward, or the forward serves all.
   int64_t short_sequences = 0, short_tokens = 0, long_sequences = 0, long_tokens = 0;
   double decode_time = 0;
-  bool lists_tiles = false;
+  bool lists_tiles = false;  // tiles are counted by these lengths, not by batch and tokens
+
+  int64_t guessed_sequences() const { return short_sequences + long_sequences; }
+  int64_t guessed_tokens() const {
+    return short_sequences * short_tokens + long_sequences * long_tokens;
+  }
 
   // Decode only.
   int64_t num_splits = 0;

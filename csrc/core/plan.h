@@ -22,7 +22,7 @@ struct Plan {
   bool max_logits_apart = false;     // by a second call, without the terms that change logits
   const DeviceInfo* device = nullptr;  // null: not on CUDA
   int tile_tokens = 0;       // > 0: heads share tiles of a forward, of which each has so many rows
-  bool lists_tiles = false;  // a forward in pieces serves short sequences beside long ones
+  bool lists_tiles = false;  // a list has the tiles of a forward in pieces, of unlike sequences
   int prefix_pieces = 0;     // > 0: leading pages that sequences share are read once, in so many
   // What serves the sequences that a forward over copied pages leaves, and how it walks over them.
   Kernel rest = Kernel::kKvcache;

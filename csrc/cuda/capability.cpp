@@ -103,10 +103,8 @@ int64_t listed_tiles(const CallShape& call, int64_t tile_tokens) {
   const int64_t of_short = call.short_sequences * ceil_div(call.short_tokens, tile_tokens);
   const int64_t of_long = call.long_sequences * ceil_div(call.long_tokens, tile_tokens);
   if (call.long_sequences < call.short_sequences) return of_short + of_long;
-  const int64_t tokens =
-      call.short_sequences * call.short_tokens + call.long_sequences * call.long_tokens;
-  const int64_t sequences = call.short_sequences + call.long_sequences;
-  return std::min(of_short + of_long, tokens / tile_tokens + ceil_div(sequences, 2));
+  return std::min(of_short + of_long,
+                  call.guessed_tokens() / tile_tokens + ceil_div(call.guessed_sequences(), 2));
 }
 
 int64_t tiles_of_head(const CallShape& call, int64_t tile_tokens) {
@@ -174,9 +172,7 @@ struct Pieces {
     time = keys * tile.key_time * (two_an_sm ? kTwoAnSm : 1) * (in_place ? kLookUpPages : 1) +
            tile.start_time;
     if (splits == 1) return;
-    const int64_t tokens = call.lists_tiles ? call.short_sequences * call.short_tokens +
-                                                  call.long_sequences * call.long_tokens
-                                            : call.batch * call.tokens;
+    const int64_t tokens = call.lists_tiles ? call.guessed_tokens() : call.batch * call.tokens;
     const auto rows = static_cast<double>(tokens * call.heads_q);
     const auto columns = static_cast<double>(splits * call.head_dim_v);
     merge_time = kMerge + rows * (kMergeRow + kMergeColumn * columns);

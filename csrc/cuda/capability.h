@@ -56,8 +56,8 @@ struct ForwardTile {
   // Rows of each head: with fewer than all, several heads share the tile.
   int64_t tokens = kForwardTileQueries;
 };
-// Tiles of the whole call, not cut; where a list has them, as many as sequences have on the mean.
-// tile_tokens: ForwardTile::tokens.
+// Tiles of the whole call, not cut; where a list has them, by the guess at lengths. tile_tokens:
+// ForwardTile::tokens.
 int64_t forward_tiles(const CallShape& call, int64_t tile_tokens = kForwardTileQueries);
 // With the keys of each tile in `splits` pieces, which decode's kernel merges.
 double forward_time(const CallShape& call, const ForwardTile& tile, int splits);

@@ -151,7 +151,7 @@ CallShape of_long_sequences(CallShape call) {
 }
 CallShape of_all_sequences(CallShape call) {
   if (call.tokens == 0) call.num_splits = 1;  // nothing may be cut
-  call.batch = call.short_sequences + call.long_sequences;
+  call.batch = call.guessed_sequences();
   call.decode_time = 0;
   call.lists_tiles = true;
   return call;
@@ -285,10 +285,8 @@ Plan plan_beside(const CallShape& call) {
   constexpr int64_t kFewTokens = 64;  // of a sequence, on the mean
   const CallShape long_ones = of_long_sequences(call);
   Plan plan = {.splits = Splits::alike(best_num_splits_beside_decode(long_ones))};
-  const int64_t tokens =
-      call.short_sequences * call.short_tokens + call.long_sequences * call.long_tokens;
   plan.runs_beside = plan.splits.count > 1 || !pieces_are_slower(call) ||
-                     kFewTokens * (call.short_sequences + call.long_sequences) > tokens;
+                     kFewTokens * call.guessed_sequences() > call.guessed_tokens();
   if (plan.runs_beside && shares_tiles(long_ones)) {
     plan.tile_tokens = static_cast<int>(tile_tokens(long_ones));
   }
