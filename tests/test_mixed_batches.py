@@ -107,10 +107,16 @@ BESIDE = {
         **{
             name: MIXED[name]
             for name in (
-                *("plain", "causal", "window", "used", "leftpad", "many tiles"),
+                *("plain", "causal", "used", "leftpad", "many tiles"),
                 *("d = 80", "sink", "sink, used"),
             )
         },
+        # So wide that decode still has much to read.
+        "window": Ragged(
+            lengths_q=MIXED_LENGTHS["lengths_q"],
+            lengths_k=(KEYS, 1300, 33, 5, 300, 40, 0, 530),
+            options={"window_size": (1000, 3)},
+        ),
         "eight heads": Ragged(**MIXED_LENGTHS, heads=(8, 1), options={"causal": True}),
         "seven heads, used": Ragged(
             **MIXED_LENGTHS,
