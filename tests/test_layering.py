@@ -43,6 +43,7 @@ ALLOWED = {
     },
     "sm90/inst": {"core", "sm90", "cuda", "cuda/attn", "cuda/tile", "cuda/ptx"},
     "tests": {
+        "core",
         "bindings",
         "cuda",
         "cuda/attn",

@@ -163,7 +163,7 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int running, int group_fir
   Scheduler scheduler = Scheduler::make(params.cu_seqlens_k, params.total_k, params.seqlen_k,
                                         params.batch, params.heads_kv, bytes);
   const auto heads_of = [&](int tiles) {
-    return std::min(tiles / std::max(scheduler.blocks_per_head, 1), pairs);
+    return std::min(tiles / std::max<int>(scheduler.blocks_per_head, 1), pairs);
   };
   const bool alike = sequences_are_alike(params), takes_turns = params.dq_turns != nullptr;
   const bool is_causal = params.window_left < 0 && params.window_right >= 0;
@@ -185,8 +185,8 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int running, int group_fir
     if (!together) {
       // A section with fewer tiles than run at a time would spare no memory, and put off the
       // longest tiles of the heads behind it.
-      scheduler.section_heads = std::max(scheduler.section_heads, heads_of(running));
-      scheduler.last_section_heads = std::max(scheduler.section_heads, last_heads);
+      scheduler.section_heads = std::max<int>(scheduler.section_heads, heads_of(running));
+      scheduler.last_section_heads = std::max<int>(scheduler.section_heads, last_heads);
     } else if (is_causal) {
       // Its sums have half of the pool, while those of the heads before leave the other half.
       scheduler.last_section_heads = std::min(last_heads, params.dq_pool.places / 2);
@@ -200,7 +200,7 @@ Scheduler make_bwd_scheduler(const BwdParams& params, int running, int group_fir
                              params.seqlen_q >= kBwdLeastQueriesFirstFirst;
     if (first_first) scheduler.last_blocks_first = false;
     const int least_heads = first_first ? kBwdHeadsFirstFirst : alike ? kBwdGroupsInOrder : 0;
-    scheduler.section_heads = std::min(std::max(scheduler.section_heads, least_heads), pairs);
+    scheduler.section_heads = std::min(std::max<int>(scheduler.section_heads, least_heads), pairs);
   }
   return scheduler;
 }

@@ -106,30 +106,32 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks)
     fwd_kernel(const __grid_constant__ typename Traits::Params params,
                const __grid_constant__ typename Traits::Scheduler scheduler,
-               const __grid_constant__ FwdTensorMaps<Traits::kBiasMaps> maps, int num_tiles) {
+               const __grid_constant__ FwdTensorMaps<Traits::kBiasMaps> maps,
+               const __grid_constant__ FwdTiles tiles) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   auto& smem = *reinterpret_cast<FwdSharedStorage<Traits>*>(dynamic_smem);
   const bool in_pages = maps.pages.rows > 0;
-  if (threadIdx.x == 0) smem.init_barriers(in_pages);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
+  if (threadIdx.x == 32) smem.init_barriers(in_pages);
   smem.zero_absent_slabs(params);
   if constexpr (Traits::kAlibi) smem.alibi.init(threadIdx.x, Traits::kThreads);
-  __syncthreads();
+  // Else warp 0 comes to this barrier with its first tile (schedule_and_load_k_loop).
+  if (Traits::kMasked || warp > 0) __syncthreads();
   // A mask's order of tiles may still be on its way, or what pieces are computed from.
   if constexpr (Traits::kMasked || Traits::kPieces) flash_attn::ptx::wait_for_prerequisites();
   if constexpr (Traits::kPieces) flash_attn::ptx::launch_dependents();
 
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes
   if (warp < 4) {
     ptx::lower_registers<Traits::kProducerRegisters>();
     if (warp == 0) {
       if constexpr (Traits::kMasked) {
-        schedule_and_find_keys_loop<Traits>(params, scheduler, num_tiles, smem);
+        schedule_and_find_keys_loop<Traits>(params, scheduler, tiles, smem);
       } else {
         if (Traits::kReadsPages && in_pages) {
-          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, scheduler, num_tiles,
-                                                                maps.k, maps.pages.rows, smem);
+          schedule_and_load_k_loop<Traits, Traits::kReadsPages>(params, scheduler, tiles, maps.k,
+                                                                maps.pages.rows, smem);
         } else {
-          schedule_and_load_k_loop<Traits, false>(params, scheduler, num_tiles, maps.k,
+          schedule_and_load_k_loop<Traits, false>(params, scheduler, tiles, maps.k,
                                                   Traits::kKeyAlignment, smem);
         }
       }
@@ -221,15 +223,16 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   if constexpr (Traits::kStagedBias) scheduler.share(params.score.bias);
   if constexpr (Traits::kMasked) scheduler.order = order;
   const int pieces = num_pieces<Traits>(params);
-  const int num_tiles = scheduler.num_tiles() * pieces;
-  if (num_tiles == 0) return;
+  const FwdTiles tiles = {.num_tiles = scheduler.num_tiles() * pieces,
+                          .group = params.heads_q / params.heads_kv};
+  if (tiles.num_tiles == 0) return;
   // Those beside the sequences have no keys, and take no time.
-  const int long_tiles = num_tiles - ends_beside_sequences<Traits>(params) * scheduler.heads *
-                                         scheduler.blocks_per_head * pieces;
+  const int long_tiles = tiles.num_tiles - ends_beside_sequences<Traits>(params) * scheduler.heads *
+                                               scheduler.blocks_per_head * pieces;
 
   const bool listed = has_list<Traits>(params);
   const int resident = device.num_sms * Traits::kTile.blocks;
-  const int blocks = listed ? resident : std::min(num_tiles, resident);
+  const int blocks = listed ? resident : std::min(tiles.num_tiles, resident);
   const bool is_zeroed =
       listed || order.tiles != nullptr || (params.pages.entries != nullptr && !Traits::kPieces);
   if (alike || (long_tiles <= blocks && !listed)) {
@@ -241,12 +244,11 @@ void launch_tiles(typename Traits::Params params, const cuda::DeviceInfo& device
   if constexpr (Traits::kMasked || Traits::kPieces) {
     bool overlap = order.tiles != nullptr;
     if constexpr (Traits::kPieces) overlap = !params.list.runs_beside;
-    return cuda::launch_overlapping<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage),
-                                                        overlap, stream, params, scheduler, maps,
-                                                        num_tiles);
+    return cuda::launch_overlapping<fwd_kernel<Traits>>(
+        blocks, Traits::kThreads, sizeof(Storage), overlap, stream, params, scheduler, maps, tiles);
   }
   cuda::launch<fwd_kernel<Traits>>(blocks, Traits::kThreads, sizeof(Storage), stream, params,
-                                   scheduler, maps, num_tiles);
+                                   scheduler, maps, tiles);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>

@@ -58,20 +58,20 @@ class KeyFinder {
 template <typename Traits>
 __device__ __forceinline__ void schedule_and_find_keys_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
-    int num_tiles, FwdSharedStorage<Traits>& smem) {
+    const FwdTiles& tiles, FwdSharedStorage<Traits>& smem) {
   Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<decltype(smem.mask)::kFound> found_ring(smem.mask.ring);
   const bool speaks = threadIdx.x % 32 == 0;
   int tile_idx = blockIdx.x;
 #pragma unroll 1
-  while (tile_idx < num_tiles) {
+  while (tile_idx < tiles.num_tiles) {
     const TileCoordinates tile = scheduler.tile(tile_idx);
     FwdWorkStage& stage = smem.queue.stages[work_ring.stage()];
     work_ring.wait_empty();
     if (speaks) {
       stage.end = false;
-      new (stage.storage) FwdWork(
-          make_work<Traits>(params, tile, 0, {params, tile.batch_idx}, Traits::kKeyAlignment));
+      new (stage.storage) FwdWork(make_work<Traits>(params, tile, 0, {params, tile.batch_idx},
+                                                    tiles.group, Traits::kKeyAlignment));
       new (smem.score_storage[work_ring.stage()]) BlockMask(params, tile.batch_idx, tile.head, 0);
     }
     __syncwarp();

@@ -3,8 +3,8 @@
 
 #include <numeric>
 
+#include "../core/divisor.h"
 #include "../cuda/attn/pages.cuh"
-#include "../cuda/divisor.h"
 #include "tile/copy.cuh"
 
 namespace flash_attn::sm90 {
@@ -12,7 +12,7 @@ namespace flash_attn::sm90 {
 // How TMA brings blocks of keys that lie in pages.
 struct PageBoxes {
   int rows = 0;  // of a box, a power of two; 0: no pages
-  cuda::Divisor page_size{1};
+  Divisor page_size{1};
 
   // For blocks of block_n keys. A box has as many rows as divide both a block and a page: a multiple
   // of 8 (PageTable::kMultiple), after which the swizzle of a tile begins anew. It has no more than
@@ -22,7 +22,7 @@ struct PageBoxes {
     int rows = std::gcd(pages.page_size, block_n);
     rows &= -rows;
     while (window_left >= 0 && rows > window_left + 1) rows /= 2;
-    return {.rows = rows, .page_size = cuda::Divisor(pages.page_size)};
+    return {.rows = rows, .page_size = Divisor(pages.page_size)};
   }
 };
 

@@ -62,10 +62,14 @@ __device__ __forceinline__ bool has_tile_behind(const FwdInPieces& params, int b
 // end together, but early enough for its first loads to hide behind the end of this one. Keys that
 // lie in pages (kPages) are another warp's to load, which says when the last K is due. Where heads
 // share tiles, what a sequence has behind its last tile is as many tiles more, one after the other.
+// The warp finds its first tile while the others set up shared memory, and only then comes to the
+// barrier among all threads: before the first K lie several hundred instructions of one warp, which
+// are a good part of a short call.
 template <typename Traits, bool kPages>
 __device__ __forceinline__ void schedule_and_load_k_loop(
     const typename Traits::Params& params, const typename Traits::Scheduler& scheduler,
-    int num_tiles, const CUtensorMap& k_map, int key_alignment, FwdSharedStorage<Traits>& smem) {
+    const FwdTiles& tiles, const CUtensorMap& k_map, int key_alignment,
+    FwdSharedStorage<Traits>& smem) {
   Ring<kFwdWorkStages> work_ring(smem.queue.ring);
   Ring<Traits::kStages> k_ring(smem.k_ring);
   [[maybe_unused]] uint32_t parity = 0;  // of smem.pages.last_k
@@ -91,12 +95,18 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     if constexpr (Traits::kPieces) {
       if (params.list.exists()) return tiles_of_head * scheduler.heads * num_pieces<Traits>(params);
     }
-    return num_tiles;
+    return tiles.num_tiles;
+  };
+  bool is_set_up = false;  // shared memory
+  const auto wait_for_setup = [&] {
+    if (!is_set_up) __syncthreads();
+    is_set_up = true;
   };
 #pragma unroll 1
   while (tile_idx < all_tiles()) {
     const auto [tile, seqlen] =
         find_tile<Traits>(params, scheduler, tiles_of_head, tile_idx / num_pieces<Traits>(params));
+    wait_for_setup();
     int rows_done = 0;
     if constexpr (Traits::kPieces) {
       rows_done = smem.pieces.rows_done;
@@ -110,8 +120,8 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
       work_ring.wait_empty();
       stage.end = false;
       const int piece = tile_idx % num_pieces<Traits>(params);
-      new (stage.storage)
-          FwdWork(make_work<Traits>(params, tile, piece, seqlen, key_alignment, rows_done));
+      new (stage.storage) FwdWork(
+          make_work<Traits>(params, tile, piece, seqlen, tiles.group, key_alignment, rows_done));
       work_ring.arrive_full();
       n = stage.work().range.end, begin = stage.work().range.begin;
       turned = turned_blocks<Traits>(stage.work(), seqlen.diagonal(params));
@@ -146,6 +156,7 @@ __device__ __forceinline__ void schedule_and_load_k_loop(
     tile_idx = __shfl_sync(~0u, tile_idx, 0);
     if (has_rows) work_ring.advance();
   }
+  wait_for_setup();
   if (lane == 0) {
     work_ring.wait_empty();
     smem.queue.stages[work_ring.stage()].end = true;

@@ -179,16 +179,22 @@ __device__ __forceinline__ int block_in_place(const FwdWork& work, int turned, i
   return block < work.range.begin ? block + work.range.end - work.range.begin : block;
 }
 
+// What a launch knows of its tiles, beside their order.
+struct FwdTiles {
+  int num_tiles;
+  Count group;  // heads_q / heads_kv
+};
+
 // rows_done: of the tile's place, how many have been worked on as tiles before.
 template <typename Traits>
 __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& params,
                                              const TileCoordinates& tile, int piece,
-                                             const SeqlenInfo& seqlen, int key_alignment,
-                                             int rows_done = 0) {
+                                             const SeqlenInfo& seqlen, const Count& group,
+                                             int key_alignment, int rows_done = 0) {
   const int first_row = tile.block * queries_of_tile<Traits>(params) + rows_done;
   int head = tile.head;  // the first of those that share it
   if constexpr (Traits::kPieces) {
-    const int group = params.heads_q / params.heads_kv, tiles = params.packed.tiles(group);
+    const int tiles = params.packed.tiles(group);
     head = tile.head / tiles * group + tile.head % tiles * params.packed.heads();
   }
   // Keys count from the first one that any of the tile's queries sees, and end with the last: what
@@ -219,7 +225,7 @@ __device__ __forceinline__ FwdWork make_work(const typename Traits::Params& para
             .batch = varlen_q ? 0 : tile.batch_idx},
       .kv = {.box = {varlen_k ? params.total_k : params.seqlen_k, seqlen.k_begin + first_key,
                      num_keys},
-             .head = head / (params.heads_q / params.heads_kv),
+             .head = head / group,
              .batch = varlen_k ? 0 : SeqlenInfo::kv_row(params, tile.batch_idx)},
       .lse = lse,
       .first_row = first_row,
@@ -378,6 +384,11 @@ struct FwdSharedStorage : FwdBiasStorage<Traits>, FwdAlibiStorage<Traits> {
 
   // Zeroes what no load ever writes. All threads call it, before a barrier among them.
   __device__ __forceinline__ void zero_absent_slabs(const FwdParams& params) {
+    using QTile = typename Traits::QTile;
+    using VTile = typename Traits::VTile;
+    const bool none_is_absent = params.head_dim > QTile::kCols - QTile::kSlabCols &&
+                                params.head_dim_v > VTile::kCols - VTile::kSlabCols;
+    if (none_is_absent) return;
     const auto zero = [](auto& tile, int num_cols) {
       sm90::zero_absent_slabs(tile, num_cols, threadIdx.x, Traits::kThreads);
     };

@@ -24,12 +24,12 @@ struct SharedBiasScheduler : Scheduler {
     constexpr int kMostTogether = 4;  // what they read has room in the L2 cache beside each other
     sequences_inside = bias.batch_stride == 0 && this->batch > 1;
     const int sharing =
-        (sequences_inside ? this->batch : 1) * (bias.head_stride == 0 ? this->heads : 1);
+        (sequences_inside ? this->batch : 1) * (bias.head_stride == 0 ? int{this->heads} : 1);
     int together = std::min(sharing, kMostTogether);
     while (sharing % together != 0) --together;
     // No section may cut through those who are together.
-    this->section_heads = std::max(this->section_heads / together, 1) * together;
-    this->last_section_heads = this->last_section_heads / together * together;
+    this->section_heads = std::max(int{this->section_heads} / together, 1) * together;
+    this->last_section_heads = int{this->last_section_heads} / together * together;
   }
 
 #ifdef __CUDACC__

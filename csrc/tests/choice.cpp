@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "../bindings/families.h"
-#include "../cuda/divisor.h"
+#include "../core/divisor.h"
 
 namespace {
 thread_local long allocations = 0;
@@ -164,7 +164,7 @@ FLASH_ATTN_EXPORT int flash_attn_pieces_beside_decode(const char* archs, int hea
 }
 
 FLASH_ATTN_EXPORT int flash_attn_divide(int n, int divisor) {
-  return flash_attn::cuda::Divisor(divisor).divide(n);
+  return flash_attn::Divisor(divisor).divide(n);
 }
 
 // How often the plan of such a call asks for memory; -1: not counted, as this library is not

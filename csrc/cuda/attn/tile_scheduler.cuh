@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../../core/divisor.h"
 #include "../../core/failure.h"
 #include "../../core/host_device.h"
 #include "../../core/params.h"
@@ -44,11 +45,12 @@ template <int kBlock, TileOrder kOrder = TileOrder::kLastBlocksFirst>
 struct TileScheduler {
   const int32_t* cu_seqlens;  // null: dense
   int64_t total;              // varlen: rows of the tensor
-  int batch, heads;
-  int blocks_per_head;  // of one sequence; varlen: tiles of all sequences
-  int section_heads;    // (batch, head) pairs in a section
+  int batch;
+  Count heads;
+  Count blocks_per_head = 1;  // of one sequence; varlen: tiles of all sequences
+  Count section_heads = 1;    // (batch, head) pairs in a section
   bool last_blocks_first = kOrder == TileOrder::kLastBlocksFirst;  // may be set for kAsTold
-  int last_section_heads = 0;  // likewise; 0: as many as in the others
+  Count last_section_heads = 0;  // likewise; 0: as many as in the others
   // Varlen, likewise: all heads of a sequence come before the next sequence, not all sequences of a
   // head before the next head.
   bool sequence_by_sequence = false;
@@ -100,15 +102,16 @@ struct TileScheduler {
     }
     const int remainder = last_pair % section_heads;  // heads of a first, smaller section
     const int behind = tile_idx - remainder * blocks_per_head;
-    const bool whole = behind >= 0;
-    const int section_tiles = section_heads * blocks_per_head;
-    const int first_pair = whole ? remainder + behind / section_tiles * section_heads : 0;
-    const int pairs = whole ? section_heads : remainder;
-    return of_section(first_pair, pairs, whole ? behind % section_tiles : tile_idx);
+    if (behind < 0) return of_section(0, remainder, tile_idx);
+    const int section = behind / blocks_per_head / section_heads;
+    return of_section(remainder + section * section_heads, section_heads,
+                      behind - section * section_heads * blocks_per_head);
   }
 
-  // The tile that comes in_section-th among those of some (batch, head) pairs.
-  __device__ __forceinline__ TileCoordinates of_section(int first_pair, int pairs,
+  // The tile that comes in_section-th among those of some (batch, head) pairs. Pairs: an int or a
+  // Count.
+  template <typename Pairs>
+  __device__ __forceinline__ TileCoordinates of_section(int first_pair, const Pairs& pairs,
                                                         int in_section) const {
     const int pair = first_pair + in_section % pairs;
     return {.batch_idx = pair / heads,
@@ -128,7 +131,7 @@ struct TileScheduler {
       low += max(__popc(__ballot_sync(~0u, before)) - 1, 0) * step;
       high = min(low + step, high);
     }
-    const int next = low == batch ? blocks_per_head : first_tile(low + 1);
+    const int next = low == batch ? int{blocks_per_head} : first_tile(low + 1);
     const int first = kOrder == TileOrder::kLastBlocksFirst ? 0 : first_tile(low);
     // Only where cu_seqlens does not ascend is a tile not among those of the sequence;
     // blocks_per_head lies behind all rows.
@@ -138,7 +141,7 @@ struct TileScheduler {
       head = in_sequence / (next - first);
       tile_of_head = first + in_sequence % (next - first);
     }
-    const int block = is_own ? in_order(tile_of_head - first, next - first) : blocks_per_head;
+    const int block = is_own ? in_order(tile_of_head - first, next - first) : int{blocks_per_head};
     return {.batch_idx = low, .head = head, .block = block};
   }
 

@@ -19,7 +19,7 @@
 
 #include <algorithm>
 
-#include "../divisor.h"
+#include "../../core/divisor.h"
 #include "../launch.h"
 #include "../ptx/griddepcontrol.cuh"
 #include "kvcache_schedule.cuh"

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../divisor.h"
+#include "../../core/divisor.h"
 #include "decode.h"
 #include "workspace.h"
 
