@@ -25,6 +25,7 @@ from targets import (  # noqa: F401  (what tests take from here)
     BITWISE_TARGETS,
     DECODE_CUDA,
     DECODE_TARGETS,
+    FEW_SMS,
     KERNEL_DEVICE,
     OP_TARGETS,
     PREFILL_TARGETS,

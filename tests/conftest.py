@@ -64,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "simulated: runs a kernel of the simulated GPU, whose library is loaded",
         "real_gpu: takes a simulated GPU too long, or asks how tensors of a GPU are treated; a "
         "simulated one has those of the CPU",
+        "plans: asserts what is chosen on an H200, which a simulated GPU of as many "
+        "multiprocessors tells",
         "sanitize: one tiny case a kernel instantiation, for compute-sanitizer",
         "slow: seconds rather than milliseconds",
     ):

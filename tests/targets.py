@@ -31,6 +31,9 @@ class Target:
 # of the CPU. Set by dev.py test --simulator.
 SIMULATED = os.environ.get("FLASH_ATTN_SIMULATED", "")
 KERNEL_DEVICE = "cpu" if SIMULATED else "cuda"
+# A simulated GPU has eight multiprocessors where FLASH_ATTN_SIMULATED_SMS says nothing else. Then
+# plans are not those of an H200, which has 132.
+FEW_SMS = bool(SIMULATED) and int(os.environ.get("FLASH_ATTN_SIMULATED_SMS", "8")) < 132
 
 ATEN_CPU = Target("cpu", "aten")
 ATEN_CUDA = Target("cuda", "aten")

@@ -37,6 +37,7 @@ RAGGED: dict[str, Ragged] = {
 @each_target(*DEVICES)
 @pytest.mark.parametrize("page_size", [0, 12, 16])
 @pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.plans
 def test_varlen(name: str, page_size: int, target: Target) -> None:
     """Queries and keys in float64, whatever lies between the sequences."""
     problem = dataclasses.replace(RAGGED[name], page_size=page_size)

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import SIMULATED, SM90, Target, each_target
+from cases import FEW_SMS, SM90, Target, each_target
 from ragged import KEYS, Ragged, assert_close, check_replay
 from test_missing_pages import check
 
@@ -64,10 +64,11 @@ LISTED: dict[str, Ragged] = {
 @pytest.mark.sanitize
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 @pytest.mark.parametrize("name", LISTED)
+@pytest.mark.plans
 def test_short_and_long_sequences(name: str, page_size: int, target: Target) -> None:
     problem = dataclasses.replace(LISTED[name], page_size=page_size)
     described = problem.plan(target.device)
-    if not SIMULATED:  # such a GPU has few multiprocessors, for which decode beside may be faster
+    if not FEW_SMS:  # for which decode beside may be faster
         assert "listed" in described
         assert "pieces" in described or not name.startswith("cut")
         assert "pieces" not in described or name != "many sequences"
@@ -110,15 +111,17 @@ WITHOUT_DECODE = {
 @each_target(SM90)
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", WITHOUT_DECODE)
+@pytest.mark.plans
 def test_no_decode_beside(name: str, target: Target) -> None:
     """Sequences are not so unlike that decode would take part, and a list saves empty tiles."""
     problem = WITHOUT_DECODE[name]
     described = problem.plan(target.device)
-    assert SIMULATED or ("shared by heads" in described and "listed" in described), described
+    assert FEW_SMS or ("shared by heads" in described and "listed" in described), described
     assert_close(problem.call(target.device), problem.expected(), problem.dtype)
 
 
 @each_target(SM90)
+@pytest.mark.plans
 def test_leftpad(target: Target) -> None:
     problem = dataclasses.replace(LISTED["causal"], leftpad=(100, 30, 0, 0, 7, 0, 0, 1))
     assert "listed" in problem.plan(target.device)
@@ -128,6 +131,7 @@ def test_leftpad(target: Target) -> None:
 @each_target(SM90)
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["causal", "window", "cut", "cut, used", "d = 128", "wide"])
+@pytest.mark.plans
 def test_missing_pages(name: str, target: Target) -> None:
     problem = dataclasses.replace(LISTED[name], page_size=16)
     assert "listed" in problem.plan(target.device)
@@ -136,6 +140,7 @@ def test_missing_pages(name: str, target: Target) -> None:
 
 @each_target(SM90)
 @pytest.mark.parametrize("name", ["used", "sink, used"])
+@pytest.mark.plans
 def test_rows_behind_all(name: str, target: Target) -> None:
     """As graphs pad them."""
     problem = dataclasses.replace(LISTED[name])
@@ -149,6 +154,7 @@ def test_rows_behind_all(name: str, target: Target) -> None:
 @pytest.mark.real_gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.plans
 def test_longer_than_the_caller_says(page_size: int, target: Target) -> None:
     """The list counts queries on the device, whatever max_seqlen_q says."""
     problem = dataclasses.replace(LISTED["sink, used"], used_q=None, page_size=page_size)

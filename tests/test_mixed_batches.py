@@ -188,6 +188,7 @@ def test_where_the_forward_takes_part(kind: str, name: str, page_size: int, targ
 @each_target(DECODE_CUDA)
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("name", [name for name in BESIDE if name != "many tiles"])
+@pytest.mark.plans
 def test_decode_beside_the_forward(name: str, page_size: int, target: Target) -> None:
     problem = dataclasses.replace(BESIDE[name], page_size=page_size)
     plan = problem.plan(target.device)
@@ -222,6 +223,7 @@ def test_decode_takes_the_short_ones(page_size: int, target: Target) -> None:
 
 
 @each_target(DECODE_CUDA)
+@pytest.mark.plans
 def test_short_ones_alone_have_no_company(target: Target) -> None:
     short = Ragged(lengths_q=(1, 0, 3), lengths_k=(KEYS, 33, 5), options={"causal": True})
     tensors, options = short.arguments(target.device)
@@ -230,6 +232,7 @@ def test_short_ones_alone_have_no_company(target: Target) -> None:
 
 @each_target(SM90)
 @pytest.mark.real_gpu
+@pytest.mark.plans
 def test_few_short_ones_may_fill_the_tiles_of_many(target: Target) -> None:
     """There is room for the longest of each sequence, but each short one would take a tile of every
     head."""
@@ -264,6 +267,7 @@ def test_wrong_starts_of_mixed_sequences(target: Target) -> None:
 @pytest.mark.real_gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.plans
 def test_longer_than_the_caller_says_beside_decode(page_size: int, target: Target) -> None:
     """The list of what decode leaves counts queries on the device, whatever max_seqlen_q says."""
     problem = dataclasses.replace(BESIDE["eight heads"], page_size=page_size)
@@ -276,6 +280,7 @@ def test_longer_than_the_caller_says_beside_decode(page_size: int, target: Targe
 
 @each_target(SM90)
 @pytest.mark.real_gpu
+@pytest.mark.plans
 def test_what_has_its_keys_cut(target: Target) -> None:
     """Few tiles, beside long keys; no term that the merge does not know."""
 

@@ -42,6 +42,7 @@ ONCE = (
 
 
 @each_cache(cache_cases(48, 6, **ONCE), DECODE_TARGETS)
+@pytest.mark.plans
 def test_read_once(case: CacheCase, target: Target, seed: int) -> None:
     problem = CacheProblem(case, seed, target.device)
     skip_unless_served(problem, target)

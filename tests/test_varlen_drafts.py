@@ -49,6 +49,7 @@ DRAFTS: dict[str, Ragged] = {
 @each_target(SM90)
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 @pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.plans
 def test_heads_share_tiles(name: str, page_size: int, target: Target) -> None:
     problem = dataclasses.replace(DRAFTS[name], page_size=page_size)
     with use(target):
@@ -58,6 +59,7 @@ def test_heads_share_tiles(name: str, page_size: int, target: Target) -> None:
 
 
 @each_target(SM90)
+@pytest.mark.plans
 def test_leftpad(target: Target) -> None:
     problem = dataclasses.replace(DRAFTS["causal"], leftpad=(100, 3, 0, 20, 7))
     with use(target):
@@ -68,6 +70,7 @@ def test_leftpad(target: Target) -> None:
 
 @each_target(SM90)
 @pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.plans
 def test_rows_that_do_not_count(page_size: int, target: Target) -> None:
     """Sequences that use few of their queries, and many rows behind all, as graphs pad them."""
     problem = Ragged(
@@ -108,6 +111,7 @@ def test_more_queries_than_the_caller_says(most: int, page_size: int, target: Ta
 
 
 @each_target(DECODE_CUDA)
+@pytest.mark.plans
 def test_who_has_tiles_of_their_own(target: Target) -> None:
     """Heads that read a kv head each, score terms, and what one thread block of decode's reads once
     are left to decode."""
@@ -122,6 +126,7 @@ def test_who_has_tiles_of_their_own(target: Target) -> None:
 
 @each_target(DECODE_CUDA)
 @pytest.mark.real_gpu
+@pytest.mark.plans
 def test_many_keys_are_read_once(target: Target) -> None:
     """The choice where no backend is named: decode would read the keys four times."""
     shape = {"heads": (32, 4), "d": 128, "d_v": 128, "dtype": torch.bfloat16, "page_size": 16}
